@@ -22,6 +22,7 @@ from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
+from attnplug.selection.options import check_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,6 +251,75 @@ def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> 
         c.backend for c in made.candidates(Settings(block=frozenset({"other"}))) if c.availability == "refused"
     } == {"other"}
     made.register(borrowing)  # the same as given: nothing changes
+
+
+@pytest.fixture
+def inner(plugin: Any) -> Plugin:
+    """The built-in backend."""
+    return attrs.evolve(plugin("inner", "attnplug", aliases=("INNER",)), built_in=True)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_nobody_takes_the_name_of_the_built_in_backend(plugin: Any, registry: Any, inner: Plugin, first: bool) -> None:
+    rival = plugin("inner", "attnplug-rival", aliases=("GOOD",), rest=TWO_VARIANTS)
+    of = registry(*((rival, inner) if first else (inner, rival)), plugin("good", aliases=("GOOD",)))
+    candidates = [c for c in of.candidates(Settings()) if c.backend == "inner"]
+    own, taken = sorted(candidates, key=lambda c: not c.built_in)
+
+    assert (own.id, own.availability, own.aliases) == ("inner/default", "ready", ("INNER",))
+    assert (taken.id, taken.availability, taken.distribution) == ("inner", "broken", "attnplug-rival 1.0")
+    assert "'inner' is offered by attnplug 1.0 and by attnplug-rival 1.0" in reasons_of(taken)
+    assert "the built-in backend keeps its own" in reasons_of(taken)
+    assert "ATTNPLUG_BLOCK=attnplug-rival to keep 'attnplug'" in taken.fix
+    assert of.plugin("inner") is inner
+    assert only(of.candidates(Settings()), "good").aliases == ("GOOD",)
+    of.check_name("inner/default")
+    of.check_name("GOOD")
+
+
+def test_options_of_the_built_in_backend_are_its_own(plugin: Any, registry: Any, inner: Plugin) -> None:
+    option = '[options.size]\ntype = "int"\ndefault = 1\nhelp = "a size"\n'
+    of = registry(plugin("inner", "attnplug-rival"), attrs.evolve(plugin("inner", rest=option), built_in=True))
+
+    check_options(of, Settings(options={"inner": {"size": 2}}))
+
+
+def test_no_alias_is_a_name_of_the_built_in_backend(plugin: Any, registry: Any, inner: Plugin) -> None:
+    of = registry(plugin("acme", aliases=("inner", "INNER", "ACME")), inner)
+
+    assert only(of.candidates(Settings()), "inner").aliases == ("INNER",)
+    assert only(of.candidates(Settings()), "acme").aliases == ("ACME",)
+    assert [note.subject for note in of.notes if "another backend" in note.message] == ["inner", "INNER"]
+    of.check_name("INNER")
+
+
+def test_a_registered_plugin_takes_no_name_of_the_built_in(plugin: Any, registry: Any, inner: Plugin) -> None:
+    of = registry(inner)
+
+    with pytest.raises(DuplicateBackendError, match="'inner'"):
+        of.register(attrs.evolve(plugin("inner", BY_HAND), version=""))
+    of.register(attrs.evolve(plugin("acme", BY_HAND, aliases=("inner", "INNER")), version=""))
+
+    assert only(of.candidates(Settings()), "inner").aliases == ("INNER",)
+    assert only(of.candidates(Settings()), "acme").aliases == ()
+
+
+def test_where_the_built_in_is_blocked_its_name_is_free(plugin: Any, registry: Any, inner: Plugin) -> None:
+    settings = block("attnplug")
+    of = registry(inner, plugin("inner", "attnplug-rival"), settings=settings)
+
+    assert of.plugin("inner").distribution == "attnplug-rival"
+    assert [c.availability for c in of.candidates(settings) if c.backend == "inner"] == ["refused", "ready"]
+
+
+def test_a_broken_plugin_of_the_built_in_name_disables_nothing(registry: Any, inner: Plugin) -> None:
+    problem = Reason("broken", "inner", None, "no manifest")
+    for name in ("inner", "INNER"):
+        rival = Plugin(name, "rival.plugin", "attnplug-rival", "1.0", None, problem, "ship it")
+        of = registry(rival, inner)
+
+        own = next(c for c in of.candidates(Settings()) if c.built_in)
+        assert (own.availability, own.aliases) == ("ready", ("INNER",))
 
 
 @pytest.fixture

@@ -41,7 +41,9 @@ class NameConflict:
         """Return it as an exception."""
         return DuplicateBackendError(
             f"the backend {self.name!r} is offered by {self.labels}",
-            "a name belongs to one distribution, and none of them wins silently",
+            "a name belongs to one distribution, and the built-in backend keeps its own"
+            if any(plugin.built_in for plugin in self.claimants)
+            else "a name belongs to one distribution, and none of them wins silently",
             self.fix,
         )
 
@@ -118,7 +120,9 @@ def list_candidates(
     found += [_absent(plugin, settings) for plugin in known if plugin.name not in groups]
     # An alias that several backends claim, or that is the name of another, selects none of them.
     candidates = (
-        attrs.evolve(c, aliases=tuple(a for a in c.aliases if a not in aliases and a not in groups)) if c.aliases else c
+        attrs.evolve(c, aliases=tuple(a for a in c.aliases if a not in aliases and a not in groups))
+        if c.aliases and not c.built_in
+        else c
         for c in found
     )
     return Candidates(tuple(sorted(candidates, key=lambda c: c.backend)), aliases)
@@ -127,6 +131,11 @@ def list_candidates(
 def usable_of(plugins: Iterable[Plugin], settings: Settings) -> tuple[Plugin, ...]:
     """Return the plugins that the settings do not exclude as a whole."""
     return tuple(plugin for plugin in plugins if deny(settings, identity(plugin)) is None)
+
+
+def sole_owner(usable: tuple[Plugin, ...]) -> Plugin | None:
+    """Return the plugin of one name that may be used: the only one, or the built-in one, which no other disables."""
+    return usable[0] if len(usable) == 1 else next((plugin for plugin in usable if plugin.built_in), None)
 
 
 def _place(plugin: Plugin) -> tuple[str, str, str]:
@@ -162,12 +171,13 @@ def _of_name(
     *,
     assume_installed: bool,
 ) -> Iterator[Candidate]:
-    if len(usable) > 1:
+    owner = sole_owner(usable)
+    if len(usable) > 1 and owner is None:
         yield _duplicate(NameConflict(group[0].name, usable))
     for plugin in group:
-        if len(group) == 1 or usable == (plugin,):
+        if len(group) == 1 or plugin is owner:
             yield from _of_plugin(plugin, settings, version_of, assume_installed=assume_installed)
-        elif plugin not in usable:
+        elif plugin not in usable or owner is not None:
             yield _unread(plugin, settings)  # without its variants, whose ids belong to the plugin that is used
 
 

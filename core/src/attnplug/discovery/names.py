@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from attnplug.discovery.candidates import NameConflict, usable_of
 from attnplug.errors import DuplicateBackendError, UnknownBackendError
+from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import near
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from attnplug.discovery.plugin import KnownPlugin, Plugin
+    from attnplug.request.settings import Settings
 
 
 def drop_foreign_aliases(plugin: Plugin, names: set[str]) -> Plugin:
@@ -21,6 +24,29 @@ def drop_foreign_aliases(plugin: Plugin, names: set[str]) -> Plugin:
         return plugin
     own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
     return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
+
+
+def under_built_in_names(plugins: Sequence[Plugin], settings: Settings) -> tuple[Plugin, ...]:
+    """
+    Return plugins, those that claim a name of the built-in backend without it: one that has its name is broken, and
+    an alias of it selects the built-in backend. Where the settings exclude the built-in one, its names are free.
+    """
+    built_in = {p.name: p for p in usable_of((p for p in plugins if p.built_in), settings)}
+    aliases = {alias for each in built_in.values() if each.manifest for alias in each.manifest.aliases}
+    return tuple(_yielding(plugin, built_in.get(plugin.name), aliases, settings) for plugin in plugins)
+
+
+def _yielding(plugin: Plugin, owner: Plugin | None, aliases: set[str], settings: Settings) -> Plugin:
+    if plugin.built_in or (owner is None and not aliases):
+        return plugin
+    if owner is None:
+        return drop_foreign_aliases(plugin, aliases)
+    if not usable_of((plugin,), settings):
+        return plugin  # it is excluded already
+    conflict = NameConflict(plugin.name, (owner, plugin))
+    error = conflict.error()
+    reason = Reason("broken", plugin.name, None, error.problem, error.expected)
+    return attrs.evolve(plugin, manifest=None, problem=reason, fix=conflict.fix)
 
 
 def replaces(given: Plugin, plugin: Plugin) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, usable_of
-from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, unknown_backend
+from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, sole_owner, usable_of
+from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, under_built_in_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.scan import Diagnostic, scan
@@ -155,9 +155,10 @@ class Registry:
         if not group:
             raise self._unknown(name)
         usable = usable_of(group, self._settings) or group
-        if len(usable) > 1:
+        owner = sole_owner(usable)
+        if owner is None:
             raise NameConflict(name, usable).error()
-        return usable[0]
+        return owner
 
     def check_name(self, name: str) -> None:
         """
@@ -247,7 +248,8 @@ class Registry:
     def _renew(self) -> None:
         """Forget the candidates; then, not before, change the generation, so that nothing old passes for new."""
         names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
-        self._plugins = tuple(drop_foreign_aliases(plugin, names) for plugin in self._given)
+        own = under_built_in_names(self._given, self._settings)
+        self._plugins = tuple(p if p.built_in else drop_foreign_aliases(p, names) for p in own)
         self._lists: dict[Hashable, Candidates] = {}
         self._generation = next(_generations)
 
