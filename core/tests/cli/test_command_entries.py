@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,14 @@ BROKEN = {
     "exits": ("raise SystemExit('imported')", "cannot be imported: SystemExit: imported"),
     "does not parse": ("def", "cannot be imported: SyntaxError"),
     "lacks a member": (LACKING, "lacks run"),
+    "raises no Exception": ("raise type('Odd', (BaseException,), {})('why')", "cannot be imported: Odd: why"),
+    "raises what cannot be printed": (
+        "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",
+        "cannot be imported: Odd (its text cannot be shown: str() of it raises ZeroDivisionError)",
+    ),
+    "has a summary that is no text": (SOUND.replace('"says hello"', "7"), "is of the type int"),
+    "cannot run": (SOUND.replace("def run", "def run_").replace("return 1", "return 1\nrun = 3"), "is of the type int"),
+    "cannot declare": (SOUND.replace("def add_arguments", "add_arguments = None\ndef _"), "is of the type NoneType"),
     "is lazy and fails": ("def __getattr__(name): raise ImportError(name)", "cannot be imported: ImportError: SUMMARY"),
 }
 
@@ -76,7 +85,9 @@ def test_a_broken_one_is_listed_and_hides_no_other(run, add, source: str, proble
     listed = run("--help")
 
     assert listed.code == 0
-    assert f"  greet    broken: the command 'greet' of acme-tools 2.0 {problem}" in listed.out
+    (line,) = [line for line in listed.out.splitlines() if line.startswith("  greet")]
+    assert line.startswith("  greet    broken: ")
+    assert f"the command 'greet' of acme-tools 2.0 {problem}" in line
     assert "  other    says hello\n" in listed.out
 
 
@@ -87,8 +98,79 @@ def test_a_broken_one_that_is_run_fails_with_its_fix(run, add, source: str, prob
     done = run("greet")
 
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"attnplug: the command 'greet' of acme-tools 2.0 {problem}")
+    assert done.err.startswith("attnplug: ")
+    assert f"the command 'greet' of acme-tools 2.0 {problem}" in done.err.partition("\n")[0]
     assert "\n  fix: " in done.err
+
+
+@pytest.mark.parametrize("value", ["", ".relative", "attnplug.commands:say", "a" * 300, "no module", "x\0y"])
+def test_a_value_that_is_no_module_is_broken(run, empty, value: str) -> None:
+    empty.metadata("acme-tools", "2.0", f"[attnplug.commands]\ngreet = {value}\n")
+
+    assert "  greet    broken: the command 'greet' of acme-tools 2.0 cannot be " in run("--help").out
+    assert run("greet").code == 1
+
+
+@pytest.mark.parametrize("odd", ["ValueError('why')", "type('Odd', (BaseException,), {})('why')", "SystemExit('why')"])
+def test_options_that_cannot_be_declared_are_an_error(run, add, odd: str) -> None:
+    add("greet", SOUND.replace('parser.add_argument("--name"', f'raise {odd}\n    print("--name"'))
+
+    done = run("greet")
+
+    assert (done.code, done.out) == (1, "")
+    assert "of acme-tools 2.0 cannot declare its options: add_arguments raised" in done.err
+    assert "  fix: reinstall or remove acme-tools\n" in done.err
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ("1 / 0", "'greet' of acme-tools 2.0 raised ZeroDivisionError"),
+        ("(_ for _ in ()).throw(GeneratorExit)", "'greet' of acme-tools 2.0 raised GeneratorExit"),
+        ("None", "'greet' of acme-tools 2.0 returned a NoneType"),
+        ("'done'", "'greet' of acme-tools 2.0 returned a str"),
+    ],
+)
+def test_a_command_that_fails_is_an_error_of_its_authors(run, add, returned: str, problem: str) -> None:
+    add("greet", SOUND.replace("return 1", f"return {returned}"))
+
+    done = run("greet")
+
+    assert done.code == 1
+    assert f"{problem}" in done.err
+    assert "\n  fix: " in done.err
+
+
+def test_one_distribution_that_offers_a_command_twice(run, empty) -> None:
+    empty.metadata("acme-tools", "2.0", "[attnplug.commands]\ngreet = one\ngreet = other\n")
+
+    assert "broken: the command 'greet' is offered by acme-tools 2.0 and by acme-tools 2.0\n" in run("--help").out
+    assert "install acme-tools again, in a version that offers 'greet' once" in run("greet").err
+
+
+def test_commands_of_a_distribution_that_cannot_be_read(run, empty, add) -> None:
+    add("other", distribution="other-tools")
+    empty.metadata("acme-tools", "9" * 5, "[attnplug.commands]\ngreet = one\n")
+    (metadata,) = empty.folder.glob("acme_tools*/METADATA")
+    metadata.unlink()
+    os.mkfifo(metadata)
+
+    listed = run("--help").out
+
+    assert "broken: the command 'greet' of acme_tools 99999 cannot be used: its METADATA cannot be read" in listed
+    assert "  other    says hello\n" in listed
+
+
+def test_20000_commands_are_one_broken_distribution(run, empty, add) -> None:
+    add("other", distribution="other-tools")
+    points = "".join(f"c{number} = m{number}\n" for number in range(20_000))
+    empty.metadata("acme-tools", "2.0", f"[attnplug.commands]\n{points}")
+
+    listed = run("--help").out
+
+    assert listed.count("broken: ") <= 100
+    assert "offers 20,000 entry points" in listed
+    assert "says hello\n" in listed
 
 
 def test_a_module_that_is_not_there_is_broken(run, empty) -> None:

@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        module, arguments = parse(words)
-        return int(module.run(arguments))
+        return parse(words)()
     except SystemExit as done:  # argparse leaves this way once it has printed help
         return _exit_code(done)
     except AttnplugError as error:

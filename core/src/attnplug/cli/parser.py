@@ -12,8 +12,7 @@ from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Iterable, Sequence
 
     from attnplug.cli.command import Command
 
@@ -55,12 +54,12 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+def parse(words: Sequence[str]) -> Callable[[], int]:
     """
     Read a command line.
 
     Returns:
-        The module of the command, and the command's arguments.
+        What runs the command with its arguments, and returns the exit code.
 
     Raises:
         RequestError: The command or an option is unknown, or a value is not allowed.
@@ -71,16 +70,28 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
         _without_command(words)
     name = words[0]
     if name in BUILT_IN:
-        module, summary = import_module(f"attnplug.cli.{name}"), BUILT_IN[name]
-    else:
-        module = _installed(name).load()
-        summary = module.SUMMARY
-    parser = Parser(f"attnplug {name}", f"{summary}.", usage=f"attnplug {name} [options]")
-    module.add_arguments(parser)
+        module = import_module(f"attnplug.cli.{name}")
+        parser = _parser_of(name, BUILT_IN[name])
+        module.add_arguments(parser)
+        arguments = _parsed(parser, words)
+        return lambda: int(module.run(arguments))
+    command = _installed(name)
+    module = command.load()
+    parser = _parser_of(name, module.SUMMARY)
+    command.calling("cannot declare its options: add_arguments raised", lambda: module.add_arguments(parser))
+    arguments = _parsed(parser, words)
+    return lambda: command.run(module, arguments)
+
+
+def _parser_of(name: str, summary: str) -> Parser:
+    return Parser(f"attnplug {name}", f"{summary}.", usage=f"attnplug {name} [options]")
+
+
+def _parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(words[1:])
     if unknown:
         _refuse_unknown(parser, unknown[0])
-    return module, arguments
+    return arguments
 
 
 def _installed(name: str) -> Command:

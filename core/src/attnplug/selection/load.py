@@ -158,7 +158,7 @@ def _shown(value: object) -> str:
         return shortened(repr(value), 1000)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - foreign code that may fail in any way
         return f"an object whose repr() raises {exception_text(error)}"
 
 
