@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[Callable[[Evil], None], str]] = {
     "undefined marker": (says(f'{EVIL}[variants.one]\nrequires = ["{UNDEFINED}"]\n'), "PEP 508"),
     "undefined marker in a rule": (says(EVIL + RULE.format(UNDEFINED)), "PEP 508"),
     "nested marker": (says(EVIL + RULE.format(f"library; {'(' * 490}'a'=='b'{')' * 490}")), "nested too deeply"),
-    "blanks": (says(f"{EVIL}[{' ' * 20_000}\n"), "not TOML"),
+    "blanks": (says(f"{EVIL}odd = [\n[{' ' * 20_000}\n]]\n"), "the field 'odd'"),
     "blanks and brackets": (says(f'{EVIL}[options.a]\n"{"[ " * 2000}" = 1\n'), "the key"),
     "deep key": (says(f"{EVIL}a{'.a' * 20_000} = 1\n"), "nested too deeply"),
     "deep key in an inline table": (says(f"{EVIL}x = {{ a{'.a' * 20_000} = 1 }}\n"), "nested too deeply"),
