@@ -58,6 +58,20 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+MORE = {
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    "qwen2_vl_text": _THREE_AXES,
+    "qwen2_5_vl_text": _THREE_AXES,
+    "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+}
+"""Fields beyond `SIZES` that a small configuration has to set."""
 DECODERS = [
     *("llama", "gemma", "glm4", "granite", "olmo2", "stablelm", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt"),
     *("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "ministral", "cwm"),
@@ -80,7 +94,7 @@ def tiny(model_type):
     for name in ("mlp_layer_types", "no_rope_layers", "moe_layers"):
         if usual.get(name):
             sizes[name] = usual[name][:4] if name != "moe_layers" else [0, 1, 2, 3]
-    return cls(**sizes)
+    return cls(**(sizes | MORE.get(model_type, {})))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import TensorError
 from attnplug_transformers.binding import Binding, bind, find_binding, layer_of_module, use_device
-from attnplug_transformers.call import AttentionCall, module_name, uncompiled
+from attnplug_transformers.call import AttentionCall, check_outputs, module_name, uncompiled
 from attnplug_transformers.mask import DenseMask, LazyMask, default_mask
 from attnplug_transformers.packing import Pattern, pack
 
@@ -30,11 +30,13 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         ``(batch, queries, num_q_heads, head_size_v)``, zero for padded queries; and None in place of attention weights.
 
     Raises:
-        NotNegotiatedError: The call differs from what was negotiated, by its mask too.
+        NotNegotiatedError: The call differs from what was negotiated, by its mask too, or attention weights are
+            requested.
         NoBackendError: No backend supports the layer.
         TensorError: The tensors have other shapes.
     """
     call = AttentionCall.of(*args, **arguments)
+    check_outputs(module_name(call.module))
     with use_device(call.query.device):
         binding = _bind(call)
         pattern = Pattern.of(binding.requirements)

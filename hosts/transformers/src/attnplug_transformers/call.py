@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from attrs import frozen
+from transformers.utils import output_capturing
 
 from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug.request import Requirements
@@ -96,6 +97,24 @@ def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None
         shape = getattr(value, "shape", None)
         shown = repr(value) if shape is None else f"<{type(value).__name__} of shape {tuple(shape)}>"
         raise NotNegotiatedError(f"{layer}: {name}={shown} was given", because, fix)
+
+
+def check_outputs(layer: str) -> None:
+    """
+    Refuse attention weights that the model's caller requested.
+
+    transformers collects them with hooks, and half of its models pass ``output_attentions`` no further: what the
+    collector waits for shows the request in all of them, whether an argument or the configuration made it.
+
+    Args:
+        layer: The layer, for the message.
+
+    Raises:
+        NotNegotiatedError: They were requested.
+    """
+    collected = output_capturing._active_collector.get()  # noqa: SLF001 - the library has no public name for it
+    if collected and any(name.endswith("attentions") for name in collected):
+        raise NotNegotiatedError(f"{layer}: output_attentions=True was given", *REFUSED["output_attentions"])
 
 
 def module_name(module: nn.Module) -> str:
