@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
 from attnplug_transformers.engine import Engine
+from attnplug_transformers.engine.model_attention import serving
 from core.tests.models import published
 from hosts.transformers.tests.models import SIZES, model, sharpen
 
@@ -238,18 +239,13 @@ def test_a_model_on_several_devices():
     assert "its weights are on cpu, meta" in refusal(made)
 
 
-def test_forwards_that_the_step_cannot_pass_through():
+def test_a_forward_without_position_ids():
     class NoPositions(transformers.LlamaForCausalLM):
         def forward(self, input_ids, **rest):
             return super().forward(input_ids, **rest)
 
-    class NoKeywords(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, position_ids):
-            return super().forward(input_ids, position_ids=position_ids)
-
     config = model("llama").config
     assert "takes no position_ids" in refusal(NoPositions(config).eval())
-    assert "takes no further keywords" in refusal(NoKeywords(config).eval())
 
 
 def test_a_model_without_a_mask(monkeypatch):
@@ -273,14 +269,17 @@ def test_a_layer_that_attends_once_more():
 
 def test_calls_without_a_step():
     engine = Engine(model("llama"))
-    rows, step = torch.tensor([[1, 2], [3, 4]]), object()
+    rows = torch.tensor([[1, 2], [3, 4]])
 
-    with torch.no_grad(), pytest.raises(TensorError, match="has one row of tokens"):
-        engine.model(input_ids=rows, use_cache=False, attnplug_step=step)
-    with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
-        engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model), attnplug_step=step)
-    with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
-        engine.model(input_ids=rows[:1], use_cache=False, attnplug_step=step)
+    with torch.no_grad(), pytest.raises(NotNegotiatedError, match="without a step of an engine"):
+        engine.model(input_ids=rows[:1], use_cache=False)
+    with serving(object()):
+        with torch.no_grad(), pytest.raises(TensorError, match="has one row of tokens"):
+            engine.model(input_ids=rows, use_cache=False)
+        with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
+            engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model))
+        with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
+            engine.model(input_ids=rows[:1], use_cache=False)
 
 
 def _cached(made):

@@ -20,7 +20,6 @@ from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.inspection import (
     KEEP,
     check_class,
-    check_keywords,
     check_lengths,
     check_model,
     check_options,
@@ -177,7 +176,6 @@ class Engine:
         attention = ModelAttention(model)
         self._restore = weakref.finalize(self, attention.restore)
         try:
-            check_keywords(model)  # after the attention: published code that cannot take it often lacks both
             with use_device(model.device):
                 specs = inspect_layers(model, layers, kv_cache_dtype)
                 self._groups = Groups.load(specs, model.device, backend, options)

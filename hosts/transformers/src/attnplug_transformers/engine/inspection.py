@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
 from attnplug_transformers.call import module_name, tensor_version
 from attnplug_transformers.engine.layers import LayerSpec
-from attnplug_transformers.engine.model_attention import placeholder_mask
+from attnplug_transformers.engine.model_attention import placeholder_mask, serving
 from attnplug_transformers.mask import LazyMask
 from attnplug_transformers.packing import Pattern
 
@@ -111,19 +111,6 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
         _refuse(model, found, "the engine runs on one device", "load it on one device")
 
 
-def check_keywords(model: Any) -> None:
-    """
-    Check that the forward passes further keywords down: the step reaches the attention function as one.
-
-    Raises:
-        RequirementsError: It does not.
-    """
-    parameters = inspect.signature(model.forward).parameters.values()
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        expected = "the step reaches the attention function as one"
-        _refuse(model, "its forward takes no further keywords", expected)
-
-
 def check_lengths(model: Any, max_seq_len: int, max_num_tokens: int) -> None:
     """
     Check that no module computes something else from some length on.
@@ -214,9 +201,8 @@ def inspect_layers(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str
 
 
 def _call(model: Any, ids: Tensor, positions: Tensor, handler: AttentionHandler, mask: Tensor | None) -> None:
-    model(
-        input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False, attnplug_step=handler
-    )
+    with serving(handler):
+        model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
 
 
 def _zeros(call: AttentionCall) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,7 +18,7 @@ from attnplug_transformers.call import AttentionCall, module_name, uncompiled
 from attnplug_transformers.mask import make_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attnplug.contract import Cache, Metadata
     from attnplug_transformers.engine.layers import PagedLayer
@@ -29,6 +31,9 @@ _installed: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 """Model -> the attention implementation that each of its engines replaced; the first one is the model's own."""
 
 _lock = threading.Lock()
+
+# Several models pass no keywords down to their attention. Each thread has its own value: engines share no state.
+_handler: ContextVar[AttentionHandler | None] = ContextVar("attnplug_engine", default=None)
 
 
 class ModelAttention:
@@ -89,16 +94,24 @@ class AttentionHandler(Protocol):
         """Return ``(tokens, num_q_heads * head_size_v)``."""
 
 
+@contextmanager
+def serving(handler: AttentionHandler) -> Iterator[None]:
+    """Let a handler serve the attention calls of this thread."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
 @uncompiled
-def attend(module: nn.Module, *args: Any, attnplug_step: AttentionHandler | None = None, **arguments: Any) -> Any:
+def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
     """
-    Attend through the step that the model is called with. Registered under the name ``"attnplug_engine"``.
+    Attend through the handler of this thread: see `serving`. Registered under the name ``"attnplug_engine"``.
 
     Args:
         module: The attention module.
         args: As for `AttentionCall.of`, with a batch of 1: the tokens of all requests, concatenated.
-        attnplug_step: What serves the call. The model passes it down as a keyword, so that engines in several threads
-            share no state, not even on one model.
         arguments: As for `AttentionCall.of`.
 
     Returns:
@@ -108,11 +121,11 @@ def attend(module: nn.Module, *args: Any, attnplug_step: AttentionHandler | None
         NotNegotiatedError: The call differs from what was negotiated, or does not come from an engine's step.
         TensorError: The tensors are not those of an engine's step.
     """
-    if attnplug_step is None:
+    handler = _handler.get()
+    if handler is None:
         raise NotNegotiatedError(
             f"{module_name(module)}: attention was called without a step of an engine",
-            "an engine has replaced the model's attention, and the model was called by other code, or does not pass its"
-            " keywords down to its attention",
+            "an engine has replaced the model's attention, and the model was called by other code",
             "generate through the engine, or call engine.close(), which restores the model's own attention",
         )
     call = AttentionCall.of(module, *args, **arguments)
@@ -123,7 +136,7 @@ def attend(module: nn.Module, *args: Any, attnplug_step: AttentionHandler | None
             "a step of the engine has one row of tokens, and each token has its own key and value",
             "call the model through the engine alone; the keys of earlier steps are in the engine's KV cache",
         )
-    return attnplug_step.attend(call).view(1, tokens, heads, call.value.shape[3]), None
+    return handler.attend(call).view(1, tokens, heads, call.value.shape[3]), None
 
 
 def placeholder_mask(device: torch.device) -> Tensor:

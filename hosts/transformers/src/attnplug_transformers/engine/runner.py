@@ -14,7 +14,7 @@ from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
 from attnplug_transformers.binding import use_device
 from attnplug_transformers.engine.graphs import DecodeGraphs
-from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask
+from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask, serving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,14 +151,14 @@ class Runner:
         """
         step = StepAttention(self._layers, self._caches, metadata, self._mask)
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._takes_rows else {}
-        output = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self._mask,
-            use_cache=False,
-            attnplug_step=step,
-            **keep,
-        )
+        with serving(step):
+            output = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._mask,
+                use_cache=False,
+                **keep,
+            )
         step.check_complete()
         logits: Tensor = output.logits[0]
         return logits if rows is None or self._takes_rows else logits[rows]
