@@ -66,6 +66,7 @@ MORE = {
         "mamba_d_head": 16,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "qwen2_vl_text": _THREE_AXES,
     "qwen2_5_vl_text": _THREE_AXES,
