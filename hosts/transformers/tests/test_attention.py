@@ -32,10 +32,11 @@ SIZE = 8
 class Module(nn.Module):
     """The attributes of an attention module that the function reads."""
 
-    def __init__(self, configuration=None, index=0, **attributes):
+    def __init__(self, configuration=None, index=0, is_causal=True, **attributes):
         super().__init__()
         self.config = configuration
         self.layer_idx = index
+        self.is_causal = is_causal
         for name, value in attributes.items():
             setattr(self, name, value)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnplug.errors import TensorError
+import attrs
+
+from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug_transformers.binding import Binding, bind, find_binding, layer_of_module, use_device
 from attnplug_transformers.call import AttentionCall, check_outputs, module_name, uncompiled
 from attnplug_transformers.mask import DenseMask, LazyMask, default_mask
@@ -35,13 +37,34 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         NoBackendError: No backend supports the layer.
         TensorError: The tensors have other shapes.
     """
-    call = AttentionCall.of(*args, **arguments)
+    call = _with_causality(AttentionCall.of(*args, **arguments))
     check_outputs(module_name(call.module))
     with use_device(call.query.device):
         binding = _bind(call)
         pattern = Pattern.of(binding.requirements)
         packing = pack(_mask(call, pattern), pattern, binding.impl.layer.name, call.query.device)
         return _run(binding, packing, call), None
+
+
+def _with_causality(call: AttentionCall) -> AttentionCall:
+    """Return the call with the causality that its mask shows, where neither argument, module nor table has it."""
+    if call.signature.is_causal is not None or getattr(call.module, "is_causal", None) is not None:
+        return call
+    if layer_of_module(call.module) is not None:
+        return call
+    q_length, kv_length = call.query.shape[2], call.key.shape[2]
+    mask = call.mask
+    if mask is None and q_length > 1:
+        name = module_name(call.module)
+        raise NotNegotiatedError(
+            f"{name}: the call has neither is_causal nor a mask, and the module has no is_causal",
+            "one of them shows whether tokens attend to later ones",
+            "set is_causal on the module, pass an attention_mask, or use attn_implementation='eager' for this model",
+        )
+    if mask is not None and not isinstance(mask, LazyMask):
+        mask = DenseMask.of(mask, call.query.shape[0], q_length, kv_length)
+    is_causal = mask is None or mask.is_causal()
+    return attrs.evolve(call, signature=attrs.evolve(call.signature, is_causal=is_causal))
 
 
 def _bind(call: AttentionCall) -> Binding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
+import attrs
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -87,6 +88,13 @@ class LazyMask:
         """Return ``(queries,)``: which key is the query's own token; negative before the first key of the call."""
         return torch.arange(self.q_length, device=self.device) + (self.q_offset - self.kv_offset)
 
+    def is_causal(self) -> bool:
+        """Return whether tokens attend to no later ones, by the mask of the first two."""
+        if self.kv_length < 2:
+            return True
+        first = attrs.evolve(self, batch_size=1, q_length=2, kv_length=2, q_offset=0, kv_offset=0, padding=None)
+        return not bool(first._evaluate(0, 2)[0, 0, 1])
+
     def _evaluate(self, start: int, length: int) -> Tensor:
         mask = sdpa_mask(
             batch_size=self.batch_size,
@@ -148,8 +156,15 @@ class DenseMask:
 
         Raises:
             TensorError: The tensor has another shape.
-            NotNegotiatedError: It differs between heads, or is a bias.
+            NotNegotiatedError: It differs between heads, is a bias, or is no tensor.
         """
+        if not isinstance(given, Tensor):
+            raise NotNegotiatedError(
+                f"an attention_mask of type {type(given).__name__} was given",
+                "a prepared mask is a tensor; block masks are for flex attention alone",
+                "pass the two-dimensional padding mask to the model, which builds the others from it, or use"
+                " attn_implementation='flex_attention'",
+            )
         sizes = ((1, batch_size), tuple(given.shape[1:2]), (1, q_length), (kv_length,))
         if given.ndim != 4 or any(size not in fits for size, fits in zip(given.shape, sizes, strict=True)):
             raise TensorError(
@@ -182,6 +197,11 @@ class DenseMask:
     def is_padding(self) -> Tensor | None:
         """Return None: a dense mask does not mark padded queries."""
         return None
+
+    def is_causal(self) -> bool:
+        """Return whether queries, the last tokens of their sequences, attend to no later ones."""
+        queries, keys = self.mask.shape[1:]
+        return keys >= queries and not bool(self.mask.triu(keys - queries + 1).any())
 
     def own_keys(self) -> Tensor | None:
         """Return which key is the query's own token; None where queries and keys differ in number."""
