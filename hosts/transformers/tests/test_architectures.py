@@ -25,6 +25,9 @@ SIZES = {
     "num_attention_heads": 4,
     "n_head": 4,
     "n_heads": 4,
+    "attention_heads": 4,
+    "num_layers": 4,
+    "rotary_dim": 4,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -60,12 +63,17 @@ SIZES = {
 }
 _THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 MORE = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16},
+    },
     "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "granitemoehybrid": {
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "qwen2_vl_text": _THREE_AXES,

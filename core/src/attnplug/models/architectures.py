@@ -10,14 +10,19 @@ from attrs import field, frozen
 from attnplug.models.patterns import (
     FULL,
     SLIDING,
+    KvHeads,
     Pattern,
     block_sparse,
     chunked_with_rope,
+    dbrx_kv_heads,
     every,
+    falcon_kv_heads,
     first_of,
     full,
+    jamba,
     late,
     listed,
+    mpt,
     sliding_without_rope,
     uniform,
 )
@@ -44,6 +49,8 @@ class Architecture:
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
         alibi: The form of the ALiBi bias.
+        alibi_switch: The field that switches ALiBi on; empty where the architecture always has it, or never.
+        kv_heads: What reads the number of key and value heads, where that is no field of its usual name.
         floors: Whether the module rounds the size of its heads down where the heads do not divide the hidden size.
     """
 
@@ -55,6 +62,8 @@ class Architecture:
     soft_cap: str = ""
     sinks: frozenset[str] = frozenset()
     alibi: str | None = None
+    alibi_switch: str = ""
+    kv_heads: KvHeads | None = None
     floors: bool = False
 
 
@@ -96,6 +105,20 @@ _PLAIN: Final = (
     | _each("opt", _decoder(path="decoder.layers.{}.self_attn"))
     | _each("clip_text_model", _decoder(path="encoder.layers.{}.self_attn"))
     | _each("bloom", _decoder(path="h.{}.self_attention", alibi="linear"))
+    | _each("mpt", _decoder(mpt, path="blocks.{}.attn", alibi="linear"))
+    | _each(
+        "falcon",
+        _decoder(
+            spelled="alibi multi_query new_decoder_architecture",
+            path="h.{}.self_attention",
+            alibi="linear",
+            alibi_switch="alibi",
+            kv_heads=falcon_kv_heads,
+        ),
+    )
+    | _each("dbrx", _decoder(path="blocks.{}.norm_attn_norm.attn", spelled="attn_config", kv_heads=dbrx_kv_heads))
+    | _each("gptj codegen", _decoder(path="h.{}.attn"))
+    | _each("xglm", _decoder())
 )
 
 _WINDOWED: Final = (
@@ -142,6 +165,7 @@ _HYBRID: Final = (
     _each("qwen3_next qwen3_5_text qwen3_5_moe_text", _decoder(listed(), _HEADS))
     | _each("lfm2 lfm2_moe granitemoehybrid", _decoder(listed(), _KV))
     | _each("olmo_hybrid", _decoder(listed()))
+    | _each("jamba", _decoder(jamba, "num_key_value_heads attn_layer_period attn_layer_offset"))
 )
 
 _ENCODERS: Final = (

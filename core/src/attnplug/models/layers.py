@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
 _PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone; on the command line, --partial"
 
@@ -226,11 +226,12 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
     cap = fields.get(architecture.soft_cap) if architecture.soft_cap else None
     if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
         raise _refused(fields, "transformers ignores its attn_logit_softcapping")
+    switched_off = architecture.alibi_switch and not fields.get(architecture.alibi_switch)
     return {
         "attn_type": "decoder" if causal else "encoder_only",
         "logits_soft_cap": cap,
         "sinks": kind in architecture.sinks,
-        "alibi": architecture.alibi,
+        "alibi": None if switched_off else architecture.alibi,
         "sliding_window": _window(fields, architecture, causal=causal) if kind == SLIDING else None,
         "attention_chunk": fields.need_integer("attention_chunk_size") if kind == CHUNKED else None,
         "block_sparse": _block_sparse(fields) if kind == BLOCK_SPARSE else None,
@@ -258,7 +259,10 @@ def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
 
 def _heads(fields: Fields, architecture: Architecture, heads: tuple[str, ...] = _HEADS) -> dict[str, Any]:
     count = fields.need_integer(*heads)
-    kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
+    if architecture.kv_heads is not None:
+        kv_heads = architecture.kv_heads(fields, count)
+    else:
+        kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
     size = fields.integer("head_dim") or _divided(fields, architecture, count)
     return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size}
 

@@ -14,9 +14,22 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
 BLOCK_SPARSE: Final = "block_sparse_attention"
+LINEAR: Final = "linear_attention"
+
+_IGNORED_BY_MPT: Final[dict[str, object]] = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "attn_type": "multihead_attention",
+}
+"""Field of MPT's `attn_config` -> the only value that transformers computes."""
 
 Pattern: TypeAlias = Callable[["Fields", int], Sequence[str]]
 """Fields and number of layers -> the kind of each layer, in transformers' words."""
+
+KvHeads: TypeAlias = Callable[["Fields", int], int]
+"""Fields and number of query heads -> the number of key and value heads."""
 
 
 def full(fields: Fields, count: int) -> Sequence[str]:
@@ -40,6 +53,26 @@ def block_sparse(fields: Fields, count: int) -> Sequence[str]:
     """All layers are block-sparse, but every so many-th one where the configuration says so."""
     period = fields.integer("dense_attention_every_n_layers", least=0) or 0
     return [FULL if period and (layer + 1) % period == 0 else BLOCK_SPARSE for layer in range(count)]
+
+
+def mpt(fields: Fields, count: int) -> Sequence[str]:
+    """Every layer is full, and has ALiBi. What transformers' MPT ignores, and MPT's own code does not, is refused."""
+    attention = fields.get("attn_config") or {}
+    for name, only in _IGNORED_BY_MPT.items():
+        if attention.get(name, only) != only:
+            raise RequirementsError(
+                f"{fields.origin} has attn_config.{name}={attention[name]!r}",
+                f"transformers' 'mpt' ignores it, and computes {name}={only!r}",
+                "run the model from the code that it is published with",
+            )
+    return [FULL] * count
+
+
+def jamba(fields: Fields, count: int) -> Sequence[str]:
+    """Every `attn_layer_period`-th layer is attention, from `attn_layer_offset` on; the others are recurrences."""
+    period = fields.need_integer("attn_layer_period")
+    offset = fields.need_integer("attn_layer_offset", least=0)
+    return [FULL if index % period == offset else LINEAR for index in range(count)]
 
 
 def listed(default: Pattern | None = None) -> Pattern:
@@ -107,3 +140,15 @@ def _rope_layers(fields: Fields, count: int) -> Sequence[object]:
         return list(given)
     interval = fields.integer("no_rope_layer_interval") or 4
     return [(index + 1) % interval != 0 for index in range(count)]
+
+
+def falcon_kv_heads(fields: Fields, count: int) -> int:
+    """The new architecture groups queries; the old one has one key and value head, or one for each query head."""
+    if fields.get("new_decoder_architecture"):
+        return fields.integer("num_kv_heads") or count
+    return 1 if fields.get("multi_query") else count
+
+
+def dbrx_kv_heads(fields: Fields, _: int) -> int:
+    """The number is in `attn_config`."""
+    return fields.part("attn_config").need_integer("kv_n_heads")

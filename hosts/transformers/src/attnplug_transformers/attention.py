@@ -53,17 +53,19 @@ def _with_causality(call: AttentionCall) -> AttentionCall:
     if layer_of_module(call.module) is not None:
         return call
     q_length, kv_length = call.query.shape[2], call.key.shape[2]
-    mask = call.mask
-    if mask is None and q_length > 1:
+    if call.mask is None and q_length > 1:
         name = module_name(call.module)
         raise NotNegotiatedError(
             f"{name}: the call has neither is_causal nor a mask, and the module has no is_causal",
             "one of them shows whether tokens attend to later ones",
             "set is_causal on the module, pass an attention_mask, or use attn_implementation='eager' for this model",
         )
-    if mask is not None and not isinstance(mask, LazyMask):
-        mask = DenseMask.of(mask, call.query.shape[0], q_length, kv_length)
-    is_causal = mask is None or mask.is_causal()
+    if call.mask is None:
+        is_causal = True  # the only query is the last token, which attends to all either way
+    elif isinstance(call.mask, LazyMask):
+        is_causal = call.mask.is_causal()
+    else:
+        is_causal = DenseMask.of(call.mask, call.query.shape[0], q_length, kv_length).is_causal()
     return attrs.evolve(call, signature=attrs.evolve(call.signature, is_causal=is_causal))
 
 

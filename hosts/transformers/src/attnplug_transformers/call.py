@@ -112,7 +112,8 @@ def check_outputs(layer: str) -> None:
     Raises:
         NotNegotiatedError: They were requested.
     """
-    collected = output_capturing._active_collector.get()  # noqa: SLF001 - the library has no public name for it
+    collector: Any = output_capturing._active_collector  # noqa: SLF001 - the library has no public name for it
+    collected = collector.get()
     if collected and any(name.endswith("attentions") for name in collected):
         raise NotNegotiatedError(f"{layer}: output_attentions=True was given", *REFUSED["output_attentions"])
 

@@ -92,8 +92,9 @@ class LazyMask:
         """Return whether tokens attend to no later ones, by the mask of the first two."""
         if self.kv_length < 2:
             return True
-        first = attrs.evolve(self, batch_size=1, q_length=2, kv_length=2, q_offset=0, kv_offset=0, padding=None)
-        return not bool(first._evaluate(0, 2)[0, 0, 1])
+        first = attrs.evolve(self, q_length=2, kv_length=2, q_offset=0, kv_offset=0, padding=None, packings={})
+        _, attends = next(first.rows())
+        return not bool(attends[0, 0, 1])
 
     def _evaluate(self, start: int, length: int) -> Tensor:
         mask = sdpa_mask(

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from attnplug.errors import RequirementsError
+from attnplug.errors import NotNegotiatedError, RequirementsError
 from attnplug.models.architectures import ARCHITECTURES
 from attnplug_transformers.engine import Engine
 from hosts.transformers.tests.models import generate, sharpen
@@ -16,7 +16,7 @@ from hosts.transformers.tests.test_architectures import tiny
 NEW = 10
 PROMPTS = [[5, 9, 20, 33, 7, 101, 64, 3, 250, 18, 77], [12, 4, 199]]
 RECURRENT = {
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid", "jamba"),
 }
 CAUSAL = sorted(
     name
@@ -27,11 +27,13 @@ CAUSAL = sorted(
 )
 
 
-def made_of(config, seed=0):
+def made_of(config, seed=0, implementation="eager"):
     """Return a small model that never ends a text, and whose tokens depend on their context."""
     config.eos_token_id = None
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    made = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation, dtype=torch.float32
+    )
     made.generation_config.eos_token_id = None
     return sharpen(made, seed)
 
@@ -43,10 +45,10 @@ def expected_of(made):
     return [tokens[0].tolist() for tokens, _ in found], min(margin for _, margin in found)
 
 
-def check_tokens(config, **how):
+def check_tokens(config, implementation="eager", **how):
     """Compare the tokens of both prompts, in steps of several tokens of one and one of the other."""
     for seed in range(16):
-        made = made_of(config, seed)
+        made = made_of(config, seed, implementation)
         expected, margin = expected_of(made)
         variety = len({token for tokens in expected for token in tokens})  # a model that repeats itself proves little
         if margin > 1e-3 and variety > 4:
@@ -56,7 +58,7 @@ def check_tokens(config, **how):
 
     with Engine(made, max_num_tokens=7, max_num_reqs=4, block_size=4, **how) as engine:
         assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected
-    assert made.config._attn_implementation == "eager"
+    assert made.config._attn_implementation == implementation
     assert expected_of(made)[0] == expected  # its own attention is back
 
 
@@ -69,3 +71,61 @@ def test_tokens_are_those_of_generate(host, model_type):
 def test_recurrent_layers_are_refused(host, model_type):
     with pytest.raises(RequirementsError, match="not attention over keys"):
         Engine(made_of(tiny(model_type)), max_seq_len=32)
+
+
+FALCON = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 32}
+MPT = {"vocab_size": 300, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 64}
+VARIANTS = {
+    "falcon of grouped queries": lambda: transformers.FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "falcon of one key per query": lambda: transformers.FalconConfig(**FALCON, multi_query=False, parallel_attn=False),
+    "falcon with alibi": lambda: transformers.FalconConfig(**FALCON, alibi=True),
+    "falcon with alibi and bias": lambda: transformers.FalconConfig(
+        **FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "bloom of six heads": lambda: transformers.BloomConfig(vocab_size=300, hidden_size=48, n_layer=3, n_head=6),
+    "mpt of six heads": lambda: transformers.MptConfig(**MPT),
+    "mpt with every option": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_adapted_modules(host, variant):
+    # Falcon adds ALiBi twice in eager attention; SDPA attention is its default.
+    implementation = "sdpa" if variant.startswith("falcon") else "eager"
+    check_tokens(VARIANTS[variant](), implementation, max_seq_len=32)
+
+
+def test_adapted_modules_get_their_methods_back(host):
+    made = made_of(tiny("mpt"))
+    attention = made.transformer.blocks[0].attn
+    expected, _ = expected_of(made)
+
+    with Engine(made, max_seq_len=32) as first:
+        with Engine(made, max_seq_len=32) as second:
+            assert second.generate(PROMPTS, max_new_tokens=NEW) == expected
+        assert first.generate(PROMPTS, max_new_tokens=NEW) == expected
+        assert "forward" in vars(attention)
+        with torch.no_grad(), pytest.raises(NotNegotiatedError, match="without a step of an engine"):
+            made(input_ids=torch.tensor(PROMPTS[:1]))
+
+    assert "forward" not in vars(attention)
+    assert expected_of(made)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alibi", False),
+        ("alibi_bias_max", 4),
+        ("prefix_lm", True),
+        ("qk_ln", True),
+        ("attn_type", "multiquery_attention"),
+    ],
+)
+def test_what_mpt_ignores_is_refused(host, field, value):
+    made = made_of(transformers.MptConfig(**MPT, attn_config={field: value}))
+
+    with pytest.raises(RequirementsError, match=rf"attn_config.{field}={value!r}"):
+        Engine(made, max_seq_len=32)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
 from attnplug_transformers.call import module_name, tensor_version
+from attnplug_transformers.engine.adapters import alibi_slopes
 from attnplug_transformers.engine.layers import LayerSpec
 from attnplug_transformers.engine.model_attention import placeholder_mask, serving
 from attnplug_transformers.mask import LazyMask
@@ -98,7 +99,9 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         expected = "tokens are sampled from its logits"
         _refuse(model, "a model without a language-model head", expected, "load it for causal LM")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    # ALiBi depends on the distance in the KV cache, and its models have no other positions.
+    placed = all(layer.requirements.alibi for layer in layers)
+    if not placed and "position_ids" not in inspect.signature(model.forward).parameters:
         _refuse(model, "its forward takes no position_ids", "requests of one step are at different positions")
     if model.training:
         _refuse(model, "it is in training mode", "dropout is a training feature", "call model.eval() first")
@@ -191,8 +194,9 @@ def inspect_layers(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str
     """
     ids = torch.arange(1, _TOKENS + 1, device=model.device) % model.config.get_text_config().vocab_size
     positions = torch.arange(_TOKENS, device=model.device)
-    mask = placeholder_mask(model.device)
-    recorder, packing = LayerRecorder(layers, kv_cache_dtype), PackingCheck(mask)
+    slopes = alibi_slopes(model)
+    mask = placeholder_mask(model.device, alibi=slopes is not None)
+    recorder, packing = LayerRecorder(layers, kv_cache_dtype, slopes), PackingCheck(mask)
     with torch.inference_mode():
         _call(model, ids, positions, recorder, None)
         recorder.check_complete()
@@ -217,10 +221,11 @@ class LayerRecorder:
         specs: By the number of the layer, what was recorded.
     """
 
-    def __init__(self, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> None:
+    def __init__(self, layers: Sequence[ModelLayer], kv_cache_dtype: str, alibi_slopes: Tensor | None = None) -> None:
         self.specs: dict[int, LayerSpec] = {}
         self._layers = {layer.index: layer for layer in layers}
         self._kv_cache_dtype = kv_cache_dtype
+        self._alibi_slopes = alibi_slopes
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return zeros."""
@@ -236,7 +241,14 @@ class LayerRecorder:
         requirements = call.signature.narrow(layer).evolve(kv_cache_dtype=self._kv_cache_dtype)
         sinks = (call.sinks, tensor_version(call.sinks))
         self.specs[layer.index] = LayerSpec(
-            layer.name, call.module, requirements, call.signature, call.scale, sinks, takes_mask=True
+            layer.name,
+            call.module,
+            requirements,
+            call.signature,
+            call.scale,
+            sinks,
+            takes_mask=True,
+            alibi_slopes=self._alibi_slopes,
         )
         return _zeros(call)
 
@@ -264,7 +276,7 @@ class PackingCheck:
         takes_mask: By module, whether the step's mask came with its call.
     """
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor | None) -> None:
         self.takes_mask: dict[nn.Module, bool] = {}
         self._mask = mask
 

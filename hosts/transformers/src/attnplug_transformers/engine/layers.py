@@ -39,6 +39,7 @@ class LayerSpec:
         scale: Factor of the scores, as the call has it.
         sinks: Its sinks, and the version of that tensor.
         takes_mask: Whether the model passes the step's mask to it, or None.
+        alibi_slopes: ``(num_q_heads,)`` float32; None without ALiBi.
     """
 
     name: str
@@ -48,8 +49,9 @@ class LayerSpec:
     scale: float | None
     sinks: tuple[Tensor | None, int]
     takes_mask: bool
+    alibi_slopes: Tensor | None = None
 
-    def check(self, call: AttentionCall, mask: Tensor) -> None:
+    def check(self, call: AttentionCall, mask: Tensor | None) -> None:
         """
         Compare a call with the one that was inspected.
 
@@ -158,7 +160,12 @@ class Groups:
 
 def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
     sinks = spec.sinks[0]
-    layer = Layer(name=spec.name, scale=spec.scale, sinks=None if sinks is None else sinks.detach())
+    layer = Layer(
+        name=spec.name,
+        scale=spec.scale,
+        sinks=None if sinks is None else sinks.detach(),
+        alibi_slopes=spec.alibi_slopes,
+    )
     return PagedLayer(spec, backend.make_impl(layer), group)
 
 

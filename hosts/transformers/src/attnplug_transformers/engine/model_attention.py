@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
 from attnplug_transformers.call import AttentionCall, module_name, uncompiled
+from attnplug_transformers.engine import adapters
 from attnplug_transformers.mask import make_mask
 
 if TYPE_CHECKING:
@@ -60,8 +61,13 @@ class ModelAttention:
             AttentionMaskInterface.register(KEY, make_mask)
             AttentionInterface.register(KEY, attend)
             replaced = model.config._attn_implementation  # noqa: SLF001 - the library has no public name for it
-            model.set_attn_implementation(KEY)
-            if model.config._attn_implementation != KEY:  # noqa: SLF001 - likewise
+            if adapters.is_adapted(model):
+                AttentionMaskInterface.register(adapters.KEY, adapters.make_mask)
+                adapters.install(model, attend)
+                model.config._attn_implementation = adapters.KEY  # noqa: SLF001 - likewise
+            else:
+                model.set_attn_implementation(KEY)
+            if model.config._attn_implementation not in {KEY, adapters.KEY}:  # noqa: SLF001 - likewise
                 model.set_attn_implementation(replaced)  # parts of the model may have taken the engine's
                 raise RequirementsError(
                     f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
@@ -84,7 +90,14 @@ class ModelAttention:
                     _installed[self._model] = [own, *others[1:]]
                 else:
                     del _installed[self._model]
-                    self._model.set_attn_implementation(own)
+                    self._restore(own)
+
+    def _restore(self, implementation: str) -> None:
+        if adapters.is_adapted(self._model):
+            adapters.restore(self._model)
+            self._model.config._attn_implementation = implementation  # noqa: SLF001 - the setter of such models refuses
+        else:
+            self._model.set_attn_implementation(implementation)
 
 
 class AttentionHandler(Protocol):
@@ -139,9 +152,13 @@ def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
     return handler.attend(call).view(1, tokens, heads, call.value.shape[3]), None
 
 
-def placeholder_mask(device: torch.device) -> Tensor:
-    """Return the mask of a step. With four axes the library takes it for a prepared one, and builds none."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+def placeholder_mask(device: torch.device, *, alibi: bool = False) -> Tensor | None:
+    """
+    Return the mask of a step. With four axes the library takes it for a prepared one, and builds none.
+
+    Models with ALiBi compute their biases from the mask, and take one of two axes only: for them it is None.
+    """
+    return None if alibi else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 class StepAttention:
@@ -152,7 +169,7 @@ class StepAttention:
         layers: The layer of each attention module.
         caches: The KV cache of each layer, by name; empty for a profile run.
         metadata: The metadata of each group; empty for a profile run.
-        mask: The placeholder mask of the step.
+        mask: What the model is called with for a mask.
     """
 
     def __init__(
@@ -160,7 +177,7 @@ class StepAttention:
         layers: Mapping[nn.Module, PagedLayer],
         caches: Mapping[str, Cache],
         metadata: Sequence[Metadata],
-        mask: Tensor,
+        mask: Tensor | None,
     ) -> None:
         self._pending = dict(layers)
         self._caches = caches

@@ -95,7 +95,9 @@ class Runner:
         self._weakest = groups.plan.weakest.selection
         self._layers = {layer.spec.module: layer for layer in groups.layers}
         self._assembler = BatchAssembler(groups.block_size, device=self.device)
-        self._mask = placeholder_mask(self.device)
+        self._mask = placeholder_mask(
+            self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
+        )
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._builders: Sequence[MetadataBuilder] = ()
         self._caches: Mapping[str, Cache] = {}
