@@ -187,7 +187,7 @@ def test_heads_and_sizes_of_single_layers():
         (LLAMA | {"model_type": "bert", "position_embedding_type": "relative_key"}, "relative positions"),
         (LLAMA | {"model_type": "gpt2", "add_cross_attention": True}, "the encoder of its cross attention"),
         (LLAMA | {"index_topk": 2048}, "indexer chooses"),
-        (LLAMA | {"sliding_window": 4096}, "has no windowed layers"),
+        (LLAMA | {"sliding_window": 4096}, "without windowed layers"),
         (GEMMA2 | {"model_type": "gemma3_text"}, "ignores its attn_logit_softcapping"),
         (MISTRAL | {"is_causal": False}, "two meanings of its window"),
         (LLAMA | {"dtype": None}, "names no dtype"),

@@ -141,8 +141,8 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
         raise RequirementsError(
             f"{fields.origin} is of model type {name!r}",
             f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
-            "build the Requirements by hand, or pass assume='llama' (or another one described) if its layers are"
-            " alike; on the command line, --assume llama",
+            "pass assume='llama' (or another type described there) if its layers are alike, --assume llama on the"
+            " command line; otherwise keep transformers' own attention for it, or build the Requirements by hand",
         )
     architecture = ARCHITECTURES[name]
     for spelled in sorted(architecture.spelled):
@@ -288,7 +288,10 @@ def _shares_cache(fields: Fields, index: int, count: int, wanted: Mapping[str, A
 def _two_stacks(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
     encoder = _heads(fields, architecture, ("encoder_attention_heads",))
     decoder = _heads(fields, architecture, ("decoder_attention_heads",))
-    stacks = (("encoder", "encoder_layers", "encoder", encoder), ("decoder", "decoder_layers", "decoder", decoder))
+    stacks = [("decoder", "decoder_layers", "decoder", decoder)]
+    # Such as BartForCausalLM: a decoder alone, whose cross attention runs where a caller passes hidden states.
+    if fields.data.get("is_encoder_decoder") is not False:
+        stacks.insert(0, ("encoder", "encoder_layers", "encoder", encoder))
     for stack, layers, attn_type, shape in stacks:
         for index in range(fields.need_integer(layers)):
             name = architecture.path.replace("{stack}", stack).format(index)

@@ -37,7 +37,7 @@ def full(fields: Fields, count: int) -> Sequence[str]:
     if fields.get("sliding_window") is not None and fields.data.get("use_sliding_window") is not False:
         raise RequirementsError(
             f"{fields.origin} has sliding_window={fields.get('sliding_window')}",
-            f"transformers' {fields.model_type!r} has no windowed layers and would ignore it",
+            f"{fields.model_type!r} is read as a model without windowed layers, which would ignore it",
             "leave sliding_window out, or name the model type whose layers are windowed",
         )
     return [FULL] * count

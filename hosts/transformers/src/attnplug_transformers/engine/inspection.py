@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
 from attnplug_transformers.call import module_name, tensor_version
-from attnplug_transformers.engine.adapters import alibi_slopes
+from attnplug_transformers.engine.adapters import alibi_slopes, is_adapted
 from attnplug_transformers.engine.layers import LayerSpec
-from attnplug_transformers.engine.model_attention import placeholder_mask, serving
+from attnplug_transformers.engine.model_attention import fixed_attention, placeholder_mask, serving
 from attnplug_transformers.mask import LazyMask
 from attnplug_transformers.packing import Pattern
 
@@ -76,6 +76,9 @@ def check_class(model: Any) -> None:
         _refuse(model, "not a model of transformers", expected, fix)
     if getattr(model.config, "is_encoder_decoder", False):
         _refuse(model, "an encoder-decoder", "the engine runs causal language models of one stack")
+    # Before the configuration is read: no reading of a model type makes such classes call the engine.
+    if not is_adapted(model) and not model._can_set_attn_implementation():  # noqa: SLF001 - without a public name
+        raise fixed_attention(model)
 
 
 def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
@@ -89,13 +92,6 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     Raises:
         RequirementsError: The engine does not run it, or would run it to wrong tokens.
     """
-    for layer in layers:
-        if layer.requirements.attn_type != "decoder":
-            found = f"{layer.name} is {layer.requirements.attn_type} attention"
-            _refuse(model, found, "the engine runs causal decoders")
-        if layer.requirements.kv_sharing:
-            expected = "its module takes them from transformers' cache object, and the engine has no such object"
-            _refuse(model, f"{layer.name} reads the keys of an earlier layer", expected)
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         expected = "tokens are sampled from its logits"
         _refuse(model, "a model without a language-model head", expected, "load it for causal LM")
@@ -103,6 +99,10 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     placed = all(layer.requirements.alibi for layer in layers)
     if not placed and "position_ids" not in inspect.signature(model.forward).parameters:
         _refuse(model, "its forward takes no position_ids", "requests of one step are at different positions")
+    for layer in layers:
+        if layer.requirements.attn_type != "decoder":
+            found = f"{layer.name} is {layer.requirements.attn_type} attention"
+            _refuse(model, found, "the engine runs causal decoders")
     if model.training:
         _refuse(model, "it is in training mode", "dropout is a training feature", "call model.eval() first")
     devices = {str(parameter.device) for parameter in model.parameters()}

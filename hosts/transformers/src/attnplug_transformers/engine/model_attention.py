@@ -69,13 +69,7 @@ class ModelAttention:
                 model.set_attn_implementation(KEY)
             if model.config._attn_implementation not in {KEY, adapters.KEY}:  # noqa: SLF001 - likewise
                 model.set_attn_implementation(replaced)  # parts of the model may have taken the engine's
-                raise RequirementsError(
-                    f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
-                    "the engine serves the calls of transformers' AttentionInterface, and code that a model is"
-                    " published with often calls its own kernels",
-                    "keep the attention that this model came with, or run it from classes that go through the"
-                    " interface",
-                )
+                raise fixed_attention(model)
             _installed.setdefault(model, []).append(replaced)
 
     def restore(self) -> None:
@@ -98,6 +92,16 @@ class ModelAttention:
             self._model.config._attn_implementation = implementation  # noqa: SLF001 - the setter of such models refuses
         else:
             self._model.set_attn_implementation(implementation)
+
+
+def fixed_attention(model: Any) -> RequirementsError:
+    """Return the error for a model whose classes do not let their attention be replaced."""
+    return RequirementsError(
+        f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
+        "the engine serves the calls of transformers' AttentionInterface, and code that a model is published with"
+        " often calls its own kernels",
+        "keep the attention that this model came with, or run it from classes that go through the interface",
+    )
 
 
 class AttentionHandler(Protocol):
