@@ -178,6 +178,18 @@ def test_encoder_decoder(host, server):
     assert kinds["model.decoder.layers.1.encoder_attn"] == "encoder_decoder"
 
 
+def test_the_decoder_of_an_encoder_decoder_alone(host, server):
+    made = sharpen(transformers.BartForCausalLM._from_config(model("bart").config, attn_implementation="eager"))
+    ids, mask = prompts(*LENGTHS)
+
+    expected, found = both(made, lambda: logits(made, ids, mask))
+
+    assert_close(found, expected, mask.bool())
+    decisions = host.selections(made)
+    assert {s.requirements.attn_type for name, s in decisions.items() if "self_attn" in name} == {"decoder"}
+    assert not [name for name in decisions if ".encoder." in name]
+
+
 def _continue(made, ids, mask):
     found = made.generate(
         input_ids=ids,

@@ -106,17 +106,21 @@ def steps(draw):
 
 @given(steps())
 def test_attention_through_the_packing_is_attention_under_the_mask(step):
-    batch, cached, new, kind, width, room, dropped, padding = step
-    starts = torch.zeros(batch, dtype=torch.long) if padding is None else (padding.cumsum(1) == 0).sum(1)
-    function = causal(width if kind == "window" else None, width if kind == "chunk" else None, starts)
+    _, cached, _, kind, width, _, _, padding = step
     pattern = Pattern(True, left=width - 1 if kind == "window" else None, chunk=width if kind == "chunk" else None)
-    mask = mask_of(
-        function, new, cached + new + room - dropped, batch=batch, q_offset=cached, kv_offset=dropped, padding=padding
-    )
 
     real = None if padding is None else padding[:, cached:]
 
-    assert_same(mask, pattern, real)
+    assert_same(step_mask(step), pattern, real)
+
+
+def step_mask(step):
+    """Return the mask of a drawn step."""
+    batch, cached, new, kind, width, room, dropped, padding = step
+    starts = torch.zeros(batch, dtype=torch.long) if padding is None else (padding.cumsum(1) == 0).sum(1)
+    function = causal(width if kind == "window" else None, width if kind == "chunk" else None, starts)
+    keys = cached + new + room - dropped
+    return mask_of(function, new, keys, batch=batch, q_offset=cached, kv_offset=dropped, padding=padding)
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
@@ -262,6 +266,26 @@ def test_a_prepared_mask_is_passed_through():
 def test_computing_with_a_mask_is_refused(compute):
     with pytest.raises(NotNegotiatedError, match="computes with its attention mask"):
         compute(mask_of(causal(), 3, 3))
+
+
+@given(steps(), st.data())
+def test_a_slice_of_the_queries_is_their_rows(step, data):
+    mask = step_mask(step)
+    start = data.draw(st.integers(0, mask.q_length))
+    stop = data.draw(st.integers(start, mask.q_length))
+
+    sliced = mask[:, :, start:stop, :]
+
+    assert sliced.shape == (mask.batch_size, 1, stop - start, mask.kv_length)
+    if stop > start:
+        assert torch.equal(dense(sliced), dense(mask)[:, start:stop])
+        assert sliced.is_padding() is None or torch.equal(sliced.is_padding(), mask.is_padding()[:, start:stop])
+
+
+@pytest.mark.parametrize("index", [0, ..., (0, 0), (slice(None), slice(None), 0, slice(None)), (slice(1),) * 4])
+def test_other_slices_of_a_mask_are_refused(index):
+    with pytest.raises(NotNegotiatedError, match="computes with its attention mask"):
+        mask_of(causal(), 4, 4)[index]
 
 
 class TestDenseMask:

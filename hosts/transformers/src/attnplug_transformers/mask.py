@@ -115,7 +115,18 @@ class LazyMask:
     def _refuse(self, *_: object) -> NoReturn:
         raise _not_a_tensor()
 
-    __getitem__ = __add__ = __radd__ = __mul__ = __and__ = __or__ = __invert__ = _refuse
+    def __getitem__(self, index: Any) -> LazyMask:
+        """Return the mask of a slice of the queries, ``mask[:, :, start:stop, :]``: Gemma 4 takes no other."""
+        whole = slice(None)
+        sliced = isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)
+        if not sliced or (index[0], index[1], index[3]) != (whole,) * 3 or index[2].step not in (None, 1):
+            raise _not_a_tensor()
+        start, stop, _ = index[2].indices(self.q_length)
+        if (start, stop) == (0, self.q_length):
+            return self
+        return attrs.evolve(self, q_length=max(0, stop - start), q_offset=self.q_offset + start, packings={})
+
+    __add__ = __radd__ = __mul__ = __and__ = __or__ = __invert__ = _refuse
 
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:

@@ -58,6 +58,7 @@ def check_tokens(config, implementation="eager", **how):
 
     with Engine(made, max_num_tokens=7, max_num_reqs=4, block_size=4, **how) as engine:
         assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected
+        assert bool(engine.stats.replayed_steps) == bool(how.get("graphs"))
     assert made.config._attn_implementation == implementation
     assert expected_of(made)[0] == expected  # its own attention is back
 
@@ -97,6 +98,11 @@ def test_variants_of_adapted_modules(host, variant):
     check_tokens(VARIANTS[variant](), implementation, max_seq_len=32)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "codegen", "falcon", "gptj", "mpt", "stablelm", "xglm"])
+def test_captured_steps(host, model_type):
+    check_tokens(tiny(model_type), max_seq_len=32, graphs=True)
+
+
 def test_adapted_modules_get_their_methods_back(host):
     made = made_of(tiny("mpt"))
     attention = made.transformer.blocks[0].attn
@@ -129,3 +135,48 @@ def test_what_mpt_ignores_is_refused(host, field, value):
 
     with pytest.raises(RequirementsError, match=rf"attn_config.{field}={value!r}"):
         Engine(made, max_seq_len=32)
+
+
+class TestSharedCaches:
+    """Layers that read the KV cache of an earlier layer: the last ones of Gemma 3n and Gemma 4."""
+
+    @staticmethod
+    def config(model_type, shared=2):
+        config = tiny(model_type)
+        fields = config.to_dict() | {"num_kv_shared_layers": shared, "num_hidden_layers": 6, "eos_token_id": None}
+        fields |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": False}
+        if model_type == "gemma3n_text":
+            fields |= {"intermediate_size": [32] * 6, "activation_sparsity_pattern": [0.0] * 6}
+        else:
+            fields |= {"per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}, 5: {"head_dim": 16}}}
+        return type(config)(**fields)
+
+    @pytest.mark.parametrize("shared", [2, 3, 4])
+    @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+    def test_the_engine_serves_them(self, host, model_type, shared):
+        check_tokens(self.config(model_type, shared), max_seq_len=32)
+
+    @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+    def test_the_dense_host_serves_them(self, host, model_type):
+        made = made_of(self.config(model_type))
+        expected, margin = expected_of(made)
+
+        made.set_attn_implementation("attnplug")
+
+        assert margin > 1e-3
+        assert expected_of(made)[0] == expected
+
+    @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+    def test_captured_steps_serve_them(self, host, model_type):
+        check_tokens(self.config(model_type), max_seq_len=32, graphs=True)
+
+    def test_they_have_no_cache_for_themselves(self, host):
+        with Engine(made_of(self.config("gemma3n_text")), max_seq_len=32, num_blocks=9) as engine:
+            caches = engine._runner._caches
+            groups = engine._groups
+            targets = {layer.spec.name: layer.spec.kv_sharing_target for layer in groups.layers}
+
+        assert list(caches) == [f"layers.{index}.self_attn" for index in range(4)]
+        assert targets["layers.4.self_attn"] == "layers.2.self_attn"
+        assert targets["layers.5.self_attn"] == "layers.3.self_attn"
+        assert groups.bytes_per_block == 4 * groups.backends[0].bytes_per_block

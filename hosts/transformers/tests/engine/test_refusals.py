@@ -67,24 +67,35 @@ def test_encoder_decoders_and_encoders():
     )
 
 
+def test_the_decoder_of_an_encoder_decoder():
+    made = transformers.BartForCausalLM(model("bart").config).eval()
+
+    text = refusal(made)
+
+    assert "BartForCausalLM was given to the engine: its forward takes no position_ids" in text
+    assert "encoder" not in text
+
+
+@pytest.mark.parametrize("assume", [{}, {"assume": "llama"}])
+def test_classes_with_their_own_attention(assume):
+    made = transformers.OpenAIGPTLMHeadModel(
+        transformers.OpenAIGPTConfig(vocab_size=99, n_embd=16, n_layer=1, n_head=2)
+    )
+
+    assert "does not take an attention implementation" in refusal(made.eval(), **assume)
+
+
+def test_the_advice_for_an_unknown_model_type_is_true():
+    made = transformers.CTRLLMHeadModel(
+        transformers.CTRLConfig(vocab_size=99, n_embd=16, n_layer=1, n_head=2, dff=16, eos_token_id=None)
+    )
+
+    assert "pass assume='llama' (or another type described there) if its layers are alike" in refusal(made.eval())
+    assert len(Engine(made, assume="llama", max_seq_len=16).generate([[1, 2]], max_new_tokens=2)[0]) == 2
+
+
 def test_models_without_a_head():
     assert "without a language-model head" in refusal(model("llama").model)
-
-
-def test_shared_caches():
-    config = transformers.Gemma3nTextConfig(
-        **(SIZES | {"num_kv_shared_layers": 2, "sliding_window": 6, "intermediate_size": 48})
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 257}
-        | {
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 4,
-            "altup_num_inputs": 2,
-            "activation_sparsity_pattern": [0.0] * 4,
-        }
-    )
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-    assert "reads the keys of an earlier layer" in refusal(made)
 
 
 def test_training_mode():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
 from attnplug_transformers.call import module_name, tensor_version
 from attnplug_transformers.engine.adapters import alibi_slopes, is_adapted
-from attnplug_transformers.engine.layers import LayerSpec
+from attnplug_transformers.engine.layers import LayerSpec, is_placeholder
 from attnplug_transformers.engine.model_attention import fixed_attention, placeholder_mask, serving
 from attnplug_transformers.mask import LazyMask
 from attnplug_transformers.packing import Pattern
@@ -226,6 +226,7 @@ class LayerRecorder:
         self._layers = {layer.index: layer for layer in layers}
         self._kv_cache_dtype = kv_cache_dtype
         self._alibi_slopes = alibi_slopes
+        self._keys: list[tuple[Tensor, str]] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return zeros."""
@@ -239,6 +240,7 @@ class LayerRecorder:
             )
         _check_mask(call, layer)
         requirements = call.signature.narrow(layer).evolve(kv_cache_dtype=self._kv_cache_dtype)
+        target = self._find_target(call, layer)
         sinks = (call.sinks, tensor_version(call.sinks))
         self.specs[layer.index] = LayerSpec(
             layer.name,
@@ -249,8 +251,23 @@ class LayerRecorder:
             sinks,
             takes_mask=True,
             alibi_slopes=self._alibi_slopes,
+            kv_sharing_target=target,
         )
         return _zeros(call)
+
+    def _find_target(self, call: AttentionCall, layer: ModelLayer) -> str | None:
+        """Return the earlier layer whose keys a layer reads: the module passes on that layer's tensor."""
+        target = next((name for key, name in self._keys if key is call.key), None)
+        if (target is not None) != layer.requirements.kv_sharing:
+            found = "its own keys" if target is None else f"the keys of {target}"
+            raise RequirementsError(
+                f"{layer.name} attends to {found}",
+                f"by the model's configuration, kv_sharing={layer.requirements.kv_sharing}",
+                KEEP,
+            )
+        if target is None:
+            self._keys.append((call.key, layer.name))
+        return target
 
     def check_complete(self) -> None:
         """
@@ -291,7 +308,7 @@ class PackingCheck:
                     "they depend on where in the row of a step the token is, and not on position_ids alone",
                     KEEP,
                 )
-        if call.mask is not None and call.mask is not self._mask:
+        if call.mask is not None and not is_placeholder(call.mask, self._mask):
             raise NotNegotiatedError(
                 f"{name} gets a mask that the model computed",
                 "the engine's steps have no mask tensor: the block table separates requests",

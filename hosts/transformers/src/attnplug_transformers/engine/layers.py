@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
 from attnplug import Plan, plan
 from attnplug.contract import Backend, Layer
@@ -16,7 +17,7 @@ from attnplug_transformers.call import tensor_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from attnplug.contract import AttentionImpl, Cache, Limits, MetadataBuilder
     from attnplug.request import BackendNames, Options, Requirements
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 CPU_BYTES: Final = 2**30
 """Most bytes of all KV caches on a device that does not report its free memory."""
+
+
+def is_placeholder(found: object, mask: Tensor | None) -> bool:
+    """Return whether a mask that came with a call is the step's, or a view of it."""
+    if found is mask or not isinstance(found, Tensor) or mask is None:
+        return found is mask
+    return found.data_ptr() == mask.data_ptr()
 
 
 @frozen(eq=False)
@@ -40,6 +48,7 @@ class LayerSpec:
         sinks: Its sinks, and the version of that tensor.
         takes_mask: Whether the model passes the step's mask to it, or None.
         alibi_slopes: ``(num_q_heads,)`` float32; None without ALiBi.
+        kv_sharing_target: The name of the layer whose KV cache it reads; None with a KV cache for itself.
     """
 
     name: str
@@ -50,6 +59,12 @@ class LayerSpec:
     sinks: tuple[Tensor | None, int]
     takes_mask: bool
     alibi_slopes: Tensor | None = None
+    kv_sharing_target: str | None = None
+
+    @property
+    def cache_name(self) -> str:
+        """The name of the layer whose KV cache it reads, which is its own name in most layers."""
+        return self.kv_sharing_target or self.name
 
     def check(self, call: AttentionCall, mask: Tensor | None) -> None:
         """
@@ -64,7 +79,7 @@ class LayerSpec:
             self._refuse(f"scaling {call.scale}", f"the layer was made for {self.scale}")
         if call.sinks is not self.sinks[0] or tensor_version(call.sinks) != self.sinks[1]:
             self._refuse("other sinks (s_aux)", "a backend keeps the sinks that a layer was made with")
-        if call.mask is not (mask if self.takes_mask else None):
+        if not is_placeholder(call.mask, mask if self.takes_mask else None):
             self._refuse("another mask", "a step attends as the layer was negotiated")
 
     def _refuse(self, found: str, expected: str) -> None:
@@ -122,12 +137,15 @@ class Groups:
         Raises:
             NoBackendError: No backend supports a layer.
             PluginError: The chosen backend does not load.
+            NotNegotiatedError: Layers that share a KV cache are served by backends whose KV caches differ.
         """
         requirements = {spec.name: spec.requirements for spec in specs}
         decision = plan(requirements, device_of(device), backend=backend, options=options)
         backends = tuple(group.selection.load() for group in decision.groups)
         numbers = {name: number for number, group in enumerate(decision.groups) for name in group.layers}
         layers = tuple(_make_layer(spec, backends[numbers[spec.name]], numbers[spec.name]) for spec in specs)
+        for layer in layers:
+            _check_shared_form(layer, backends[layer.group], backends[numbers[layer.spec.cache_name]])
         return cls(decision, backends, layers, decision.block_size or 1)
 
     def by_module_name(self, model: Any) -> dict[str, PagedLayer]:
@@ -137,8 +155,13 @@ class Groups:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in the KV caches of all layers."""
-        return sum(self.backends[layer.group].bytes_per_block for layer in self.layers)
+        """Bytes of one block in the KV caches of all layers that have their own."""
+        return sum(self.backends[layer.group].bytes_per_block for layer in self.owners)
+
+    @property
+    def owners(self) -> tuple[PagedLayer, ...]:
+        """The layers that have a KV cache for themselves."""
+        return tuple(layer for layer in self.layers if layer.spec.kv_sharing_target is None)
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of all workspaces."""
@@ -165,8 +188,19 @@ def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
         scale=spec.scale,
         sinks=None if sinks is None else sinks.detach(),
         alibi_slopes=spec.alibi_slopes,
+        kv_sharing_target=spec.kv_sharing_target,
     )
     return PagedLayer(spec, backend.make_impl(layer), group)
+
+
+def _check_shared_form(layer: PagedLayer, backend: Backend, owner: Backend) -> None:
+    """Compare the KV cache that a layer reads with the one that its backend expects."""
+    if backend is not owner and backend.cache_tensors(1) != owner.cache_tensors(1):
+        raise NotNegotiatedError(
+            f"{layer.spec.name} runs on {backend.id}, and reads the KV cache of {layer.spec.cache_name} on {owner.id}",
+            "layers that share a KV cache agree on its form",
+            f"pass backend={owner.id!r}, or another one that serves all layers",
+        )
 
 
 def free_bytes(device: torch.device, fraction: float, run: Callable[[], object]) -> int | None:
@@ -227,7 +261,7 @@ def count_blocks(groups: Groups, limits: Limits, device: torch.device, available
 
 def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, Cache]:
     """
-    Return the KV cache of each layer, by name.
+    Return the KV cache of each layer that has its own, by name.
 
     Raises:
         LimitsError: There is not enough memory.
@@ -235,7 +269,7 @@ def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[s
     try:
         return {
             layer.spec.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
-            for layer in groups.layers
+            for layer in groups.owners
         }
     except torch.OutOfMemoryError as error:
         raise LimitsError(

@@ -171,7 +171,7 @@ class StepAttention:
 
     Args:
         layers: The layer of each attention module.
-        caches: The KV cache of each layer, by name; empty for a profile run.
+        caches: The KV cache of each layer that has its own, by name; empty for a profile run.
         metadata: The metadata of each group; empty for a profile run.
         mask: What the model is called with for a mask.
     """
@@ -190,7 +190,7 @@ class StepAttention:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """
-        Write the keys and values of the step's tokens to the KV cache, and attend.
+        Write the keys and values of the step's tokens to the KV cache, unless an earlier layer has, and attend.
 
         Raises:
             NotNegotiatedError: The call differs from what the engine was made for.
@@ -204,10 +204,13 @@ class StepAttention:
                 "make a new engine after changing the model",
             )
         layer.spec.check(call, self._mask)
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        query = call.query[0].transpose(0, 1)
+        key = value = None
+        if layer.spec.kv_sharing_target is None:
+            key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         output = query.new_empty(query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
-        layer.impl.forward(query, key, value, self._caches.get(layer.spec.name), metadata, output)
+        layer.impl.forward(query, key, value, self._caches.get(layer.spec.cache_name), metadata, output)
         return output
 
     def check_complete(self) -> None:
