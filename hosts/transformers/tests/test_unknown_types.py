@@ -7,10 +7,12 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attnplug.errors import NotNegotiatedError
+from attnplug.errors import NotNegotiatedError, RequirementsError
 from attnplug_transformers.attention import attend
+from attnplug_transformers.engine import Engine
 from attnplug_transformers.mask import make_mask
 from hosts.transformers.tests.models import model, sharpen
+from hosts.transformers.tests.test_architectures import tiny
 from hosts.transformers.tests.test_attention import Module, expected, tensors
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -119,3 +121,68 @@ class TestBlockMasks:
 
         with torch.no_grad(), pytest.raises(NotNegotiatedError, match="BlockMask was given"):
             made(input_ids=torch.arange(5)[None], attention_mask=self.MASK())
+
+
+def latent():
+    """Multi-head latent attention: the module expands the latent to keys and values before it attends."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    return transformers.DeepseekV3Config(
+        **(SIZES | heads | experts),
+        v_head_dim=8,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    )
+
+
+def linear():
+    """Layers of linear attention beside layers of attention."""
+    return tiny("qwen3_next")
+
+
+class TestOtherAttention:
+    """What the documentation says of attention that no requirements describe."""
+
+    @pytest.mark.parametrize("create", [latent, linear])
+    def test_latent_and_linear_attention_are_served(self, host, create):
+        torch.manual_seed(0)
+        made = sharpen(transformers.AutoModelForCausalLM.from_config(create(), attn_implementation="eager"))
+        ids = torch.randint(3, 100, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+
+        def run(implementation):
+            made.set_attn_implementation(implementation)
+            with torch.no_grad():
+                return made(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+
+        torch.testing.assert_close(run("attnplug"), run("eager"), rtol=1e-3, atol=1e-3)
+        assert _selections(host, made)
+
+    @pytest.mark.parametrize("create", [latent, linear])
+    def test_the_engine_refuses_them(self, host, create):
+        made = transformers.AutoModelForCausalLM.from_config(create(), attn_implementation="eager").eval()
+
+        with pytest.raises(RequirementsError, match=r"latent attention|not attention over keys"):
+            Engine(made, max_seq_len=32)
+
+    def test_relative_positions_are_refused(self, host):
+        made = transformers.T5Model(
+            transformers.T5Config(vocab_size=100, d_model=16, d_kv=8, num_layers=1, num_heads=2)
+        )
+        made.eval().set_attn_implementation("attnplug")
+        ids = torch.arange(3, 9)[None]
+
+        with torch.no_grad(), pytest.raises(NotNegotiatedError, match="a bias on the scores was not negotiated"):
+            made(input_ids=ids, decoder_input_ids=ids)
+
+    @pytest.mark.parametrize("model_type", ["bloom", "falcon", "gptj", "mpt", "xglm"])
+    def test_classes_with_their_own_attention_keep_it(self, host, model_type):
+        made = transformers.AutoModelForCausalLM.from_config(tiny(model_type), attn_implementation="eager")
+
+        made.set_attn_implementation("attnplug")
+
+        assert made.config._attn_implementation == "eager"
+        assert host.selections(made) == {}
