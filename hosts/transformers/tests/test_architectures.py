@@ -86,7 +86,9 @@ DECODERS = [
     *("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "ministral", "cwm"),
     *("cohere2", "olmo3", "exaone4", "smollm3", "afmoe", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
     *("granite_swa", "llama4_text", "modernbert-decoder", "lfm2", "qwen3_next", "olmo_hybrid"),
+    *("dbrx", "jamba", "nemotron"),
 ]
+ADAPTED = ["bloom", "codegen", "falcon", "gptj", "mpt", "xglm"]
 ENCODERS = ["bert", "roberta", "electra", "distilbert", "eurobert", "modernbert", "nomic_bert", "clip_text_model"]
 ENCODER_DECODERS = ["bart", "mbart", "plbart"]
 
@@ -187,7 +189,7 @@ def _match(found, name):
     return matches[0]
 
 
-@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("model_type", [*DECODERS, *ADAPTED, *ENCODERS, *ENCODER_DECODERS])
 def test_a_saved_configuration(model_type):
     config = tiny(model_type)
     saved = json.loads(config.to_json_string())

@@ -38,7 +38,7 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         TensorError: The tensors have other shapes.
     """
     call = _with_causality(AttentionCall.of(*args, **arguments))
-    check_outputs(module_name(call.module))
+    check_outputs(call.module)
     with use_device(call.query.device):
         binding = _bind(call)
         pattern = Pattern.of(binding.requirements)

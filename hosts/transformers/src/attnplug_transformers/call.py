@@ -99,7 +99,7 @@ def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None
         raise NotNegotiatedError(f"{layer}: {name}={shown} was given", because, fix)
 
 
-def check_outputs(layer: str) -> None:
+def check_outputs(module: nn.Module) -> None:
     """
     Refuse attention weights that the model's caller requested.
 
@@ -107,7 +107,7 @@ def check_outputs(layer: str) -> None:
     collector waits for shows the request in all of them, whether an argument or the configuration made it.
 
     Args:
-        layer: The layer, for the message.
+        module: The attention module, for the message.
 
     Raises:
         NotNegotiatedError: They were requested.
@@ -115,7 +115,8 @@ def check_outputs(layer: str) -> None:
     collector: Any = output_capturing._active_collector  # noqa: SLF001 - the library has no public name for it
     collected = collector.get()
     if collected and any(name.endswith("attentions") for name in collected):
-        raise NotNegotiatedError(f"{layer}: output_attentions=True was given", *REFUSED["output_attentions"])
+        found = f"{module_name(module)}: output_attentions=True was given"
+        raise NotNegotiatedError(found, *REFUSED["output_attentions"])
 
 
 def module_name(module: nn.Module) -> str:

@@ -120,6 +120,17 @@ def test_adapted_modules_get_their_methods_back(host):
     assert expected_of(made)[0] == expected
 
 
+def test_a_method_that_was_replaced_before_comes_back(host):
+    made = made_of(tiny("bloom"))
+    attention = made.transformer.h[0].self_attention
+    attention.forward = own = attention.forward
+
+    Engine(made, max_seq_len=32).close()
+
+    assert vars(attention)["forward"] is own
+    assert "forward" not in vars(made.transformer.h[1].self_attention)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

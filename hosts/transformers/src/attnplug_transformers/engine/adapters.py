@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import frozen
@@ -105,6 +106,10 @@ ADAPTERS: Final[dict[str, Adapter]] = {
 """Class of transformers -> how it is adapted."""
 
 
+_replaced: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Module -> the method that it had before, where that was not its class's."""
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Return whether the attention modules of a model have an adapter."""
     return next(_adapted_modules(model), None) is not None
@@ -113,13 +118,18 @@ def is_adapted(model: nn.Module) -> bool:
 def install(model: nn.Module, attend: Attend) -> None:
     """Let the attention modules of a model call an attention function."""
     for module, adapter in _adapted_modules(model):
+        _replaced[module] = vars(module).get(adapter.method)  # a library may have put its own in front of the class's
         setattr(module, adapter.method, partial(adapter.function, attend, module))
 
 
 def restore(model: nn.Module) -> None:
     """Give the attention modules of a model their own methods back."""
     for module, adapter in _adapted_modules(model):
-        vars(module).pop(adapter.method, None)
+        own = _replaced.pop(module, None)
+        if own is None:
+            vars(module).pop(adapter.method, None)
+        else:
+            setattr(module, adapter.method, own)
 
 
 def _adapted_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Adapter]]:
