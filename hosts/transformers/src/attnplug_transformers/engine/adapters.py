@@ -118,8 +118,9 @@ def is_adapted(model: nn.Module) -> bool:
 def install(model: nn.Module, attend: Attend) -> None:
     """Let the attention modules of a model call an attention function."""
     for module, adapter in _adapted_modules(model):
-        _replaced[module] = vars(module).get(adapter.method)  # a library may have put its own in front of the class's
-        setattr(module, adapter.method, partial(adapter.function, attend, module))
+        if module not in _replaced:  # a second engine finds it installed
+            _replaced[module] = vars(module).get(adapter.method)  # a library may have one in front of the class's
+            setattr(module, adapter.method, partial(adapter.function, attend, module))
 
 
 def restore(model: nn.Module) -> None:
