@@ -58,6 +58,7 @@ def check_tokens(config, implementation="eager", **how):
 
     with Engine(made, max_num_tokens=7, max_num_reqs=4, block_size=4, **how) as engine:
         assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected
+        assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected  # with all prefixes cached
         assert bool(engine.stats.replayed_steps) == bool(how.get("graphs"))
     assert made.config._attn_implementation == implementation
     assert expected_of(made)[0] == expected  # its own attention is back
@@ -191,3 +192,18 @@ class TestSharedCaches:
         assert targets["layers.4.self_attn"] == "layers.2.self_attn"
         assert targets["layers.5.self_attn"] == "layers.3.self_attn"
         assert groups.bytes_per_block == 4 * groups.backends[0].bytes_per_block
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+    def test_padded_rows_through_the_dense_host(self, host, model_type, cache):
+        made = made_of(self.config(model_type))
+        ids = torch.zeros(2, len(PROMPTS[0]), dtype=torch.long)
+        for row, prompt in enumerate(PROMPTS):
+            ids[row, -len(prompt) :] = torch.tensor(prompt)
+        mask = (ids != 0).long()
+        expected, margin = generate(made, ids, mask, NEW, cache_implementation=cache)
+
+        made.set_attn_implementation("attnplug")
+
+        assert margin > 1e-3
+        assert torch.equal(generate(made, ids, mask, NEW, cache_implementation=cache)[0], expected)
