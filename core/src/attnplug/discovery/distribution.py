@@ -20,7 +20,7 @@ _VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _METADATA: Final = ("METADATA", "PKG-INFO")
 
 # Far more than any real distribution has. What is larger costs other distributions their time.
-_LARGEST: Final = {"entry_points.txt": 2**20}
+_LARGEST: Final = {"entry_points.txt": 2**18}
 _LARGEST_METADATA: Final = 4 * 2**20
 LONGEST: Final = 255
 """Characters of a name or a version at most, as of a file's name."""

@@ -115,8 +115,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     else:
         import tomli as tomllib  # noqa: PLC0415 - see above
     for number, line in enumerate(text.splitlines(), 1):
-        if line.count(".") > _DEEPEST and (depth := _longest_key(line)) > _DEEPEST:
-            raise ValueError(f"a key of {depth:,} parts is nested too deeply (at line {number})")
+        if line.count(".") > _DEEPEST and _has_deep_key(line):
+            raise ValueError(f"a key of more than {_DEEPEST} parts is nested too deeply (at line {number})")
     try:
         found = tomllib.loads(text)
     except RecursionError as error:
@@ -129,20 +129,21 @@ def parse_toml(text: str) -> dict[str, Any]:
 _TOKEN = re.compile(r"""[ \t]*("(?:[^"\\]|\\.)*(?:"|\\?$)|'[^']*(?:'|$)|[A-Za-z0-9_-]+|.)""")
 
 
-def _longest_key(line: str) -> int:
-    """Return how many parts the longest dotted key of a line has, as far as a line alone shows."""
-    longest, parts, dotted = 0, 0, False
+def _has_deep_key(line: str) -> bool:
+    """Whether a line has a dotted key of too many parts, as far as a line alone shows."""
+    parts, dotted = 0, False
     for token in _TOKEN.finditer(line):
         if token[1] == "#":
-            break
+            return False
         if token[1] == ".":
             parts, dotted = (0 if dotted else parts), True
         elif token[1][0] in "\"'-_" or token[1][0].isalnum():
             parts, dotted = (parts + 1 if dotted else 1), False
-            longest = max(longest, parts)
+            if parts > _DEEPEST:
+                return True
         else:
             parts, dotted = 0, False
-    return longest
+    return False
 
 
 def _check_numbers(value: Any) -> None:
