@@ -279,3 +279,30 @@ def test_the_plugins_of_one_distribution_are_bounded(evil: Evil) -> None:
 
     assert 1 <= len([entry for entry in found.entries if entry.distribution == "attnplug-evil"]) <= 100
     assert Entry("good", "scratch_good_good.plugin", "attnplug-good", "1.0") in found.entries
+
+
+def test_the_name_of_the_built_in_backend_stays_its_own(empty: Site, run: Any) -> None:
+    empty.add("good", GOOD)
+    manifest = GOOD.replace('"good"', '"torch", aliases = ["TORCH_SDPA", "good"]').replace(
+        "head_size = {", "head_size = { max = 8,"
+    )
+    empty.add("torch", manifest, distribution="attnplug-rival")
+
+    listed = run("list", "--json").json["backends"]
+    built_in, rival = sorted((b for b in listed if b["name"] == "torch"), key=lambda b: not b["built_in"])
+
+    assert built_in["variants"][0]["availability"] == "ready"
+    assert built_in["aliases"] == ["TORCH_SDPA"]
+    assert [variant["availability"] for variant in rival["variants"]] == ["broken"]
+    assert "'torch' is offered by attnplug " in str(rival["variants"][0]["reasons"])
+    assert "attnplug-rival 1.0" in str(rival["variants"][0]["reasons"])
+    assert "torch: the backend 'torch' is offered by" in run("doctor").out.replace("\n", " ").replace("      ", " ")
+    for name in ("torch", "TORCH_SDPA", "torch/sdpa"):
+        assert (
+            run("explain", *FLAGS, "--backend", name, "--json").json["explanations"][0]["chosen"].startswith("torch/")
+        )
+    requirements = attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16")
+    attnplug.refresh()
+    assert attnplug.select(requirements, "cpu", backend="torch").id == "torch/sdpa"
+    assert attnplug.select(requirements, "cpu").id == "good/default"
+    assert attnplug.load(requirements, "cpu", backend="torch/sdpa").id == "torch/sdpa"

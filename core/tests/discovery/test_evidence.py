@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attnplug.discovery.plugin import BY_HAND, Known
 from attnplug.discovery.registry import Registry
+from attnplug.evidence import store
 from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import EvidenceStore, parse_evidence, read_folder
 from attnplug.manifest.reader import parse_manifest
@@ -306,3 +307,32 @@ def test_files_are_read_once_and_not_before_they_are_needed(acme: Plugin, tmp_pa
     assert about(found) == ["a.json"]
     file.unlink()
     assert about(found) == ["a.json"]
+
+
+def test_of_many_files_the_first_are_read(tmp_path: Path) -> None:
+    for number in range(1003):
+        (tmp_path / f"{number:04}.json").write_text("{}")
+
+    notes = read_folder(tmp_path).notes
+
+    assert notes[0].message == "holds 1,003 files, of which the first 1,000 are read"
+    assert len(notes) == 1001
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), TypeError("odd"), RecursionError()])
+def test_whatever_reading_a_file_raises_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    for name in ("one.json", "two.json"):
+        (tmp_path / name).write_text("{}")
+
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store.json, "loads", lambda *_, **__: fail(None))
+
+    notes = read_folder(tmp_path).notes
+
+    assert len(notes) == 2
+    expected = "nested too deeply" if isinstance(error, RecursionError) else type(error).__name__
+    assert all(expected in note.message for note in notes)

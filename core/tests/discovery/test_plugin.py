@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipExtFile, ZipFile
 
 import pytest
 
+from attnplug.discovery import plugin as plugin_module
 from attnplug.discovery.plugin import find_manifest, read_plugin
 from attnplug.discovery.scan import Entry
 from attnplug.errors import ApiVersionError, ManifestError
@@ -188,3 +190,100 @@ def test_only_the_core_is_built_in(importable: Any, manifest: Callable[..., str]
         "torch_backend",
         "attnplug.toml",
     )
+
+
+# Whatever reading a plugin raises
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "raises MemoryError"),
+        (RecursionError("too deep"), "raises RecursionError: too deep"),
+        (OverflowError("int too large"), "raises OverflowError: int too large"),
+        (KeyError("odd"), "raises KeyError: 'odd'"),
+        (UnprintableError(), "raises UnprintableError (its text cannot be shown: str() of it raises ValueError)"),
+        (ValueError("x" * 10_000), "raises ValueError: xxx"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_an_unforeseen_exception_names_its_type_and_what_was_read(
+    importable: Any, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    importable.package("odd.plugin", manifest("odd"))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(plugin_module, "parse_manifest", fail)
+
+    plugin = read_plugin(entry("odd", "odd.plugin"))
+
+    assert plugin.manifest is None
+    assert plugin.problem is not None
+    assert plugin.problem.code == "broken"
+    assert f"reading the attnplug.toml of 'odd.plugin' {text}" in plugin.problem.because
+    assert len(plugin.problem.because) < 3000
+    assert plugin.fix
+    assert plugin.error is not None
+    assert plugin.error.__cause__ is error
+
+
+def test_the_users_interrupt_passes(
+    importable: Any, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importable.package("odd.plugin", manifest("odd"))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plugin_module, "parse_manifest", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        read_plugin(entry("odd", "odd.plugin"))
+
+
+def test_a_large_manifest_in_an_archive_is_not_unpacked(
+    importable: Any, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = importable.folder / "bomb.zip"
+    with ZipFile(archive, "w", ZIP_DEFLATED) as file:
+        file.writestr("bomb/__init__.py", "raise SystemExit('imported')")
+        file.writestr("bomb/attnplug.toml", manifest("bomb") + "#" * 50 * 2**20)
+    monkeypatch.setattr(sys, "path", [str(archive), *sys.path])
+    sizes: list[int] = []
+    real = ZipExtFile.read
+
+    def read(self: ZipExtFile, size: int | None = -1) -> bytes:
+        sizes.append(len(content := real(self, size)))
+        return content
+
+    monkeypatch.setattr(ZipExtFile, "read", read)
+
+    plugin = read_plugin(entry("bomb", "bomb.plugin"))
+
+    assert plugin.problem is not None
+    assert "larger than 64 KiB" in plugin.problem.because
+    assert sum(sizes) <= 2**16 + 1
+
+
+def test_a_loader_that_returns_too_much_is_refused(importable: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loader:
+        def get_data(self, path: str) -> bytes:
+            return b"#" * (2**16 + 1)
+
+    spec = ModuleSpec("remote", Loader(), is_package=True)  # type: ignore[arg-type] - as little as a loader may have
+    spec.submodule_search_locations = ["/nowhere/remote"]
+    monkeypatch.setattr(plugin_module, "find_spec", lambda _: spec)
+
+    plugin = read_plugin(entry("remote", "remote.plugin"))
+
+    assert plugin.problem is not None
+    assert "larger than 64 KiB" in plugin.problem.because

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnplug.discovery import candidates
 from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic, Entry
@@ -253,6 +254,36 @@ def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> 
     made.register(borrowing)  # the same as given: nothing changes
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), RecursionError("deep"), TypeError()])
+def test_whatever_comparing_a_plugin_raises_breaks_it(
+    plugin: Any, registry: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real = candidates.make_candidate
+
+    def make(manifest: Any, *arguments: Any, **keywords: Any) -> Any:
+        if manifest.name == "bad":
+            raise error
+        return real(manifest, *arguments, **keywords)
+
+    monkeypatch.setattr(candidates, "make_candidate", make)
+    of = registry(plugin("bad", rest=TWO_VARIANTS), plugin("good"))
+    found = of.candidates(Settings())
+
+    assert statuses(found) == {
+        "bad": "broken",
+        "good/default": "ready",
+        "published": "absent",
+        "shipped": "absent",
+    }
+    assert f"comparing 'bad.toml' with what is installed raises {type(error).__name__}" in reasons_of(
+        only(found, "bad")
+    )
+    with pytest.raises(ManifestError, match=type(error).__name__):
+        of.candidates(Settings(strict=True))
+    assert only(of.candidates(block("bad")), "bad").availability == "refused"
+    assert of.candidates(attrs.evolve(block("bad"), strict=True))
+
+
 @pytest.fixture
 def inner(plugin: Any) -> Plugin:
     """The built-in backend."""
@@ -263,8 +294,8 @@ def inner(plugin: Any) -> Plugin:
 def test_nobody_takes_the_name_of_the_built_in_backend(plugin: Any, registry: Any, inner: Plugin, first: bool) -> None:
     rival = plugin("inner", "attnplug-rival", aliases=("GOOD",), rest=TWO_VARIANTS)
     of = registry(*((rival, inner) if first else (inner, rival)), plugin("good", aliases=("GOOD",)))
-    candidates = [c for c in of.candidates(Settings()) if c.backend == "inner"]
-    own, taken = sorted(candidates, key=lambda c: not c.built_in)
+    found = [c for c in of.candidates(Settings()) if c.backend == "inner"]
+    own, taken = sorted(found, key=lambda c: not c.built_in)
 
     assert (own.id, own.availability, own.aliases) == ("inner/default", "ready", ("INNER",))
     assert (taken.id, taken.availability, taken.distribution) == ("inner", "broken", "attnplug-rival 1.0")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipExtFile, ZipFile
 
 import pytest
 from hypothesis import given, settings
@@ -314,3 +315,63 @@ def test_this_environment_is_walked_by_default() -> None:
     )
     assert result.version_of("attrs") == importlib.metadata.version("attrs")
     assert result.version_of("pytest_randomly") == importlib.metadata.version("pytest-randomly")
+
+
+# What would block, or fill the memory
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "device"])
+def test_an_item_of_the_path_that_is_no_file_is_passed_over(site: Any, tmp_path: Path, make: Any) -> None:
+    site.offer("good", "plugin")
+    make(tmp_path / "odd")
+
+    assert [entry.name for entry in scan([str(tmp_path / "odd"), str(site)]).entries] == ["good"]
+
+
+@pytest.mark.parametrize("file", ["entry_points.txt", "METADATA"])
+def test_what_is_compressed_is_read_up_to_a_limit(
+    site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    site.offer("good", "plugin")
+    with ZipFile(tmp_path / "bomb.zip", "w", ZIP_DEFLATED) as archive:
+        archive.writestr("bomb-1.0.dist-info/METADATA", "Name: bomb\nVersion: 1.0\n")
+        archive.writestr("bomb-1.0.dist-info/entry_points.txt", "[attnplug.backends]\nbomb = bomb.plugin\n")
+        archive.writestr("fine-1.0.dist-info/METADATA", "Name: fine\nVersion: 2.0\n")
+        archive.writestr("fine-1.0.dist-info/entry_points.txt", "[attnplug.backends]\nfine = fine.plugin\n")
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr(f"bomb-1.0.dist-info/{file}", b" " * 50 * 2**20)
+    sizes: list[int] = []
+    real = ZipExtFile.read
+
+    def read(self: ZipExtFile, size: int | None = -1) -> bytes:
+        sizes.append(len(content := real(self, size)))
+        return content
+
+    monkeypatch.setattr(ZipExtFile, "read", read)
+
+    result = scan([str(tmp_path / "bomb.zip"), str(site)])
+
+    assert {"good", "fine"} <= {entry.name for entry in result.entries}
+    assert "larger than" in " ".join(note.message for note in result.notes)
+    assert [entry for entry in result.entries if entry.name == "bomb" and not entry.problem] == []
+    assert max(sizes) <= 4 * 2**20 + 1
+
+
+class Odd:
+    """A finder no attribute of which can be read."""
+
+    def __getattr__(self, name: str) -> object:
+        raise OSError(name)
+
+    def __repr__(self) -> str:
+        raise OSError
+
+
+def test_a_finder_that_fails_at_once_is_noted(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.offer("good", "plugin")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Odd()])
+
+    result = scan([str(site)])
+
+    assert [entry.name for entry in result.entries] == ["good"]
+    assert "cannot list its distributions: OSError: find_distributions" in result.notes[0].message

@@ -69,3 +69,40 @@ def test_packaging_is_not_imported_for_final_releases_and_simple_bounds() -> Non
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ODD_MARKERS = (
+    "os_name ~= 'linux'",
+    "python_version ~= 'x'",
+    "os_name === 'a' or os_name ~= 'b'",
+    "(" * 480 + "os_name == 'a'",
+)
+
+
+@pytest.mark.parametrize("marker", [*ODD_MARKERS, "(" * 470 + "'a' == 'b'" + ")" * 470])
+def test_a_marker_that_cannot_be_evaluated_is_refused(marker: str) -> None:
+    assert check_requirement(f"torch; {marker}")
+
+
+def test_a_long_requirement_is_refused_before_it_is_read() -> None:
+    assert check_requirement(f"torch >={'9' * 5000}") == "it has 5,008 characters, at most 1,000"
+    assert check_requirement(f"torch >={'9' * 900}") == ""
+    assert find(f"torch >={'9' * 900}", lambda _: "2.0") == ("version", "2.0")
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "1.0!", "x", "", "1" * 4000 + ".0rc" + "1" * 5000, "\0", "1.0.*"])
+@pytest.mark.parametrize("text", ["torch >=2.6", "torch ~=2.6", "torch ==2.*", "torch[extra] !=3"])
+def test_an_odd_version_meets_no_bound(text: str, version: str) -> None:
+    assert find(text, lambda _: version) == ("version", version)
+
+
+@pytest.mark.parametrize("text", ["torch", "torch; os_name != 'x'"])
+def test_an_odd_version_meets_a_requirement_without_bounds(text: str) -> None:
+    assert find(text, lambda _: "odd!")[0] == "met"
+
+
+@given(st.text(alphabet="a1.>=<~;'\"() !,*[]osname_\\", max_size=30), st.text(alphabet="019.ab!+rcx", max_size=8))
+def test_whatever_is_not_refused_can_be_compared(text: str, version: str) -> None:
+    if not check_requirement(text):
+        assert find(text, lambda _: version)[0] in ("met", "missing", "version")
+        assert requirement_name(text)

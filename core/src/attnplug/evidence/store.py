@@ -37,6 +37,9 @@ FORMAT: Final = 1
 _LARGEST: Final = 4 * 2**20
 """Bytes of a file that are read at most; the kit writes some ten thousand."""
 
+_MOST: Final = 1000
+"""Files of a folder that are read at most, by name; the kit writes one for each device and variant."""
+
 _LONGEST: Final = 1000
 """Characters of a text at most: it is shown in one line."""
 
@@ -129,7 +132,9 @@ def read_folder(folder: Path) -> EvidenceFolder:
         return EvidenceFolder()
     except (OSError, ValueError) as error:
         return EvidenceFolder(notes=(_note(folder, f"cannot be listed: {_text_of(error)}"),))
-    for path in files:
+    if len(files) > _MOST:
+        notes.append(_note(folder, f"holds {len(files):,} files, of which the first {_MOST:,} are read"))
+    for path in files[:_MOST]:
         try:
             found = read_file(path)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, its neighbors are read

@@ -27,7 +27,7 @@ _SIMPLE = re.compile(
 )
 _BOUND = re.compile(rf"(>=|<=|==|!=|<|>)\s*({_RELEASE})")
 _FINAL = re.compile(r"(\d+(?:\.\d+)*)(?:\+[A-Za-z0-9._-]+)?")
-_LONGEST = 1000  # characters of a requirement: Python reads no numbers of more than 4,300 digits
+_LONGEST = 1000  # characters of a requirement or a version: Python reads no numbers of more than 4,300 digits
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 
 
@@ -92,7 +92,7 @@ def _admits(text: str, version: str) -> bool | None:
     Only final releases are compared here: their order is that of their numbers, and their local label ("+cpu") plays no
     part against a bound without one (PEP 440, "Version specifiers").
     """
-    here = _FINAL.fullmatch(version)
+    here = _FINAL.fullmatch(version) if len(version) <= _LONGEST else None
     bounds = [(compare, _FINAL.fullmatch(bound)) for compare, bound in _BOUND.findall(text)]
     if here is None or not all(bound for _, bound in bounds):
         return None
