@@ -71,15 +71,10 @@ def test_packaging_is_not_imported_for_final_releases_and_simple_bounds() -> Non
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-ODD_MARKERS = (
-    "os_name ~= 'linux'",
-    "python_version ~= 'x'",
-    "os_name === 'a' or os_name ~= 'b'",
-    "(" * 480 + "os_name == 'a'",
-)
+MARKERS = ("os_name ~= 'linux'", "python_version ~= 'x'", "os_name > 'a' or os_name ~= 'b'", "'a' == 'b'", "os_name")
 
 
-@pytest.mark.parametrize("marker", [*ODD_MARKERS, "(" * 470 + "'a' == 'b'" + ")" * 470])
+@pytest.mark.parametrize("marker", [*MARKERS, "(" * 490, f"{'(' * 450}os_name == 'a'"])
 def test_a_marker_that_cannot_be_evaluated_is_refused(marker: str) -> None:
     assert check_requirement(f"torch; {marker}")
 

@@ -43,6 +43,8 @@ def check_requirement(text: str) -> str:
             marker.evaluate()  # whether its comparisons are defined is not known before
     except RecursionError:
         return "its marker is nested too deeply"
+    except LookupError as error:
+        return f"its marker names {error}, which no environment defines"
     except ValueError as error:  # also where a version or a comparison of the marker is invalid
         return str(error).splitlines()[0]
     return ""
