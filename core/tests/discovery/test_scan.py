@@ -375,3 +375,15 @@ def test_a_finder_that_fails_at_once_is_noted(site: Any, monkeypatch: pytest.Mon
 
     assert [entry.name for entry in result.entries] == ["good"]
     assert "cannot list its distributions: OSError: find_distributions" in result.notes[0].message
+
+
+@pytest.mark.parametrize("name", ["attnplug", "plugin"])
+def test_no_distribution_passes_for_another(site: Any, name: str) -> None:
+    site.offer("good", "plugin")
+    (site.offer("torch", "rival", module="attnplug.rival") / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+
+    (good, torch) = scan([str(site)]).entries
+
+    assert (good.distribution, good.problem) == ("plugin", "")
+    assert torch.distribution == "rival"
+    assert torch.problem == f"its metadata has the name of another distribution, {name!r}"

@@ -89,7 +89,11 @@ class Distribution:
     @property
     def _header(self) -> Header:
         if not self._known:
-            self._known.append(read_header(self._read))
+            found = read_header(self._read)
+            if self.place.endswith(".dist-info") and found.name and normalized(found.name) != self.key:
+                # Otherwise it could pass for another distribution, such as core.
+                found = Header("", found.version, f"its metadata has the name of another distribution, {found.name!r}")
+            self._known.append(found)
         return self._known[0]
 
 
@@ -166,7 +170,7 @@ def adapted(foreign: Any, source: str) -> Distribution:
         name = header.name or _split(str(getattr(place, "name", "")))[0] or "(no name)"
         return Distribution(normalized(name), str(place), (name, header.version), read)
     name, version = str(foreign.metadata["Name"] or "(no name)"), str(foreign.version or "")
-    return Distribution(normalized(name), source, (name, version), partial(_read_foreign, foreign))
+    return Distribution(normalized(name), str(place or source), (name, version), partial(_read_foreign, foreign))
 
 
 def _read_member(folder: Any, file: str) -> bytes | None:

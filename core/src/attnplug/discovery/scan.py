@@ -191,14 +191,13 @@ class _Walk:
         first = self.found.setdefault(distribution.key, distribution)  # Python imports the first copy on the path
         try:
             text = distribution.entry_points()
+            if text and first is distribution:
+                self.read(distribution, text)
+            elif text and _parse(text, self.group)[0]:
+                used = f"{_label(first)} in {first.place!r}"
+                self.note(_label(distribution), f"in {distribution.place!r} is shadowed by {used}, and not used")
         except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way
             self.note(_label(distribution), f"its entry_points.txt cannot be read: {exception_text(error)}")
-            return
-        if text and first is distribution:
-            self.read(distribution, text)
-        elif text and _parse(text, self.group)[0]:
-            used = f"{_label(first)} in {first.place!r}"
-            self.note(_label(distribution), f"in {distribution.place!r} is shadowed by {used}, and not used")
 
     def read(self, distribution: Distribution, text: str) -> None:
         """Take the entries of the group, and note lines of any group at which other programs fail."""
