@@ -26,7 +26,8 @@ LARGEST_CIRCLE = 8
 BELOW = {
     "_lazy": set(),
     "_version": set(),
-    "errors": set(),
+    "_escape": set(),
+    "errors": {"_escape"},
     "request": {"errors", "_lazy"},
     "manifest": {"request"},
     "negotiation": {"manifest"},
@@ -54,7 +55,18 @@ LATE = {
 }
 TENSOR_LIBRARIES = {"torch", "transformers", "numpy", "triton"}
 TENSOR_FREE = {
-    *("_lazy", "_version", "errors", "request", "manifest", "negotiation", "discovery", "evidence", "selection"),
+    *(
+        "_lazy",
+        "_version",
+        "_escape",
+        "errors",
+        "request",
+        "manifest",
+        "negotiation",
+        "discovery",
+        "evidence",
+        "selection",
+    ),
     *("models", "commands", "cli", "__main__"),
 }
 # What other distributions import: these modules, and of them what `__all__` names.

@@ -4,6 +4,9 @@ What a command of ``attnplug`` is written with: exit codes, output, rows, errors
 A distribution adds a command by an entry point in the group ``attnplug.commands``. Its name is the command, its value a
 module with ``SUMMARY`` (a line of text for ``--help``), ``add_arguments(parser)`` and ``run(arguments)``, which returns
 the exit code. The built-in commands ``list``, ``explain`` and ``doctor`` cannot be replaced.
+
+Everything here escapes what could steer a terminal (`escaped`), and reads no markup in any text: what a command prints
+holds names, summaries and paths that others have written.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from attnplug._escape import escaped, escaped_lines
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from attnplug.errors import AttnplugError
 
@@ -36,12 +42,14 @@ __all__ = [
     "console",
     "describe_error",
     "environment",
+    "escaped",
     "is_terminal",
     "plain",
     "readable",
     "say",
     "say_json",
     "say_rows",
+    "styled",
     "table",
     "version_of",
     "wrapped",
@@ -85,20 +93,28 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def say(text: str = "") -> None:
-    """Write a line."""
-    sys.stdout.write(f"{text}\n")
+    """Write a line, or several."""
+    sys.stdout.write(f"{escaped_lines(text)}\n")
 
 
 def say_json(data: Any) -> None:
-    """Write one JSON document."""
+    """Write one JSON document. Its texts are escaped as elsewhere, since ``jq -r`` prints them as they are."""
     import json  # noqa: PLC0415 - only where JSON is requested
 
-    say(json.dumps(data, indent=2))
+    say(json.dumps(_escaped_json(data), indent=2))
+
+
+def _escaped_json(data: Any) -> Any:
+    if isinstance(data, str):
+        return escaped_lines(data)
+    if isinstance(data, dict):
+        return {_escaped_json(key): _escaped_json(value) for key, value in data.items()}
+    return [_escaped_json(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error."""
-    sys.stderr.write(f"{text}\n")
+    """Write a line to standard error, or several."""
+    sys.stderr.write(f"{escaped_lines(text)}\n")
 
 
 def is_terminal() -> bool:
@@ -107,12 +123,27 @@ def is_terminal() -> bool:
 
 
 def console() -> Console:
-    """Return rich's view of the terminal, which honors NO_COLOR, TERM and COLUMNS."""
+    """
+    Return rich's view of the terminal, which honors NO_COLOR, TERM and COLUMNS. A text has no markup, and is escaped;
+    what has a style is made by `styled`.
+    """
     from rich.console import Console  # noqa: PLC0415 - costs 60 ms, and plain output does without
 
-    found = Console(highlight=False)
+    class EscapingConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escaped_lines(text), **options)
+
+    found = EscapingConsole(highlight=False, markup=False, emoji=False)
     found.width = min(found.width, _WIDEST)
     return found
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """Return a line for `console`, from texts and from (text, style) pairs, each escaped."""
+    from rich.text import Text  # noqa: PLC0415 - only a terminal needs rich
+
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((escaped(text), style) for text, style in pairs))
 
 
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:
@@ -156,31 +187,30 @@ def say_rows(rows: Sequence[Row], heading: str) -> None:
 
 def table(rows: Sequence[Row], heading: str) -> Table:
     """Return rows as a table that stays readable at 80 columns."""
-    from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
-    from rich.table import Table  # noqa: PLC0415 - likewise
+    from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
+    from rich.text import Text  # noqa: PLC0415 - likewise
 
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     found.add_column("candidate", max_width=26, overflow="fold")
     found.add_column("status", no_wrap=True)
-    found.add_column(heading, overflow="fold")
+    found.add_column(styled(heading), overflow="fold")
     for row in rows:
-        lines = [_styled(escape(line)) for line in row.lines]
-        lines += [f"[dim]{escape(row.distribution)}[/]"] if row.distribution else []
-        space = "" if row is rows[-1] else "\n"
-        status = f"[{STYLES[row.status]}]{readable(row.status)}[/]"
-        found.add_row(f"[bold]{escape(row.id)}[/]", status, "\n".join(lines) + space)
+        lines = [_with_fix_styled(line) for line in row.lines]
+        lines += [styled((row.distribution, "dim"))] if row.distribution else []
+        lines += [] if row is rows[-1] else [Text()]
+        status = styled((readable(row.status), STYLES[row.status]))
+        found.add_row(styled((row.id, "bold")), status, Text("\n").join(lines))
     return found
 
 
-def _styled(line: str) -> str:
-    """Highlight the fix."""
+def _with_fix_styled(line: str) -> Text:
     head, colon, rest = line.partition(": ")
-    return f"[green]{head}[/]{colon}{rest}" if head == "fix" else line
+    return styled((head, "green"), f"{colon}{rest}") if head == "fix" else styled(line)
 
 
 def plain(row: Row) -> Iterator[str]:
     """Yield a row as lines of text."""
-    yield f"{row.id}  {readable(row.status)}" + (f"  ({row.distribution})" if row.distribution else "")
+    yield escaped(f"{row.id}  {readable(row.status)}" + (f"  ({row.distribution})" if row.distribution else ""))
     for line in row.lines:
         yield from wrapped(line, _INDENT)
 
@@ -191,7 +221,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     from textwrap import wrap  # noqa: PLC0415 - likewise
 
     return wrap(
-        text,
+        escaped(text),
         min(get_terminal_size().columns, _WIDEST),
         initial_indent=indent,
         subsequent_indent=f"{indent}  ",

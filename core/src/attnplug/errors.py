@@ -32,6 +32,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attnplug._escape import escaped_lines
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -64,7 +66,7 @@ __all__ = [
 
 class AttnplugError(Exception):
     """
-    The base of every error here.
+    The base of every error here. Its text is safe to print: what others wrote in it is escaped.
 
     Args:
         problem: What is wrong.
@@ -79,6 +81,9 @@ class AttnplugError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
+        return escaped_lines(self._text())
+
+    def _text(self) -> str:
         expected = f"\n  expected: {self.expected}" if self.expected else ""
         return f"{self.problem}{expected}\n  fix: {self.fix}"
 
@@ -124,9 +129,9 @@ class ManifestError(AttnplugError, ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problem, self.expected, self.fix, self.path, self.line)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         where = f"{self.path}:{self.line}" if self.line is not None else self.path
-        return f"{where}: {super().__str__()}" if where else super().__str__()
+        return f"{where}: {super()._text()}" if where else super()._text()
 
 
 class ApiVersionError(ManifestError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from attnplug.cli.parser import parse
@@ -11,7 +13,7 @@ from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, complain,
 from attnplug.errors import AttnplugError, RequestError, UnknownBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     _make_printable()
     try:
-        code = _run(words)
+        with _logged_warnings():
+            code = _run(words)
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
@@ -32,6 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+class _Complaints(logging.Handler):
+    """Prints warnings as everything else is printed. Without a handler, logging prints them as they are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(self.format(record))
+
+
+@contextmanager
+def _logged_warnings() -> Iterator[None]:
+    root, handler = logging.getLogger(), _Complaints(logging.WARNING)
+    if root.handlers:  # of the process that has called `main`
+        yield
+        return
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -72,7 +95,7 @@ def _report(error: AttnplugError, *, as_json: bool) -> None:
     if _is_strict():
         import traceback  # noqa: PLC0415 - for plugin authors, on request
 
-        traceback.print_exception(error)
+        complain("".join(traceback.format_exception(error)).rstrip())
     else:
         complain(str(error) if error.problem.startswith("attnplug ") else f"attnplug: {error}")
 

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from attnplug._escape import escaped, escaped_lines
 from attnplug.cli import BUILT_IN
 from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
@@ -47,6 +48,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def format_help(self) -> str:
+        """Return the help, with what other distributions wrote in it escaped."""
+        return escaped_lines(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise RequestError(
@@ -84,7 +89,10 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
 
 
 def _parser_of(name: str, summary: str) -> Parser:
-    return Parser(f"attnplug {name}", f"{summary}.", usage=f"attnplug {name} [options]")
+    text = escaped(f"{summary}.")
+    # Argparse formats a description that has this directive, and then every other percent sign in it.
+    text = text.replace("%", "%%") if "%(prog)" in text else text
+    return Parser(f"attnplug {name}", text, usage=f"attnplug {name} [options]")
 
 
 def _parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
@@ -143,13 +151,13 @@ def _commands() -> str:
     installed = command.installed_commands()
     summaries = {**BUILT_IN, **{name: each.summary() for name, each in installed.items()}}
     width = max(map(len, summaries)) + 2
-    lines = ["commands:", *(f"  {name:{width}}{summary}" for name, summary in summaries.items())]
+    lines = ["commands:", *(escaped(f"  {name:{width}}{summary}") for name, summary in summaries.items())]
     lines += _section("not installed:", command.missing_commands(installed))
     return "\n".join([*lines, *_section("ignored:", command.ignored_commands())])
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
-    found = [f"  {line}" for line in lines]
+    found = [escaped(f"  {line}") for line in lines]
     return ["", title, *found] if found else []
 
 

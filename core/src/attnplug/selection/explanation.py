@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from attnplug._escape import escaped
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -72,7 +74,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(min(shutil.get_terminal_size().columns, 120)))
+        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, 120))))
 
     def _lines(self, width: int) -> Iterator[str]:
         yield from _wrapped(f"requested: {_assigned(self.requirements.to_dict())}", width, "")
@@ -140,7 +142,7 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
     return wrap(
-        text,
+        escaped(text),
         width,
         initial_indent=indent,
         subsequent_indent=indent + "  ",

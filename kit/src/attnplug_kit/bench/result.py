@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import asdict, evolve, field, frozen
 
-from attnplug.commands import PACKAGES, STYLES, console, environment, is_terminal, say, version_of, wrapped
+from attnplug.commands import PACKAGES, STYLES, console, environment, is_terminal, say, styled, version_of, wrapped
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
@@ -326,7 +326,8 @@ def _show(measurement: Measurement) -> None:
     if is_terminal():
         # A budget that fails no run is shown as a warning, not as an error.
         status = "ready" if measurement.within else "broken" if measurement.decides else "missing_dependency"
-        console().print(f"[bold]{head}[/][dim]{least}[/]{budget}  [{STYLES[status]}]{measurement.verdict}[/]")
+        verdict = (measurement.verdict, STYLES[status])
+        console().print(styled((head, "bold"), (least, "dim"), f"{budget}  ", verdict))
     else:
         say(f"{head}{least}{budget}  {measurement.verdict}".rstrip())
     spread = f"quartiles {formatted_range(*measurement.quartiles, unit)}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 from attrs import frozen
 
-from attnplug.commands import STYLES, console, is_terminal, say, wrapped
+from attnplug.commands import STYLES, console, escaped, is_terminal, say, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Finding:
     def lines(self) -> Iterator[str]:
         """Yield it as lines of text, with its place."""
         place = self.path if self.line is None else f"{self.path}:{self.line}"
-        yield f"{place}: {'note: ' if self.kind == 'note' else ''}{self.problem}"
+        yield escaped(f"{place}: {'note: ' if self.kind == 'note' else ''}{self.problem}")
         if self.expected:
             yield from wrapped(f"expected: {self.expected}", _INDENT)
         yield from wrapped(f"fix: {self.fix}", _INDENT)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnplug.commands import OK, say, say_json
+from attnplug.commands import OK, escaped, say, say_json
 
 if TYPE_CHECKING:
     import argparse
@@ -51,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, files: dict[str, str], name: str, similar: str) -> None:
-    say(f"{name} is written to {folder}:")
+    say(escaped(f"{name} is written to {folder}:"))
     say("\n".join(f"  {file}" for file in files))
     if similar:
         say(f"note: {name!r} is close to {similar!r}, the name of another backend: users may confuse them")
-    say(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  attnplug check .\n  pytest")
+    say(f"\nnext:\n  cd {escaped(shlex.quote(str(folder)))}\n  pip install -e '.[test]'\n  attnplug check .\n  pytest")

@@ -21,10 +21,12 @@ from attnplug.commands import (
     abbreviated,
     complain,
     console,
+    escaped,
     is_terminal,
     readable,
     say,
     say_json,
+    styled,
     table,
     wrapped,
 )
@@ -33,6 +35,8 @@ from attnplug.selection.explanation import NOT_INSTALLED, detail
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
+
+    from rich.text import Text
 
     from attnplug.cli.explain.result import LayerGroup, Result
     from attnplug.negotiation.verdict import Verdict
@@ -129,7 +133,7 @@ def _show(results: Sequence[Result]) -> None:
         for group in result.groups:
             _show_group(group)
         if result.plan is not None or result.failure is not None:
-            say("\n".join(_plan_lines(result)))
+            say("\n".join(map(escaped, _plan_lines(result))))
             say()
 
 
@@ -158,16 +162,18 @@ def _show_side_by_side(results: Sequence[Result], group: LayerGroup, index: int)
     else:
         lines = [heads, *([id_, *map(_brief, verdicts)] for id_, verdicts in grid)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        say("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
+        say("\n".join(escaped("  ".join(map(str.ljust, line, widths)).rstrip()) for line in lines))
     say()
 
 
 def _print_grid(heads: Sequence[str], grid: Grid) -> None:
     from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
 
-    found = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for head in heads:
+        found.add_column(styled(head))
     for id_, verdicts in grid:
-        found.add_row(f"[bold]{id_}[/]", *(f"[{STYLES[v.status]}]{_brief(v)}[/]" for v in verdicts))
+        found.add_row(styled((id_, "bold")), *(styled((_brief(v), STYLES[v.status])) for v in verdicts))
     console().print(found)
 
 
@@ -180,21 +186,21 @@ def _show_group(group: LayerGroup) -> None:
 
 
 def _print_explanation(explanation: Explanation) -> None:
-    from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
     from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
 
     heading = Table.grid(padding=(0, 2, 0, 0))
     for name, text in _heading(explanation):
-        heading.add_row(f"[dim]{name}[/]", escape(text))
-    heading.add_row("[dim]chosen[/]", f"{_chosen(explanation)}\n")
+        heading.add_row(styled((name, "dim")), styled(text))
+    heading.add_row(styled(("chosen", "dim")), _chosen(explanation))
     console().print(heading)
+    say()
     installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
     absent = [verdict for verdict in explanation.verdicts if verdict.status == "absent"]
     console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the fix"))
     if absent:
         longest = max(len(verdict.id) for verdict in absent)
         listed = [f"{verdict.id:{longest}}  {verdict.fix}" for verdict in absent]
-        console().print("\n".join(["", NOT_INSTALLED, *map(escape, listed)]), style="dim")
+        console().print("\n".join(["", NOT_INSTALLED, *map(escaped, listed)]), style="dim")
     if explanation.tie:
         say("\n".join(["", *wrapped(explanation.tie)]))
     say()
@@ -215,12 +221,12 @@ def _show_layers(group: LayerGroup) -> None:
         say("\n".join(wrapped(abbreviated(group.layers))))
 
 
-def _chosen(explanation: Explanation) -> str:
+def _chosen(explanation: Explanation) -> Text:
     chosen = explanation.chosen
     if chosen is None:
-        return "[bold red]none[/]"
+        return styled(("none", STYLES["broken"]))
     decided = f"  decided by {chosen.decided_by}" if chosen.decided_by else ""
-    return f"[bold green]{chosen.id}[/]{decided}"
+    return styled((chosen.id, STYLES["chosen"]), decided)
 
 
 def _row(verdict: Verdict) -> Row:
