@@ -55,15 +55,18 @@ class NameConflict:
     @property
     def fix(self) -> str:
         """How to choose one of them."""
+        from shlex import quote  # noqa: PLC0415 - takes 4 ms, and only conflicts need it
+
         names = dict.fromkeys(plugin.distribution for plugin in self.claimants if not plugin.is_by_hand)
         by_hand = [plugin.module for plugin in self.claimants if plugin.is_by_hand]
         if by_hand:
-            block = f", or set ATTNPLUG_BLOCK={','.join(names)} to keep it" if names else ""
+            block = f", or set ATTNPLUG_BLOCK={quote(','.join(names))} to keep it" if names else ""
             return f"register {by_hand[0]!r} under another name{block}"
         if len(names) == 1:
             return f"install {next(iter(names))!r} again, in a version that offers {self.name!r} once"
         choices = (
-            f"ATTNPLUG_BLOCK={','.join(other for other in names if other != name)} to keep {name!r}" for name in names
+            f"ATTNPLUG_BLOCK={quote(','.join(other for other in names if other != name))} to keep {name!r}"
+            for name in names
         )
         return f"block the others by their distributions, or uninstall them: set {', or '.join(choices)}"
 

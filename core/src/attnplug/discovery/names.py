@@ -59,8 +59,12 @@ def replaces(given: Plugin, plugin: Plugin) -> bool:
 
 def clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
     """Return the error for a registration under a name that another plugin has."""
+    from shlex import quote  # noqa: PLC0415 - takes 4 ms, and only errors need it
+
     owner = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
-    block = "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={rival.distribution} and call attnplug.refresh()"
+    block = (
+        "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={quote(rival.distribution)} and call attnplug.refresh()"
+    )
     return DuplicateBackendError(
         f"the backend {plugin.name!r} of {plugin.module!r} was registered",
         f"{owner} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),

@@ -11,7 +11,7 @@ from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from attnplug.request.requirements import Requirements
 
@@ -107,7 +107,7 @@ class Fix:
     no fix.
 
     Attributes:
-        install: Requirements to install, as pip takes them.
+        install: Requirements to install, as pip takes them. The text offers a command for those that are safe in it.
         engine: Engine fields to request instead, with their values.
         device: The device to run on instead.
         action: A step in words: a setting to change, a plugin to repair.
@@ -164,16 +164,16 @@ class Fix:
         changes = ", ".join(f"{name}={value!r}" for name, value in self.engine.items())
         parts = [
             self.action,
-            f"pip install {' '.join(map(_quoted, self.install))}" if self.install else "",
+            *(self._steps_to_install() if self.install else ()),
             f"request {changes}" if changes else "",
             f"run on {self.device}" if self.device else "",
         ]
         return "; ".join(filter(None, parts))
 
+    def _steps_to_install(self) -> Iterator[str]:
+        from attnplug.negotiation.install import steps_to_install  # noqa: PLC0415 - shlex; most requests need no fix
 
-def _quoted(requirement: str) -> str:
-    """Quote a requirement for a shell, to which ``<`` and ``>`` mean files."""
-    return f"'{requirement}'" if set(requirement) & set(" <>[]") else requirement
+        return steps_to_install(self.install)
 
 
 @frozen

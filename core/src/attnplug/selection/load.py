@@ -320,10 +320,12 @@ def _import(plugin: Plugin) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        from shlex import quote  # noqa: PLC0415 - takes 4 ms, and only failures need it
+
         raise PluginLoadError(
             f"the module {plugin.module!r} of the backend {plugin.name!r} ({plugin.distribution}) {_failure_of(error)}",
             "",
-            f"repair {plugin.part}, then attnplug.refresh(); or set ATTNPLUG_BLOCK={plugin.name}",
+            f"repair {plugin.part}, then attnplug.refresh(); or set ATTNPLUG_BLOCK={quote(plugin.name)}",
         ) from error
 
 
