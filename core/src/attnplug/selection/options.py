@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
 
 from attnplug.errors import ManifestError, SettingsError
 from attnplug.manifest.schema import Condition
@@ -57,28 +59,48 @@ _LARGEST: Final = 2**20  # bytes of a profile at most
 Table = tuple[tuple[Condition, ...], Mapping[str, float]]
 
 
-def measured(path: str | None, request: Request) -> Mapping[str, float]:
+@frozen(eq=False, slots=False)
+class Profile:
     """
-    Return microseconds by candidate id, from the first table of the profile whose conditions hold.
+    Measured times, from a file that is read when they are first needed, once.
+
+    Attributes:
+        path: The file; None where there is none.
+    """
+
+    path: str | None
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """
+        The content of the file.
+
+        Raises:
+            SettingsError: The file cannot be read or is not a profile.
+        """
+        return read_profile(self.path) if self.path else ()
+
+    def measured(self, request: Request) -> Mapping[str, float]:
+        """
+        Return microseconds by candidate id, from the first table whose conditions hold.
+
+        Raises:
+            SettingsError: As for `tables`.
+        """
+        for when, times in self.tables if self.path else ():
+            if all(
+                condition.holds(request.facts, request.requested_names, frozenset(), absent=False) for condition in when
+            ):
+                return times
+        return {}
+
+
+def read_profile(path: str) -> tuple[Table, ...]:
+    """
+    Read a profile.
 
     Raises:
         SettingsError: The file cannot be read or is not a profile.
-    """
-    for when, times in read_profile(path) if path else ():
-        if all(
-            condition.holds(request.facts, request.requested_names, frozenset(), absent=False) for condition in when
-        ):
-            return times
-    return {}
-
-
-@lru_cache(maxsize=8)
-def read_profile(path: str) -> tuple[Table, ...]:
-    """
-    Read a profile, once.
-
-    Raises:
-        SettingsError: As for `measured`.
     """
     try:
         data = parse_toml(read_text(path, _LARGEST))

@@ -2,7 +2,8 @@
 The state of this process: installed backends, settings, the device, and the decisions that were made on them.
 
 A state is replaced as a whole, so that threads see either the old one or the new one. Nothing of it survives `refresh`
-but the backends that were registered by hand: nothing else could restore them.
+but the backends that were registered by hand: nothing else could restore them. Registrations, refreshes and the making
+of states exclude each other; a selection excludes nothing, and sees what was registered before it began.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, frozen
 
@@ -21,6 +22,7 @@ from attnplug.errors import ManifestError
 from attnplug.manifest.reader import read_manifest
 from attnplug.request.device import Device, is_unseen
 from attnplug.request.settings import Settings
+from attnplug.selection.options import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
     from attnplug.selection.explanation import Explanation
     from attnplug.selection.selection import Selection
 
-_MOST_DECISIONS: Final = 4096
+_MOST_DECISIONS: Final = 512
+"""Decisions that are kept in each of the two tables; a process makes a handful, unless it tries out values."""
+
+_lock = RLock()  # of the tables of decisions; see `Process._unlock` for forked children
 
 
 @frozen(eq=False, slots=False)
@@ -75,6 +80,7 @@ class ProcessState:
         hot: Decisions on this process's device without any keyword: the path of every repeated request.
         decisions: All decisions, by requirements, device and settings.
         own_device: The device of this process, once it is known.
+        profile: The measured times that the settings name.
         evidence: What was verified.
     """
 
@@ -84,7 +90,12 @@ class ProcessState:
     hot: dict[Requirements, Selection] = field(factory=dict)
     decisions: dict[Hashable, Explanation] = field(factory=dict)
     own_device: Device | None = None
+    profile: Profile = field()
     evidence: ShippedEvidence = field(init=False)
+
+    @profile.default
+    def _profile(self) -> Profile:
+        return Profile(self.settings.profile)
 
     @evidence.default
     def _evidence(self) -> ShippedEvidence:
@@ -103,12 +114,23 @@ class ProcessState:
             self.own_device = found
         return found
 
-    def remember(self, key: Hashable, explanation: Explanation) -> bool:
-        """Keep a decision; return whether it is a new one. The oldest goes when there are too many."""
-        if len(self.decisions) >= _MOST_DECISIONS:
-            self.decisions.pop(next(iter(self.decisions)), None)
-            self.hot.clear()
-        return self.decisions.setdefault(key, explanation) is explanation
+    def remember(self, key: Hashable, explanation: Explanation) -> Explanation:
+        """Keep a decision. Of threads that decide at once, all get the decision of the first."""
+        with _lock:
+            kept = self.decisions.setdefault(key, explanation)
+            _forget_oldest(self.decisions)
+        return kept
+
+    def repeat(self, requirements: Requirements, selection: Selection) -> None:
+        """Let the fast path of `select` repeat a decision."""
+        with _lock:
+            self.hot[requirements] = selection
+            _forget_oldest(self.hot)
+
+
+def _forget_oldest(table: dict[Any, Any]) -> None:
+    if len(table) > _MOST_DECISIONS:
+        del table[next(iter(table))]
 
 
 class Process:
@@ -144,6 +166,11 @@ class Process:
                 self.by_hand = self.state.registry.by_hand
             self.state = None
 
+    def register(self, plugin: Plugin) -> None:
+        """Add a plugin to the registry: to the one that a concurrent refresh takes it over from, or to the next one."""
+        with self._lock:
+            self.current().registry.register(plugin)
+
     def _renew(self) -> ProcessState:
         with self._lock:
             state = self.state
@@ -154,13 +181,16 @@ class Process:
                 state = ProcessState(registry, settings, registry.generation)
             elif state.registry.generation != state.generation:
                 registry = state.registry
-                state = ProcessState(registry, state.settings, registry.generation, own_device=state.own_device)
+                state = ProcessState(
+                    registry, state.settings, registry.generation, own_device=state.own_device, profile=state.profile
+                )
             self.state = state
             return state
 
     def _unlock(self) -> None:
-        """Make a new lock in a forked child: the copied one may be held by a thread that the child does not have."""
-        self._lock = RLock()
+        """Make new locks in a forked child: the copied ones may be held by a thread that the child does not have."""
+        global _lock
+        self._lock, _lock = RLock(), RLock()
 
 
 PROCESS: Final = Process()
@@ -176,10 +206,7 @@ def refresh() -> None:
     Read everything again on next use: installed backends, settings and the device. All decisions are forgotten, and
     what has failed is tried again. Backends that were registered by hand stay.
     """
-    from attnplug.selection.options import read_profile  # noqa: PLC0415 - only a refresh needs it
-
     PROCESS.clear()
-    read_profile.cache_clear()
 
 
 def current_device() -> Device:
@@ -216,7 +243,7 @@ def register(module: ModuleType | str, *, manifest: Path | str) -> str:
     """
     name = module if isinstance(module, str) else module.__name__
     parsed = read_manifest(_existing(Path(manifest)))
-    registry().register(Plugin(name=parsed.name, module=name, distribution=BY_HAND, version="", manifest=parsed))
+    PROCESS.register(Plugin(name=parsed.name, module=name, distribution=BY_HAND, version="", manifest=parsed))
     return parsed.name
 
 

@@ -14,7 +14,7 @@ from attnplug.negotiation.matching import Request, build_request
 from attnplug.negotiation.ranking import Policy, Ranked, rank
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import Explanation
-from attnplug.selection.options import check_options, measured
+from attnplug.selection.options import check_options
 from attnplug.selection.process import PROCESS, ProcessState, current_state
 from attnplug.selection.scope import Overrides, current_scope, overrides
 from attnplug.selection.selection import Selection
@@ -66,7 +66,7 @@ def select(
     if explanation.chosen is None:
         raise no_backend(explanation, settings)
     if settings is state.settings and device is state.own_device:  # no keyword, no scope: the fast path may repeat it
-        state.hot[requirements] = explanation.chosen
+        state.repeat(requirements, explanation.chosen)
     return explanation.chosen
 
 
@@ -119,10 +119,10 @@ def _explain(
     found = state.decisions.get(key)
     if found is None:
         request = build_request(requirements, device, settings)
-        found = explain_choice(evaluate_all(state, request, assume_installed=assume_installed))
-        if state.remember(key, found) and not assume_installed:
+        new = explain_choice(evaluate_all(state, request, assume_installed=assume_installed))
+        found = state.remember(key, new)
+        if found is new and not assume_installed:
             log_decision(found)
-        found = state.decisions.get(key, found)  # of threads that decide at once, all return the decision of the first
     return found
 
 
@@ -156,7 +156,7 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     for name in settings.backend:
         registry.check_name(name)
     check_options(registry, settings)
-    policy = Policy(settings.backend, measured(settings.profile, request), registry.default_orders)
+    policy = Policy(settings.backend, state.profile.measured(request), registry.default_orders)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
     for candidate in registry.candidates(settings, assume_installed=assume_installed):

@@ -1,0 +1,394 @@
+"""Registrations, refreshes and selections from many threads: as if one came after the other, and nothing is lost."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attrs import frozen
+
+import attnplug
+from attnplug.discovery.registry import Registry
+from attnplug.manifest import memo
+from attnplug.manifest.memo import Memo
+from attnplug.selection import options, process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MANIFEST = """\
+api = "1.0"
+backend = {{ name = "{name}", aliases = [], summary = "made for a test" }}
+[supports]
+device_type = "cuda"
+compute_capability = {{ min = "8.0" }}
+dtype = "bfloat16"
+head_size = {{ min = 1 }}
+[variants.only]
+"""
+PATIENCE = 0.2
+"""Seconds that a thread waits for another one that may be waiting for it."""
+
+
+@pytest.fixture
+def installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which a scan finds the flash plugin, and what was registered by hand, without any file."""
+    registry = world("flash")
+    plugins, version_of = registry.plugins, registry._version_of
+
+    def scan(settings: Any, by_hand: Any = ()) -> Registry:
+        return Registry((*plugins, *by_hand), version_of=version_of, settings=settings)
+
+    monkeypatch.setattr(Registry, "scan", scan)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def manifest_of(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a maker of manifests, by the backend's name."""
+
+    def write(name: str) -> Path:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(MANIFEST.format(name=name))
+        return path
+
+    return write
+
+
+def by_hand() -> set[str]:
+    return {plugin.name for plugin in attnplug.registry().by_hand}
+
+
+def together(*tasks: Callable[[], object]) -> None:
+    """Run tasks in threads of their own; raise what the first of them raises."""
+    errors: list[BaseException] = []
+
+    def run(task: Callable[[], object]) -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+def test_a_refresh_during_a_registration_loses_nothing(installed, manifest_of, monkeypatch) -> None:
+    entered, refreshed = threading.Event(), threading.Event()
+    register = Registry.register
+
+    def slow(self: Registry, plugin: attnplug.Plugin) -> None:
+        entered.set()
+        refreshed.wait(PATIENCE)  # the refresh happens here, unless it has to wait for the registration
+        register(self, plugin)
+
+    def refresh() -> None:
+        entered.wait()
+        attnplug.refresh()
+        refreshed.set()
+
+    monkeypatch.setattr(Registry, "register", slow)
+    together(lambda: attnplug.register("notebook", manifest=manifest_of("mine")), refresh)
+
+    assert by_hand() == {"mine"}
+    attnplug.refresh()
+    assert by_hand() == {"mine"}
+
+
+def test_a_registration_during_a_scan_loses_nothing(installed, manifest_of, monkeypatch) -> None:
+    attnplug.register("notebook", manifest=manifest_of("first"))
+    entered, registered = threading.Event(), threading.Event()
+    scan = Registry.scan
+
+    def slow(settings: Any, plugins: Any = ()) -> Registry:
+        entered.set()
+        registered.wait(PATIENCE)
+        return scan(settings, plugins)
+
+    def register() -> None:
+        entered.wait()
+        attnplug.register("notebook2", manifest=manifest_of("second"))
+        registered.set()
+
+    attnplug.refresh()
+    monkeypatch.setattr(Registry, "scan", slow)
+    together(attnplug.registry, register)
+
+    assert by_hand() == {"first", "second"}
+
+
+def test_a_failed_scan_loses_nothing(installed, manifest_of, monkeypatch) -> None:
+    attnplug.register("notebook", manifest=manifest_of("mine"))
+    attnplug.refresh()
+    monkeypatch.setenv("ATTNPLUG_STRICT", "perhaps")
+    for _ in range(2):
+        with pytest.raises(attnplug.AttnplugError, match="ATTNPLUG_STRICT"):
+            attnplug.registry()
+    monkeypatch.delenv("ATTNPLUG_STRICT")
+
+    assert by_hand() == {"mine"}
+
+
+def test_a_decision_of_an_old_registry_is_not_repeated(installed, manifest_of, request_of, monkeypatch) -> None:
+    """A selection that began before a registration may miss it; what begins after it may not, whichever ends first."""
+    entered, registered = threading.Event(), threading.Event()
+    first_list = Registry.candidates
+    seen: list[bool] = []
+
+    def slow(self: Registry, *arguments: Any, **keywords: Any) -> Any:
+        found = first_list(self, *arguments, **keywords)
+        if not entered.is_set():
+            entered.set()
+            registered.wait()
+        return found
+
+    def register() -> None:
+        entered.wait()
+        attnplug.register("notebook", manifest=manifest_of("mine"))
+        registered.set()
+
+    def explain() -> None:
+        seen.append("mine/only" in {verdict.id for verdict in attnplug.explain(request_of(), "cuda:9.0").verdicts})
+
+    monkeypatch.setattr(Registry, "candidates", slow)
+    together(explain, register)
+    explain()
+
+    assert seen[1]
+
+
+def test_a_profile_that_is_being_read_is_not_kept(installed, request_of, tmp_path, monkeypatch) -> None:
+    """A thread that reads the old file while another one refreshes does not leave its content to later selections."""
+    profile = tmp_path / "profile.toml"
+    profile.write_text("[[measured]]\nmicroseconds = {'flash/old' = 1}\n")
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+    attnplug.refresh()
+    entered, refreshed = threading.Event(), threading.Event()
+    parse = options.parse_toml
+
+    def slow(text: str) -> Any:
+        if not entered.is_set():
+            entered.set()
+            refreshed.wait()
+        return parse(text)
+
+    def refresh() -> None:
+        entered.wait()
+        profile.write_text("[[measured]]\nmicroseconds = {'flash/new' = 1}\n")
+        attnplug.refresh()
+        refreshed.set()
+
+    monkeypatch.setattr(options, "parse_toml", slow)
+    together(lambda: attnplug.select(request_of(), "cuda:9.0"), refresh)
+
+    assert attnplug.select(request_of(), "cuda:9.0").id == "flash/new"
+
+
+def test_threads_that_decide_at_once_return_one_decision(installed, request_of, monkeypatch) -> None:
+    together_now, decided = threading.Barrier(4), []
+    rank = process.ProcessState.remember
+
+    def slow(self: process.ProcessState, *arguments: Any) -> Any:
+        together_now.wait()
+        return rank(self, *arguments)
+
+    monkeypatch.setattr(process.ProcessState, "remember", slow)
+    together(*[lambda: decided.append(attnplug.select(request_of(), "cuda:9.0"))] * 4)
+
+    assert len({id(selection) for selection in decided}) == 1
+
+
+@frozen
+class Event:
+    """One operation of a history, with the ticks of a common clock between which it happened."""
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+    seen: frozenset[str] = frozenset()
+
+
+def check_history(history: list[Event]) -> None:
+    """
+    Every selection sees what was registered before it began, and nothing that nobody had begun to register. What one
+    selection has seen, all that begin after its end see too: registrations have an order that all threads share.
+    """
+    registered = {event.name: event for event in history if event.kind == "register"}
+    selections = [event for event in history if event.kind == "select"]
+    for event in selections:
+        assert {name for name, each in registered.items() if each.end < event.begin} <= event.seen
+        assert event.seen <= {name for name, each in registered.items() if each.begin < event.end}
+        earlier = [other.seen for other in selections if other.end < event.begin]
+        assert frozenset().union(*earlier) <= event.seen
+
+
+def test_a_history_of_everything_at_once(installed, manifest_of, request_of) -> None:
+    clock, history, done = count(), [], threading.Event()
+    manifests = {f"mine{index}": manifest_of(f"mine{index}") for index in range(60)}
+
+    def record(kind: str, name: str, action: Callable[[], Any]) -> None:
+        begin = next(clock)
+        seen = action()
+        history.append(Event(kind, name, begin, next(clock), seen if isinstance(seen, frozenset) else frozenset()))
+
+    def register(names: list[str]) -> None:
+        for name in names:
+            record("register", name, lambda name=name: attnplug.register(f"of_{name}", manifest=manifests[name]))
+
+    def register_all() -> None:
+        together(*(lambda names=names: register(names) for names in (list(manifests)[::2], list(manifests)[1::2])))
+        done.set()
+
+    def refresh() -> None:
+        while not done.is_set():
+            record("refresh", "", attnplug.refresh)
+
+    def visible() -> frozenset[str]:
+        explanation = attnplug.explain(request_of(sliding_window=random.choice([None, 8, 16])), "cuda:9.0")
+        return frozenset(manifests) & {verdict.id.partition("/")[0] for verdict in explanation.verdicts}
+
+    def select() -> None:
+        while not done.is_set():
+            record("select", "", visible)
+        record("select", "", visible)
+
+    together(register_all, refresh, refresh, select, select, select)
+
+    assert by_hand() == set(manifests)
+    assert {event.kind for event in history} == {"register", "refresh", "select"}
+    check_history(history)
+
+
+def test_registrations_of_one_name_leave_one(installed, manifest_of) -> None:
+    path, outcomes = manifest_of("mine"), []
+
+    def register(module: str) -> None:
+        try:
+            attnplug.register(module, manifest=path)
+            outcomes.append(module)
+        except attnplug.AttnplugError:
+            pass
+
+    together(*(lambda i=i: register(f"module{i}") for i in range(8)), *[attnplug.refresh] * 4)
+
+    assert len(outcomes) == 1
+    assert [plugin.module for plugin in attnplug.registry().by_hand] == outcomes
+
+
+def test_remembering_from_many_threads_stays_bounded(installed, request_of, monkeypatch) -> None:
+    monkeypatch.setattr(process, "_MOST_DECISIONS", 4)
+    attnplug.refresh()
+    widths: list[int] = []
+
+    def select(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(150):
+            window = chance.randrange(1, 40)
+            found = attnplug.explain(request_of(sliding_window=window), "cuda:9.0")
+            assert found.requirements.sliding_window == window
+            state = process.current_state()
+            widths.append(max(len(state.decisions), len(state.hot)))
+
+    together(*(lambda seed=seed: select(seed) for seed in range(6)))
+
+    assert max(widths) <= 5  # one more while the oldest is being forgotten
+
+
+def entries() -> int:
+    """Return how many entries there are in all: decisions, and answers that candidates and conditions remember."""
+    gc.collect()
+    state = process.current_state()
+    memos = sum(len(each) for each in gc.get_objects() if isinstance(each, Memo))
+    return len(state.decisions) + len(state.hot) + memos
+
+
+def test_entries_are_bounded_over_many_requests(both, request_of) -> None:
+    """Half of the fields take values without end. A longer run is in the notes of the change."""
+    peak, chosen = 0, attnplug.select(request_of())
+    for number in range(1, 1501):
+        attnplug.select(request_of(sliding_window=number, num_q_heads=2 * number, head_size=8 * (number % 30 + 1)))
+        if number % 300 == 0:
+            peak = max(peak, entries())
+
+    assert 1000 < peak <= 4096
+    assert attnplug.select(request_of()) == chosen
+
+
+def test_the_bounds_add_up() -> None:
+    assert 2 * process._MOST_DECISIONS + memo.MOST <= 4096
+
+
+def test_answers_are_forgotten_together_and_found_again(monkeypatch) -> None:
+    monkeypatch.setattr(memo, "MOST", 8)
+    memo.forget_all()
+    one, other = Memo(), Memo()
+    for number in range(20):
+        for each in (one, other):
+            assert each.remember(number, str(number)) == str(number)
+            assert each.get(number) == str(number)
+            assert len(one) + len(other) <= 8
+    other.remember(1, "again")
+    assert other.remember(1, "never") == "again"
+
+
+def test_memos_from_many_threads_stay_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(memo, "MOST", 16)
+    memo.forget_all()
+    memos = [Memo() for _ in range(4)]
+    sizes: list[int] = []
+
+    def fill(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(3000):
+            number = chance.randrange(50)
+            assert chance.choice(memos).remember(number, -number) == -number
+            sizes.append(sum(map(len, memos)))
+
+    together(*(lambda seed=seed: fill(seed) for seed in range(4)))
+
+    assert max(sizes) <= 16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_not_locked_out(installed, request_of) -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with memo._lock, process._lock:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:  # the copied locks are held by a thread that this process does not have
+        signal_alarm(20)
+        attnplug.explain(request_of(sliding_window=77), "cuda:9.0")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    release.set()
+    thread.join()
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def signal_alarm(seconds: int) -> None:
+    """End this process after so many seconds, if it hangs."""
+    import signal  # noqa: PLC0415 - only a child needs it
+
+    signal.alarm(seconds)
