@@ -15,7 +15,9 @@ from attrs import frozen
 import attnplug
 from attnplug.discovery.registry import Registry
 from attnplug.manifest import memo
-from attnplug.manifest.memo import Memo
+from attnplug.manifest.memo import remember
+from attnplug.manifest.schema import Holds
+from attnplug.negotiation.candidate import Candidate
 from attnplug.selection import options, process
 
 if TYPE_CHECKING:
@@ -311,7 +313,7 @@ def entries() -> int:
     """Return how many entries there are in all: decisions, and answers that candidates and conditions remember."""
     gc.collect()
     state = process.current_state()
-    memos = sum(len(each) for each in gc.get_objects() if isinstance(each, Memo))
+    memos = sum(len(each._known) for each in gc.get_objects() if isinstance(each, (Candidate, Holds)))
     return len(state.decisions) + len(state.hot) + memos
 
 
@@ -334,27 +336,27 @@ def test_the_bounds_add_up() -> None:
 def test_answers_are_forgotten_together_and_found_again(monkeypatch) -> None:
     monkeypatch.setattr(memo, "MOST", 8)
     memo.forget_all()
-    one, other = Memo(), Memo()
+    one: dict[int, str] = {}
+    other: dict[int, str] = {}
     for number in range(20):
         for each in (one, other):
-            assert each.remember(number, str(number)) == str(number)
-            assert each.get(number) == str(number)
+            assert remember(each, number, str(number)) == each[number] == str(number)
             assert len(one) + len(other) <= 8
-    other.remember(1, "again")
-    assert other.remember(1, "never") == "again"
+    memo.forget_all()
+    assert (one, other) == ({}, {})
 
 
 def test_memos_from_many_threads_stay_bounded(monkeypatch) -> None:
     monkeypatch.setattr(memo, "MOST", 16)
     memo.forget_all()
-    memos = [Memo() for _ in range(4)]
+    memos: list[dict[int, int]] = [{} for _ in range(4)]
     sizes: list[int] = []
 
     def fill(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(3000):
             number = chance.randrange(50)
-            assert chance.choice(memos).remember(number, -number) == -number
+            assert remember(chance.choice(memos), number, -number) == -number
             sizes.append(sum(map(len, memos)))
 
     together(*(lambda seed=seed: fill(seed) for seed in range(4)))

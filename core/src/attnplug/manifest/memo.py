@@ -3,7 +3,7 @@ Answers that candidates and conditions remember, since requests repeat the same 
 
 A field such as a window takes values without end, and every candidate has an answer for each of them. So the number of
 answers is bounded for the whole process: where there are too many, all are forgotten, which takes less time than
-keeping the order in which each was last used.
+keeping the order in which each was last used. An object reads its own dictionary, and adds to it with `remember`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from threading import RLock
 from typing import Any, Final, TypeVar
-from weakref import WeakSet
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -19,28 +18,22 @@ V = TypeVar("V")
 MOST: Final = 3072
 """Answers that are remembered at once. With the decisions of a process they are 4,096 at most."""
 
+_lock = RLock()
+_memos: Final[list[dict[Any, Any]]] = []  # those that hold answers; of objects that are gone too, until all forget
+_count = 0
 
-class Memo(dict[K, V]):
-    """The remembered answers of one object: read with `get`, added with `remember`."""
 
-    __slots__ = ("__weakref__",)
-
-    def __hash__(self) -> int:  # type: ignore[override]  # a memo is itself, whatever it holds
-        return id(self)
-
-    def remember(self, key: K, answer: V) -> V:
-        """Keep an answer, unless there is one; return the one that is kept."""
-        global _count  # noqa: PLW0603 - one number for all memos
-        with _lock:
-            kept = self.get(key)
-            if kept is not None:
-                return kept
-            if _count >= MOST:
-                forget_all()
-            _memos.add(self)
-            _count += 1
-            self[key] = answer
-            return answer
+def remember(memo: dict[K, V], key: K, answer: V) -> V:
+    """Add an answer to an object's dictionary, and return it. Any dictionary may be emptied for that."""
+    global _count  # noqa: PLW0603 - one number for all of them
+    with _lock:
+        if _count >= MOST:
+            forget_all()
+        if not memo:
+            _memos.append(memo)
+        memo[key] = answer
+        _count += 1
+    return answer
 
 
 def forget_all() -> None:
@@ -51,11 +44,6 @@ def forget_all() -> None:
             memo.clear()
         _memos.clear()
         _count = 0
-
-
-_lock = RLock()
-_memos: Final[WeakSet[Memo[Any, Any]]] = WeakSet()
-_count = 0  # answers that were added since all were forgotten; those of objects that are gone count until then
 
 
 def _unlock_in_child() -> None:

@@ -9,7 +9,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
-from attnplug.manifest.memo import Memo
+from attnplug.manifest.memo import remember
 from attnplug.request.fields import near, read_only
 from attnplug.request.settings import parse_flag
 
@@ -45,7 +45,7 @@ class Holds:
 
     field: str
     constraint: Constraint
-    _known: Memo[Any, bool] = attrs.field(factory=Memo, init=False, eq=False, repr=False)
+    _known: dict[Any, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     def holds(
         self, facts: Mapping[str, Any], requested: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
@@ -65,7 +65,7 @@ class Holds:
         if value is None:
             return absent
         known = self._known.get(value)
-        return self._known.remember(value, self.constraint.allows(value)) if known is None else known
+        return remember(self._known, value, self.constraint.allows(value)) if known is None else known
 
     def __str__(self) -> str:
         allowed = str(self.constraint)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import evolve, field, frozen
 
 from attnplug.manifest.installed import VersionOf, find, requirement_name
-from attnplug.manifest.memo import Memo
+from attnplug.manifest.memo import remember
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS, Names
@@ -71,7 +71,7 @@ class Candidate:
     distribution: str = ""
     refusals: ProbeRefusals | None = None
     # Objections by (field, value). Most of a decision is these look-ups: 50 candidates, some ten fields each.
-    _known: Memo[tuple[str, Any], Reason] = field(factory=Memo, init=False, repr=False)
+    _known: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -131,7 +131,7 @@ class Candidate:
         for item in requested:
             reason = known.get(item)
             if reason is None:
-                reason = known.remember(item, self._object(*item) or _SUPPORTED)
+                reason = remember(known, item, self._object(*item) or _SUPPORTED)
             if reason is not _SUPPORTED:
                 found.append(reason)
         return found
