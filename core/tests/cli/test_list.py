@@ -117,3 +117,24 @@ def test_json_imports_nothing_heavy(start, site) -> None:
         "transformers",
         "scratch_flash_flash",
     }
+
+
+@pytest.mark.parametrize("name", ["flash", "FLASH", "Attnplug.Flash"])
+@pytest.mark.parametrize(("bounds", "blocked"), [("==1.0", True), (">=1,<2", True), ("==1.1", False), ("<1", False)])
+def test_a_blocked_version_is_refused(run, site, monkeypatch, caplog, name: str, bounds: str, blocked: object) -> None:
+    monkeypatch.setenv("ATTNPLUG_BLOCK", f"{name}{bounds}")
+
+    found = {v["id"]: v for b in run("list", "--json").json["backends"] for v in b["variants"]}
+
+    assert (found["flash/host"]["availability"] == "refused") is blocked
+    assert (f"{name}{bounds}" in str(found["flash/host"]["reasons"])) is blocked
+    assert not caplog.records  # a version that is not installed is no unknown name
+
+
+def test_an_entry_that_could_never_match_is_refused(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "flash=1.0")
+
+    done = run("list")
+
+    assert (done.code, done.out) == (2, "")
+    assert "the entry 'flash=1.0' is in ATTNPLUG_BLOCK, and could never match" in done.err

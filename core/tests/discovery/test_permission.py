@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 
 from attnplug.discovery.permission import Identity, deny, unknown_names
 from attnplug.request.settings import Settings
@@ -107,3 +109,52 @@ def test_names_that_mean_nothing_are_found() -> None:
         ("slwo", "the setting allow (ATTNPLUG_ALLOW)"),
         ("attnplug-fats", "the setting block (environment variable ATTNPLUG_BLOCK)"),
     ]
+
+
+VERSIONS = ("1.0", "1.0.1", "2.0rc1", "2.0+cu128")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["fast", "Attnplug.Fast", "FAST_V2"])
+@pytest.mark.parametrize("bounds", ["==1.0", " == 1.0", ">=1.0,<2", "!=1.0", "~=1.0", "<2", "===1.0.1", "==2.0+cu128"])
+def test_a_version_is_blocked_and_allowed_alone(name: str, bounds: str, version: str) -> None:
+    backend = evolve(FAST, version=version)
+    entry = frozenset({f"{name}{bounds}"})
+    is_meant = SpecifierSet(bounds).contains(version, prereleases=True)
+
+    assert (deny(Settings(block=entry), backend) is not None) == is_meant
+    assert (deny(Settings(block=entry), backend, "one") is not None) == is_meant
+    assert (deny(Settings(allow=entry), backend) is None) == is_meant
+    assert (deny(Settings(allow=entry), backend, "two") is None) == is_meant
+    assert deny(Settings(block=entry), SLOW) is None
+    assert list(unknown_names(Settings(block=entry), (backend, SLOW))) == []
+
+
+@pytest.mark.parametrize("version", ["", "unknown", "9" * 5000])
+def test_a_version_that_cannot_be_read_is_blocked_and_not_allowed(version: str) -> None:
+    """The code of what is blocked never runs: what may be that version does not either."""
+    backend, entry = evolve(FAST, version=version), frozenset({"fast==1.0"})
+
+    assert deny(Settings(block=entry), backend) is not None
+    assert deny(Settings(allow=entry), backend) is not None
+
+
+def test_a_plugin_that_is_absent_has_no_version_to_block() -> None:
+    assert deny(Settings(block=frozenset({"fast==1.0"})), FAST) is None
+    assert deny(Settings(allow=frozenset({"fast==1.0"})), FAST) is None
+
+
+@pytest.mark.parametrize("name", ["Attnplug--Fast", "attnplug.fast", "Fast", "FAST_v2", "fast.v2"])
+def test_names_are_compared_normalized(name: str) -> None:
+    assert deny(Settings(block=frozenset({name})), FAST) is not None
+    assert deny(Settings(block=frozenset({f"{name}/one"})), FAST, "one") is not None or "attnplug" in name.lower()
+
+
+def test_an_allowed_alias_is_meant_as_it_is_written() -> None:
+    """Else a plugin with the alias ``Slow`` would be allowed wherever ``slow`` is."""
+    rival = Identity("rival", ("Slow",), "attnplug-rival")
+
+    assert deny(Settings(allow=frozenset({"slow"})), rival) is not None
+    assert deny(Settings(allow=frozenset({"Slow"})), rival) is None
+    assert deny(Settings(allow=frozenset({"SLOW", "Attnplug-SLOW"})), SLOW) is None
+    assert deny(Settings(block=frozenset({"slow"})), rival) is not None

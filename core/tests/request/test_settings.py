@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 
@@ -217,3 +218,43 @@ def test_an_empty_name_of_a_file_names_none(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
     assert Settings.read({"ATTNPLUG_CONFIG": ""}) == Settings.read({})
+
+
+WRONG_ENTRIES = [
+    *("name==", "name=1.0", "name==1.0; python_version > '3'", "name[extra]", "name[extra]==1.0", "name @ https://x"),
+    *(
+        "name/variant==1.0",
+        "name/",
+        "/variant",
+        "a/b/c",
+        "==1.0",
+        "flash attn",
+        "name==one",
+        "name>=1 <2",
+        "'name'",
+        "-",
+    ),
+]
+
+
+@pytest.mark.parametrize("entry", WRONG_ENTRIES)
+@pytest.mark.parametrize("name", ["ALLOW", "BLOCK"])
+def test_an_entry_that_could_never_match_is_refused(config, name, entry):
+    config.write_text(f"{name.lower()} = ['sound', {json.dumps(entry)}]")
+    given = ({f"ATTNPLUG_{name}": f"sound,{entry}"}, None), ({}, config)
+
+    for environ, file in given:
+        with pytest.raises(SettingsError) as caught:
+            Settings.read(environ, file)
+        assert repr(entry) in str(caught.value)
+        assert (f"ATTNPLUG_{name}" if environ else str(config)) in caught.value.problem
+        assert "a backend, a backend/variant or a distribution" in caught.value.expected
+    with pytest.raises(SettingsError, match="could never match"):
+        Settings(**{name.lower(): frozenset({entry})})
+
+
+def test_entries_may_have_versions(config):
+    config.write_text("block = ['a >=1,<2', 'b/c']")
+
+    assert read({}, config).block == {"a >=1,<2", "b/c"}
+    assert read({"ATTNPLUG_BLOCK": "a>=1,<2 , b==1.0,c, d/e"}, config).block == {"a>=1,<2", "b==1.0", "c", "d/e"}

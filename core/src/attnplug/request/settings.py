@@ -23,6 +23,8 @@ from attnplug.request.fields import FIELDS, near, read_only
 from attnplug.request.files import read_text
 
 if TYPE_CHECKING:
+    from attrs import Attribute
+
     from attnplug.request.fields import Name
 
 BackendNames = str | Sequence[str]
@@ -41,6 +43,47 @@ _INT64 = range(-(2**63), 2**63)
 Options = Mapping[str, Mapping[str, Any]]
 
 
+_NAME = r"[^\s<>=!~;@()\[\],/'\"-][^\s<>=!~;@()\[\],/'\"]*"
+_ENTRY = re.compile(rf"{_NAME}(?:/{_NAME})?")
+_BOUNDED = re.compile(rf"({_NAME})\s*([<>=!~].*)")
+
+
+def split_version(entry: str) -> tuple[str, str]:
+    """Split an entry of an allow or block list into a name and the bounds of its version, which may be empty."""
+    bounded = _BOUNDED.fullmatch(entry)
+    return (bounded[1], bounded[2]) if bounded else (entry, "")
+
+
+def _could_match(entry: str) -> bool:
+    """Whether an entry of an allow or block list has a form that may mean something."""
+    bounds = split_version(entry)[1]
+    if not bounds:
+        return _ENTRY.fullmatch(entry) is not None
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # noqa: PLC0415 - few lists have versions
+
+    try:
+        SpecifierSet(bounds)
+    except InvalidSpecifier:
+        return False
+    return True
+
+
+def _check_entries(entries: Iterable[str], place: str) -> None:
+    for entry in sorted(entries):
+        if not _could_match(entry):
+            raise SettingsError(
+                f"the entry {entry!r} is in {place}, and could never match",
+                "an entry is a backend, a backend/variant or a distribution; all but a variant may have a version, as "
+                "in 'name==1.0'",
+                "correct or remove the entry",
+            )
+
+
+def _validate_entries(settings: object, attribute: Attribute[Any], entries: Any) -> None:
+    del settings
+    _check_entries(entries or (), f"the setting {attribute.name}")
+
+
 def _frozen_options(options: Options) -> Options:
     return MappingProxyType({backend: MappingProxyType(dict(values)) for backend, values in options.items()})
 
@@ -52,8 +95,9 @@ class Settings:
 
     Attributes:
         backend: Backends in order of preference; empty means automatic.
-        allow: Backends that may be used; None means all, an empty set none.
-        block: Backends that may not be used. A blocked backend's code never runs.
+        allow: Backends, variants (``backend/variant``) or distributions that may be used, each but a variant with a
+            version where one is meant (``name==1.0``). None means all, an empty set none.
+        block: Those that may not be used. A blocked backend's code never runs.
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
         profile: File of measured times, or None.
         evidence: Folders with evidence of what was verified, besides what plugins ship.
@@ -64,8 +108,8 @@ class Settings:
     """
 
     backend: tuple[str, ...] = ()
-    allow: frozenset[str] | None = None
-    block: frozenset[str] = frozenset()
+    allow: frozenset[str] | None = field(default=None, validator=_validate_entries)
+    block: frozenset[str] = field(default=frozenset(), validator=_validate_entries)
     strict: bool = False
     profile: str | None = None
     evidence: tuple[str, ...] = ()
@@ -190,6 +234,23 @@ def parse_names(text: str, name: str) -> tuple[str, ...]:
     return names
 
 
+def parse_entries(text: str, name: str) -> frozenset[str]:
+    """
+    Read an allow or block list, separated by commas. A comma between two bounds of a version does not separate.
+
+    Raises:
+        SettingsError: An entry is empty, or could never match.
+    """
+    entries: list[str] = []
+    for part in parse_names(text, name):
+        if entries and part[0] in "<>=!~" and split_version(entries[-1])[1]:
+            entries[-1] += f",{part}"
+        else:
+            entries.append(part)
+    _check_entries(entries, name)
+    return frozenset(entries)
+
+
 def parse_folders(text: str, name: str) -> tuple[str, ...]:
     """
     Read a list of folders, separated as in ``PATH``. Whether they exist is seen where they are read.
@@ -231,8 +292,8 @@ def _meant(value: Any) -> str:
 
 _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
     "backend": parse_names,
-    "allow": lambda text, name: frozenset(parse_names(text, name)),
-    "block": lambda text, name: frozenset(parse_names(text, name)),
+    "allow": parse_entries,
+    "block": parse_entries,
     "strict": parse_flag,
     "profile": lambda text, _: text or None,
     "evidence": parse_folders,
@@ -325,6 +386,8 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
 def _checked(file: Path, name: str, value: Any) -> Any:
     if name in ("backend", "allow", "block", "evidence") and _is_names(value):
         names = [value] if isinstance(value, str) else value
+        if name in ("allow", "block"):
+            _check_entries(names, f"{name} in {str(file)!r}")
         return frozenset(names) if name in ("allow", "block") else tuple(names)
     if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
         return value
