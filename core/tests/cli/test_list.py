@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from tests.command import FROM_A_VENDOR
-
-if TYPE_CHECKING:
-    import pytest
 
 KEYS = {"name", "aliases", "summary", "distribution", "module", "built_in", "api", "manifest", "variants"}
 
@@ -121,7 +118,7 @@ def test_json_imports_nothing_heavy(start, site) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "FLASH", "Attnplug.Flash"])
 @pytest.mark.parametrize(("bounds", "blocked"), [("==1.0", True), (">=1,<2", True), ("==1.1", False), ("<1", False)])
-def test_a_blocked_version_is_refused(run, site, monkeypatch, caplog, name: str, bounds: str, blocked: object) -> None:
+def test_a_blocked_version_is_refused(run, site, monkeypatch, caplog, name: str, bounds: str, blocked: bool) -> None:
     monkeypatch.setenv("ATTNPLUG_BLOCK", f"{name}{bounds}")
 
     found = {v["id"]: v for b in run("list", "--json").json["backends"] for v in b["variants"]}
