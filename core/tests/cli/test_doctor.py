@@ -14,6 +14,8 @@ from tests.command import FROM_A_VENDOR
 if TYPE_CHECKING:
     from pathlib import Path
 
+LAYER = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16")
+
 ALONE = """\
 api = "{api}"
 backend = {{ name = "alone", summary = "on the CPU, {what}" }}
@@ -330,3 +332,64 @@ def test_that_torch_is_missing_is_a_problem_and_no_crash(run, site, monkeypatch:
     assert done.code == 1
     assert problem["what"] == "No module named 'torch'"
     assert problem["fix"] == "pip install 'attnplug[torch]'"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"\xff",
+        b"[[measured]",
+        b"other = 1",
+        b"[[measured]]\nmicroseconds = 3",
+        b"[[measured]]\nmicroseconds = { a = -1 }",
+        b"[[measured]]\nwhen = { nothing_like_it = 1 }\nmicroseconds = { a = 1 }",
+        "folder",
+    ],
+)
+def test_commands_agree_about_a_wrong_profile(
+    run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str | None
+) -> None:
+    profile = tmp_path / "profile.toml"
+    if isinstance(content, bytes):
+        profile.write_bytes(content)
+    elif content:
+        profile.mkdir()
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+
+    explained, examined, listed = run("explain", *LAYER, "--json"), run("doctor", "--json"), run("list", "--json")
+
+    assert (explained.code, examined.code, listed.code) == (2, 1, 0)
+    error, (problem,) = explained.json["error"], examined.json["problems"]
+    assert str(profile) in error["problem"]
+    assert problem["what"] == "; ".join(filter(None, (error["problem"], error["expected"])))
+    assert problem["fix"] == error["fix"]
+    assert problem["subject"] == "environment variable ATTNPLUG_PROFILE"
+    (note,) = [note for note in listed.json["notes"] if note["stage"] == "settings"]
+    assert note["subject"] == problem["subject"]
+    assert note["message"] == f"{problem['what']}; fix: {problem['fix']}"
+
+
+def test_a_sound_profile_is_no_problem(run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = tmp_path / "profile.toml"
+    profile.write_text("[[measured]]\nmicroseconds = { 'flash/old' = 1 }\n")
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+
+    assert run("doctor", "--json").json["problems"] == []
+    assert run("explain", *LAYER, "--json").code == 0
+
+
+def test_a_configuration_folder_out_of_reach_stops_no_command(
+    run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "file"
+    place.touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
+
+    listed, examined = run("list", "--json"), run("doctor", "--json")
+
+    assert run("explain", *LAYER).code == 0
+    assert (listed.code, examined.code) == (0, 0)
+    for done in (listed, examined):
+        (note,) = [note for note in done.json["notes"] if note["stage"] == "settings"]
+        assert note["subject"] == str(place / "attnplug" / "config.toml")

@@ -9,6 +9,7 @@ import os
 import pytest
 from platformdirs import user_config_path
 
+from attnplug.discovery.registry import Registry
 from attnplug.errors import SettingsError
 from attnplug.request import settings
 from attnplug.request.settings import Settings, parse_flag
@@ -258,3 +259,74 @@ def test_entries_may_have_versions(config):
 
     assert read({}, config).block == {"a >=1,<2", "b/c"}
     assert read({"ATTNPLUG_BLOCK": "a>=1,<2 , b==1.0,c, d/e"}, config).block == {"a>=1,<2", "b==1.0", "c", "d/e"}
+
+
+@pytest.fixture
+def unprivileged():
+    """Run as nobody where the tests run as root, which may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+def _folder(tmp_path, kind):
+    """Return a folder in which no configuration file can be looked for."""
+    folder = tmp_path / kind
+    if kind == "file":
+        folder.write_text("a file in place of a folder")
+    elif kind == "loop":
+        folder.symlink_to(folder)
+    elif kind == "closed":
+        folder.mkdir(mode=0)
+    return {"long": "/" + "x" * 5000, "null": "/a\0b"}.get(kind, str(folder))
+
+
+@pytest.mark.parametrize("kind", ["file", "loop", "long", "null", "closed"])
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])
+def test_a_folder_out_of_reach_is_a_diagnostic(tmp_path, kind, variable, unprivileged):
+    os.seteuid(os.getuid())  # to make the folder
+    folder = _folder(tmp_path, kind)
+    os.seteuid(65534 if os.getuid() == 0 else os.getuid())
+
+    found = Settings.read({variable: folder, "ATTNPLUG_BACKEND": "torch"})
+
+    assert found.backend == ("torch",)
+    ((place, why),) = found.unread
+    assert folder in place
+    assert why
+    notes = Registry([], settings=found, version_of=lambda _: None).notes
+    assert [(note.subject, note.stage) for note in notes] == [(place, "settings")]
+    assert "no settings are read from it" in notes[0].message
+
+
+def test_a_home_that_is_unknown_is_a_diagnostic(monkeypatch):
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry in passwd
+
+    for environ in ({}, {"HOME": ""}, {"HOME": "relative"}):
+        found = Settings.read(environ)
+        assert found == Settings()
+        assert [why for _, why in found.unread] == ["the home folder of this user is not known"]
+
+
+@pytest.mark.parametrize("home", ["/nowhere/at/all", "/nowhere\udcff"])
+def test_a_home_that_is_not_there_has_no_file(home):
+    found = Settings.read({"HOME": home})
+
+    assert (found, found.unread) == (Settings(), ())
+
+
+def test_a_file_that_is_there_and_unreadable_is_an_error(tmp_path):
+    (tmp_path / "attnplug" / "config.toml").mkdir(parents=True)
+
+    with pytest.raises(SettingsError, match="cannot be read"):
+        Settings.read({"XDG_CONFIG_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("kind", ["file", "loop", "long", "null"])
+def test_a_named_file_out_of_reach_is_an_error(tmp_path, kind):
+    with pytest.raises(SettingsError, match=r"does not exist|cannot be read"):
+        Settings.read({"ATTNPLUG_CONFIG": f"{_folder(tmp_path, kind)}/config.toml"})

@@ -9,6 +9,7 @@ from attrs import asdict
 
 from attnplug.commands import OK, Row, say, say_json, say_rows, wrapped
 from attnplug.discovery.registry import Registry
+from attnplug.discovery.scan import Diagnostic
 from attnplug.evidence.store import EvidenceStore
 from attnplug.negotiation.reason import Fix
 from attnplug.request.settings import Settings
@@ -48,12 +49,24 @@ def run(arguments: argparse.Namespace) -> int:
     registry = Registry.scan(settings)
     candidates = registry.candidates(settings)
     store = EvidenceStore(registry.plugins, settings.evidence)
-    notes = (*registry.notes, *store.notes())
+    notes = (*registry.notes, *store.notes(), *_note_of_profile(settings))
     if arguments.json:
         say_json({"backends": describe(candidates, registry, store), "notes": [asdict(note) for note in notes]})
     else:
         _show(candidates, store, len(notes))
     return OK
+
+
+def _note_of_profile(settings: Settings) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the profile, on which every selection fails: `attnplug doctor` has it as a problem."""
+    if settings.profile is None:
+        return
+    from attnplug.selection.options import profile_error  # noqa: PLC0415 - few set one, and `list --json` has a budget
+
+    error = profile_error(settings)
+    if error is not None:
+        text = "; ".join(filter(None, (error.problem, error.expected, f"fix: {error.fix}")))
+        yield Diagnostic(settings.sources["profile"], "settings", text)
 
 
 def describe(candidates: Iterable[Candidate], registry: Registry, store: EvidenceStore) -> list[dict[str, Any]]:

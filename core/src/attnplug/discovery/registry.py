@@ -112,7 +112,11 @@ class Registry:
             for alias in given.manifest.aliases
             if alias not in plugin.manifest.aliases
         )
-        return (*self._found_notes, *newer, *aliases, *borrowed)
+        unread = (
+            Diagnostic(place, "settings", f"cannot be looked for, and no settings are read from it: {why}")
+            for place, why in self._settings.unread
+        )
+        return (*self._found_notes, *newer, *aliases, *borrowed, *unread)
 
     @property
     def generation(self) -> int:

@@ -54,7 +54,7 @@ class Diagnostic:
 
     Attributes:
         subject: What it is about: a distribution, a folder, a backend.
-        stage: Where it was found: ``scan``, ``manifest``, ``api``, ``alias`` or ``evidence``.
+        stage: Where it was found: ``scan``, ``settings``, ``manifest``, ``api``, ``alias`` or ``evidence``.
         message: What is odd.
     """
 

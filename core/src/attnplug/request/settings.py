@@ -105,6 +105,7 @@ class Settings:
         options: Options of each backend, raw as read; each backend's manifest validates its own.
         sources: Where each setting comes from. A source with precedence over others is placed after them: that order
             decides between two values of an option that were set under two names of one backend.
+        unread: The user's configuration file where it could not even be looked for, and why: nothing is read from it.
     """
 
     backend: tuple[str, ...] = ()
@@ -116,11 +117,13 @@ class Settings:
     kv_layout: str | None = None
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
+    unread: tuple[tuple[str, str], ...] = field(default=(), eq=False)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
         """
-        Read the environment and the configuration file.
+        Read the environment and the configuration file. A home or a configuration folder that cannot be looked into is
+        no error: it is recorded as `unread`.
 
         Args:
             environ: The environment; this process's by default.
@@ -128,12 +131,14 @@ class Settings:
                 ``config.toml`` in the user's configuration folder.
 
         Raises:
-            SettingsError: A value does not parse, or a file that was named does not exist.
+            SettingsError: A value does not parse, a file that is there cannot be read, or one that was named does not
+                exist.
         """
         environ = os.environ if environ is None else environ
-        found: dict[str, tuple[Any, str]] = _from_file(
-            file or _default_file(environ), named=bool(file or environ.get("ATTNPLUG_CONFIG", "").strip())
-        )
+        named = file or _named_file(environ)
+        place = named or _default_file(environ)
+        out_of_reach = "" if named else _out_of_reach(place)
+        found: dict[str, tuple[Any, str]] = {} if out_of_reach else _from_file(place, named=named is not None)
         # Sources are in the order of precedence, the file first: what is read later replaces it and comes after it.
         tables, origin = found.pop("options", ({}, ""))
         options = _option_tables(tables, origin)
@@ -143,7 +148,10 @@ class Settings:
         for (backend, option), (value, source) in _options_from_environment(environ).items():
             options.setdefault(backend, {})[option] = value
             sources = layered(sources, {f"options.{backend}.{option}": source})
-        return cls(**{name: value for name, (value, _) in found.items()}, options=options, sources=sources)
+        unread = ((str(place), out_of_reach),) if out_of_reach else ()
+        return cls(
+            **{name: value for name, (value, _) in found.items()}, options=options, sources=sources, unread=unread
+        )
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -339,18 +347,25 @@ def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str
     return found
 
 
+def _named_file(environ: Mapping[str, str]) -> Path | None:
+    name = environ.get("ATTNPLUG_CONFIG", "")
+    return Path(name) if name.strip() else None
+
+
 def _default_file(environ: Mapping[str, str]) -> Path:
-    if environ.get("ATTNPLUG_CONFIG", "").strip():
-        return Path(environ["ATTNPLUG_CONFIG"])
-    return _user_folder() / "config.toml"
+    try:
+        folder = _user_folder(environ if {"XDG_CONFIG_HOME", "HOME"} & environ.keys() else os.environ)
+    except RuntimeError:  # platformdirs finds no home of this user
+        folder = Path("~", ".config", "attnplug")
+    return folder / "config.toml"
 
 
-def _user_folder() -> Path:
+def _user_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """
     Return what platformdirs returns. Importing it takes 3 ms of a first selection's 15, so the usual case of Linux, the
     XDG base directory specification, is handled here.
     """
-    given, home = os.environ.get("XDG_CONFIG_HOME", ""), os.environ.get("HOME", "")
+    given, home = environ.get("XDG_CONFIG_HOME", ""), environ.get("HOME", "")
     if sys.platform == "linux" and given.startswith("/"):
         return Path(given, "attnplug")
     if sys.platform == "linux" and not given and home.startswith("/"):
@@ -358,6 +373,19 @@ def _user_folder() -> Path:
     from platformdirs import user_config_path  # noqa: PLC0415 - see above
 
     return user_config_path("attnplug", appauthor=False)
+
+
+def _out_of_reach(file: Path) -> str:
+    """Return why it cannot be said whether there is a file, or an empty text: it may be there, or it is not."""
+    if file.parts[0] == "~":  # older versions of platformdirs leave it in
+        return "the home folder of this user is not known"
+    try:
+        os.stat(file)  # noqa: PTH116 - pathlib costs more
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return str(error.strerror if isinstance(error, OSError) else error)
+    return ""
 
 
 def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
@@ -369,7 +397,7 @@ def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
         raise SettingsError(
             f"the configuration file {str(file)!r} does not exist", "", "create it, or unset ATTNPLUG_CONFIG"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(
             f"the configuration file {str(file)!r} cannot be read: {error}", "", "repair it, or move it"
         ) from error

@@ -95,6 +95,15 @@ class Profile:
         return {}
 
 
+def profile_error(settings: Settings) -> SettingsError | None:
+    """Return what is wrong with the profile that is set, which every selection raises, or None."""
+    try:
+        Profile(settings.profile).tables  # noqa: B018 - reading it is the check
+    except SettingsError as error:
+        return error
+    return None
+
+
 def read_profile(path: str) -> tuple[Table, ...]:
     """
     Read a profile.

@@ -19,7 +19,7 @@ from attnplug.negotiation.ranking import AUTO, Policy
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection.options import check_owner
+from attnplug.selection.options import check_owner, profile_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -218,13 +218,16 @@ def _first_fix(candidates: Sequence[Candidate]) -> str:
 
 
 def _problems_of_settings(registry: Registry, candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with the listed backends, the KV-cache layout, and the options of backends."""
+    """Yield what is wrong with the listed backends, the KV-cache layout, the options of backends, and the profile."""
     unknown = tuple(_unknown_backends(registry, settings))
     yield from unknown
     if settings.backend and not unknown:
         yield from _nothing_permitted(candidates, settings)
     yield from _layout_of_none(candidates, settings)
     yield from _wrong_options(registry, settings)
+    error = profile_error(settings)
+    if error is not None:
+        yield Problem.of(_source(settings, "profile"), error)
 
 
 def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Problem]:
