@@ -36,6 +36,7 @@ __all__ = [
     "PIPE_CLOSED",
     "STYLES",
     "WRONG",
+    "Lines",
     "Row",
     "abbreviated",
     "complain",
@@ -104,9 +105,15 @@ def say_json(data: Any) -> None:
     say(json.dumps(_escaped_json(data), indent=2))
 
 
+class Lines(str):
+    """A text that may have several lines, such as an error's: `say_json` keeps its line breaks."""
+
+    __slots__ = ()
+
+
 def _escaped_json(data: Any) -> Any:
     if isinstance(data, str):
-        return escaped_lines(data)
+        return escaped_lines(data) if isinstance(data, Lines) else escaped(data)
     if isinstance(data, dict):
         return {_escaped_json(key): _escaped_json(value) for key, value in data.items()}
     return [_escaped_json(item) for item in data] if isinstance(data, (list, tuple)) else data
@@ -149,7 +156,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:
     """Return an error as plain JSON values."""
     place = {name: value for name in ("path", "line") if (value := getattr(error, name, None))}
-    parts = {"problem": error.problem, "expected": error.expected, "fix": error.fix}
+    parts = {"problem": Lines(error.problem), "expected": Lines(error.expected), "fix": Lines(error.fix)}
     return {"type": type(error).__name__, **parts, **place}
 
 

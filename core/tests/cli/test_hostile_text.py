@@ -19,6 +19,7 @@ import attnplug
 from attnplug._escape import escaped
 from attnplug.cli import device_report
 from attnplug.cli.main import main
+from attnplug.commands import describe_error, say_json
 from attnplug.errors import ManifestError, NoBackendError, SettingsError
 from attnplug.request.device import Device
 from tests.command import Site
@@ -100,7 +101,9 @@ def shown(*words: str, stream: type[io.StringIO] = io.StringIO) -> str:
         attnplug.refresh()
         main(words)
     if "--json" in words and out.getvalue():
-        assert [text for text in _texts(json.loads(out.getvalue())) if not _harmless(text)] == []
+        data = json.loads(out.getvalue())
+        lines = [text for error in _errors(data) for text in (error["problem"], error["expected"], error["fix"])]
+        assert all(text.isprintable() or (text in lines and _harmless(text)) for text in _texts(data))
     return out.getvalue() + err.getvalue()
 
 
@@ -110,6 +113,12 @@ def _texts(data: Any) -> Iterator[str]:
     elif isinstance(data, (dict, list)):
         for item in (*data, *(data.values() if isinstance(data, dict) else ())):
             yield from _texts(item)
+
+
+def _errors(data: Any) -> Iterator[dict[str, str]]:
+    """Yield the errors, the only texts that may have several lines."""
+    found = [data, *(plan for plan in data.get("plans", ()))]
+    yield from (each["error"] for each in found if each.get("error"))
 
 
 def _harmless(text: str) -> bool:
@@ -248,9 +257,15 @@ def test_nothing_is_left_out(empty: Site) -> None:
     for stream in (io.StringIO, _Terminal):
         text = shown("list", stream=stream)
         assert r"a\x1b[2Jb\u202ec\n[bold]d[/] :warning:" in text
-    assert any(
-        text == "a\\x1b[2Jb\\u202ec\n[bold]d[/] :warning:" for text in _texts(json.loads(shown("list", "--json")))
-    )
+    assert r"a\x1b[2Jb\u202ec\n[bold]d[/] :warning:" in _texts(json.loads(shown("list", "--json")))
+
+
+def test_errors_keep_their_lines_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    say_json({"error": describe_error(NoBackendError("a\x1b", "b\nc\x9b", "d\ne")), "other": "f\ng"})
+
+    data = json.loads(capsys.readouterr().out)
+    error = {"type": "NoBackendError", "problem": "a\\x1b", "expected": "b\nc\\x9b", "fix": "d\ne"}
+    assert data == {"error": error, "other": "f\\ng"}
 
 
 def test_a_line_cannot_be_forged(empty: Site) -> None:

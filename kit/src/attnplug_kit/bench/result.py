@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import asdict, evolve, field, frozen
 
-from attnplug.commands import PACKAGES, STYLES, console, environment, is_terminal, say, styled, version_of, wrapped
+from attnplug.commands import (
+    PACKAGES,
+    STYLES,
+    Lines,
+    console,
+    environment,
+    is_terminal,
+    say,
+    styled,
+    version_of,
+    wrapped,
+)
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
@@ -223,7 +234,7 @@ class Result(SectionResult):
             "setup": dict(self.setup),
             "measurements": [measurement.to_dict() for measurement in self.measurements],
             "notes": list(self.notes),
-            "failures": list(self.failures),
+            "failures": [Lines(failure) for failure in self.failures],
         }
 
     def facts(self) -> list[tuple[str, str]]:
