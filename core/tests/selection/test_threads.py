@@ -131,6 +131,31 @@ def test_a_registration_during_a_scan_loses_nothing(installed, manifest_of, monk
     assert by_hand() == {"first", "second"}
 
 
+def test_a_refresh_during_a_scan_leaves_nothing_old(installed, request_of, monkeypatch) -> None:
+    """Settings that a thread has read before the refresh do not come into force after it."""
+    entered, refreshed = threading.Event(), threading.Event()
+    scan = Registry.scan
+
+    def slow(settings: Any, plugins: Any = ()) -> Registry:
+        entered.set()
+        refreshed.wait(PATIENCE)
+        return scan(settings, plugins)
+
+    def refresh() -> None:
+        entered.wait()
+        monkeypatch.setenv("ATTNPLUG_BLOCK", "flash/new")
+        attnplug.refresh()
+        refreshed.set()
+
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "flash/old")
+    attnplug.refresh()
+    monkeypatch.setattr(Registry, "scan", slow)
+    together(lambda: attnplug.select(request_of(), "cuda:9.0"), refresh)
+
+    statuses = {verdict.id: verdict.status for verdict in attnplug.explain(request_of(), "cuda:9.0").verdicts}
+    assert (statuses["flash/old"], statuses["flash/new"]) == ("eligible", "refused")
+
+
 def test_a_failed_scan_loses_nothing(installed, manifest_of, monkeypatch) -> None:
     attnplug.register("notebook", manifest=manifest_of("mine"))
     attnplug.refresh()
