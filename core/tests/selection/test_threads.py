@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -404,18 +405,14 @@ def test_a_forked_child_is_not_locked_out(installed, request_of) -> None:
     held.wait()
     child = os.fork()
     if child == 0:  # the copied locks are held by a thread that this process does not have
-        signal_alarm(20)
-        attnplug.explain(request_of(sliding_window=77), "cuda:9.0")
-        os._exit(0)
+        signal.alarm(20)  # ends it where it hangs
+        try:
+            attnplug.explain(request_of(sliding_window=77), "cuda:9.0")
+            os._exit(0)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, 0)
     release.set()
     thread.join()
 
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def signal_alarm(seconds: int) -> None:
-    """End this process after so many seconds, if it hangs."""
-    import signal  # noqa: PLC0415 - only a child needs it
-
-    signal.alarm(seconds)

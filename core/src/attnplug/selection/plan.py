@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.negotiation.common_cache import passing_terms, share_terms
 from attnplug.negotiation.matching import build_request
@@ -83,7 +84,7 @@ class Plan:
         return len(self._by_layer)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(min(shutil.get_terminal_size().columns, 120)))
+        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, 120))))
 
     def _lines(self, width: int) -> Iterator[str]:
         yield f"layers: {len(self)} in {len(self.groups)} group{'s' * (len(self.groups) != 1)}"

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _this_device() -> Device:
     report = report_device()
     if report.overlooked:
-        complain(f"attnplug explain: the device is {report.device}, though {report.overlooked}: {report.fix}")
+        complain(escaped(f"attnplug explain: the device is {report.device}, though {report.overlooked}: {report.fix}"))
     return report.device
 
 
