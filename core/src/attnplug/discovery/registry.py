@@ -227,7 +227,8 @@ class Registry:
 
     def register(self, plugin: Plugin) -> None:
         """
-        Add a plugin, for this process. Adding the same one again changes nothing.
+        Add a plugin to this registry; `attnplug.register` adds one to this process's, over every refresh. Adding the
+        same one again changes nothing.
 
         One that was registered by hand replaces what its module has offered under its name or from its manifest's file:
         an edited manifest counts, and what has failed is tried again.
