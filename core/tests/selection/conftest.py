@@ -154,3 +154,16 @@ def request_of():
         )
 
     return make
+
+
+@pytest.fixture
+def installed(world, monkeypatch):
+    """A process in which a scan finds the flash plugin, and what was registered by hand, without any file."""
+    registry = world("flash")
+    plugins, version_of = registry.plugins, registry._version_of
+
+    def scan(settings, by_hand=()):
+        return Registry((*plugins, *by_hand), version_of=version_of, settings=settings)
+
+    monkeypatch.setattr(Registry, "scan", scan)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -16,10 +15,8 @@ from attrs import frozen
 import attnplug
 from attnplug.discovery.registry import Registry
 from attnplug.manifest import memo
-from attnplug.manifest.memo import remember
-from attnplug.manifest.schema import Holds
-from attnplug.negotiation.candidate import Candidate
 from attnplug.selection import options, process
+from tests.threads import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,19 +37,6 @@ PATIENCE = 0.2
 
 
 @pytest.fixture
-def installed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which a scan finds the flash plugin, and what was registered by hand, without any file."""
-    registry = world("flash")
-    plugins, version_of = registry.plugins, registry._version_of
-
-    def scan(settings: Any, by_hand: Any = ()) -> Registry:
-        return Registry((*plugins, *by_hand), version_of=version_of, settings=settings)
-
-    monkeypatch.setattr(Registry, "scan", scan)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-@pytest.fixture
 def manifest_of(tmp_path: Path) -> Callable[[str], Path]:
     """Return a maker of manifests, by the backend's name."""
 
@@ -66,26 +50,6 @@ def manifest_of(tmp_path: Path) -> Callable[[str], Path]:
 
 def by_hand() -> set[str]:
     return {plugin.name for plugin in attnplug.registry().by_hand}
-
-
-def together(*tasks: Callable[[], object]) -> None:
-    """Run tasks in threads of their own; raise what the first of them raises."""
-    errors: list[BaseException] = []
-
-    def run(task: Callable[[], object]) -> None:
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 def test_a_refresh_during_a_registration_loses_nothing(installed, manifest_of, monkeypatch) -> None:
@@ -314,80 +278,6 @@ def test_registrations_of_one_name_leave_one(installed, manifest_of) -> None:
 
     assert len(outcomes) == 1
     assert [plugin.module for plugin in attnplug.registry().by_hand] == outcomes
-
-
-def test_remembering_from_many_threads_stays_bounded(installed, request_of, monkeypatch) -> None:
-    monkeypatch.setattr(process, "_MOST_DECISIONS", 4)
-    attnplug.refresh()
-    widths: list[int] = []
-
-    def select(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(150):
-            window = chance.randrange(1, 40)
-            found = attnplug.explain(request_of(sliding_window=window), "cuda:9.0")
-            assert found.requirements.sliding_window == window
-            state = process.current_state()
-            widths.append(max(len(state.decisions), len(state.hot)))
-
-    together(*(lambda seed=seed: select(seed) for seed in range(6)))
-
-    assert max(widths) <= 5  # one more while the oldest is being forgotten
-
-
-def entries() -> int:
-    """Return how many entries there are in all: decisions, and answers that candidates and conditions remember."""
-    gc.collect()
-    state = process.current_state()
-    memos = [*memo._memos, *(each._known for each in gc.get_objects() if type(each) in (Candidate, Holds))]
-    return len(state.decisions) + len(state.hot) + sum({id(each): len(each) for each in memos}.values())
-
-
-def test_entries_are_bounded_over_many_requests(both, request_of) -> None:
-    """Half of the fields take values without end. A longer run is in the notes of the change."""
-    peak, chosen = 0, attnplug.select(request_of())
-    for number in range(1, 1501):
-        attnplug.select(request_of(sliding_window=number, num_q_heads=2 * number, head_size=8 * (number % 30 + 1)))
-        if number % 300 == 0:
-            peak = max(peak, entries())
-
-    assert 1000 < peak <= 4096
-    assert attnplug.select(request_of()) == chosen
-
-
-def test_the_bounds_add_up() -> None:
-    assert 2 * process._MOST_DECISIONS + memo.MOST <= 4096
-
-
-def test_answers_are_forgotten_together_and_found_again(monkeypatch) -> None:
-    monkeypatch.setattr(memo, "MOST", 8)
-    memo.forget_all()
-    one: dict[int, str] = {}
-    other: dict[int, str] = {}
-    for number in range(20):
-        for each in (one, other):
-            assert remember(each, number, str(number)) == each[number] == str(number)
-            assert len(one) + len(other) <= 8
-    memo.forget_all()
-    assert (one, other) == ({}, {})
-
-
-def test_memos_from_many_threads_stay_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(memo, "MOST", 16)
-    memo.forget_all()
-    memos: list[dict[int, int]] = [{} for _ in range(4)]
-    sizes: list[int] = []
-
-    def fill(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(3000):
-            number = chance.randrange(50)
-            assert remember(chance.choice(memos), number, -number) == -number
-            sizes.append(sum(map(len, memos)))
-
-    together(*(lambda seed=seed: fill(seed) for seed in range(4)))
-
-    assert max(sizes) <= 16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")

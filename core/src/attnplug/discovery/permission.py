@@ -15,7 +15,7 @@ from attrs import frozen
 from attnplug.discovery.distribution import normalized
 from attnplug.discovery.plugin import KnownPlugin
 from attnplug.negotiation.reason import Reason
-from attnplug.request.settings import split_version
+from attnplug.request.entries import split_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
+from attnplug.request.entries import check_entries, parse_entries, parse_names, validate_entries
 from attnplug.request.fields import FIELDS, near, read_only
 from attnplug.request.files import read_text
 
 if TYPE_CHECKING:
-    from attrs import Attribute
-
     from attnplug.request.fields import Name
 
 BackendNames = str | Sequence[str]
@@ -41,47 +40,6 @@ _LONG_NUMBER = re.compile(r"[0-9A-Fa-f_]{16}")  # every number of more than 64 b
 _INT64 = range(-(2**63), 2**63)
 
 Options = Mapping[str, Mapping[str, Any]]
-
-
-_NAME = r"[^\s<>=!~;@()\[\],/'\"-][^\s<>=!~;@()\[\],/'\"]*"
-_ENTRY = re.compile(rf"{_NAME}(?:/{_NAME})?")
-_BOUNDED = re.compile(rf"({_NAME})\s*([<>=!~].*)")
-
-
-def split_version(entry: str) -> tuple[str, str]:
-    """Split an entry of an allow or block list into a name and the bounds of its version, which may be empty."""
-    bounded = _BOUNDED.fullmatch(entry)
-    return (bounded[1], bounded[2]) if bounded else (entry, "")
-
-
-def _could_match(entry: str) -> bool:
-    """Whether an entry of an allow or block list has a form that may mean something."""
-    bounds = split_version(entry)[1]
-    if not bounds:
-        return _ENTRY.fullmatch(entry) is not None
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # noqa: PLC0415 - few lists have versions
-
-    try:
-        SpecifierSet(bounds)
-    except InvalidSpecifier:
-        return False
-    return True
-
-
-def _check_entries(entries: Iterable[str], place: str) -> None:
-    for entry in sorted(entries):
-        if not _could_match(entry):
-            raise SettingsError(
-                f"the entry {entry!r} is in {place}, and could never match",
-                "an entry is a backend, a backend/variant or a distribution; all but a variant may have a version, as "
-                "in 'name==1.0'",
-                "correct or remove the entry",
-            )
-
-
-def _validate_entries(settings: object, attribute: Attribute[Any], entries: Any) -> None:
-    del settings
-    _check_entries(entries or (), f"the setting {attribute.name}")
 
 
 def _frozen_options(options: Options) -> Options:
@@ -109,8 +67,8 @@ class Settings:
     """
 
     backend: tuple[str, ...] = ()
-    allow: frozenset[str] | None = field(default=None, validator=_validate_entries)
-    block: frozenset[str] = field(default=frozenset(), validator=_validate_entries)
+    allow: frozenset[str] | None = field(default=None, validator=validate_entries)
+    block: frozenset[str] = field(default=frozenset(), validator=validate_entries)
     strict: bool = False
     profile: str | None = None
     evidence: tuple[str, ...] = ()
@@ -225,38 +183,6 @@ def parse_flag(text: str, name: str) -> bool:
     raise SettingsError(
         f"{name}={text!r} is set", f"it is one of {', '.join(_TRUE + _FALSE)}", f"set {name}=1 or {name}=0, or unset it"
     )
-
-
-def parse_names(text: str, name: str) -> tuple[str, ...]:
-    """
-    Read a list of names, separated by commas. An empty text is an empty list.
-
-    Raises:
-        SettingsError: A name is empty.
-    """
-    names = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
-    if not all(names):
-        raise SettingsError(
-            f"{name}={text!r} is set", "it is a list of names, separated by commas", "remove the empty names"
-        )
-    return names
-
-
-def parse_entries(text: str, name: str) -> frozenset[str]:
-    """
-    Read an allow or block list, separated by commas. A comma between two bounds of a version does not separate.
-
-    Raises:
-        SettingsError: An entry is empty, or could never match.
-    """
-    entries: list[str] = []
-    for part in parse_names(text, name):
-        if entries and part[0] in "<>=!~" and split_version(entries[-1])[1]:
-            entries[-1] += f",{part}"
-        else:
-            entries.append(part)
-    _check_entries(entries, name)
-    return frozenset(entries)
 
 
 def parse_folders(text: str, name: str) -> tuple[str, ...]:
@@ -415,7 +341,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     if name in ("backend", "allow", "block", "evidence") and _is_names(value):
         names = [value] if isinstance(value, str) else value
         if name in ("allow", "block"):
-            _check_entries(names, f"{name} in {str(file)!r}")
+            check_entries(names, f"{name} in {str(file)!r}")
         return frozenset(names) if name in ("allow", "block") else tuple(names)
     if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
         return value
