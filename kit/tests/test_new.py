@@ -90,6 +90,14 @@ def test_the_readme_lists_the_project_and_has_no_links(run, here: Path) -> None:
     assert [each for each in commands if "CHECKOUT" not in each and each != "attnplug list"] == offered[1:]
 
 
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [("made", "made"), ("two words", "'two words'"), ("a;id $(id)", "'a;id $(id)'"), ("a\x1b[2J", "'a\\x1b[2J'")],
+)
+def test_the_folder_is_quoted_for_a_shell(run, here: Path, folder: str, shown: str) -> None:
+    assert f"\n  cd {shown}\n" in run("new", "acme", "--path", folder).out
+
+
 def test_check_finds_nothing_in_a_new_project(run, here: Path) -> None:
     run("new", "acme", "--path", "made")
 
