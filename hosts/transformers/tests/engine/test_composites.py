@@ -60,3 +60,20 @@ def test_a_window_of_null_is_none(name):
     found = host_module.requirements(CONFIGS[name](), dtype="float32")
 
     assert {each.sliding_window for each in found.values()} == {None}
+
+
+def test_each_part_gets_its_own_attention_back(host):
+    """Not that of the whole model, and after the last of several engines."""
+    made = transformers.AutoModelForImageTextToText.from_config(CONFIGS["qwen2_5_vl"](), dtype=torch.float32).eval()
+    made.set_attn_implementation({"": "sdpa", "vision_config": "sdpa", "text_config": "eager"})
+    configs = (made.config, made.config.vision_config, made.config.text_config)
+    before = [config._attn_implementation for config in configs]
+    assert before == ["sdpa", "sdpa", "eager"]
+
+    first = Engine(made)
+    second = Engine(made)
+    second.close()
+    assert {config._attn_implementation for config in configs} == {"attnplug_engine"}
+    first.close()
+
+    assert [config._attn_implementation for config in configs] == before

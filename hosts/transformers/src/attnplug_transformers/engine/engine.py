@@ -19,6 +19,7 @@ from attnplug_transformers.binding import use_device
 from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.inspection import (
     KEEP,
+    EvaluationMode,
     check_class,
     check_lengths,
     check_model,
@@ -192,6 +193,7 @@ class Engine:
         self._submitted: weakref.WeakSet[Request] = weakref.WeakSet()
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._weights = Weights(model)
+        self._evaluation = EvaluationMode(model)
         self._exclusive = ExclusiveCall()
         self._num_steps = 0
 
@@ -302,6 +304,7 @@ class Engine:
         """
         with self._exclusive.enter("step"):
             self._check_open()
+            self._evaluation.check()
             step = self._scheduler.schedule()
             if step is None:
                 return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 KEY: Final = "attnplug_engine"
 """The attention implementation's name in transformers."""
 
-_installed: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
-"""Model -> the attention implementation that each of its engines replaced; the first one is the model's own."""
+_Implementations: TypeAlias = "str | dict[str, _Implementations]"
+"""As `set_attn_implementation` takes them: one name, or that of a configuration (under "") with those of its parts."""
+
+_installed: WeakKeyDictionary[Any, list[_Implementations]] = WeakKeyDictionary()
+"""Model -> the attention implementations that each of its engines replaced; the first ones are the model's own."""
 
 _lock = threading.Lock()
 
@@ -60,11 +63,11 @@ class ModelAttention:
         with _lock:
             AttentionMaskInterface.register(KEY, make_mask)
             AttentionInterface.register(KEY, attend)
-            replaced = model.config._attn_implementation  # noqa: SLF001 - the library has no public name for it
+            replaced = _implementations(model.config)
             if adapters.is_adapted(model):
                 AttentionMaskInterface.register(adapters.KEY, adapters.make_mask)
                 adapters.install(model, attend)
-                model.config._attn_implementation = adapters.KEY  # noqa: SLF001 - likewise
+                model.config._attn_implementation = adapters.KEY  # noqa: SLF001 - no public name
             else:
                 model.set_attn_implementation(KEY)
             if model.config._attn_implementation not in {KEY, adapters.KEY}:  # noqa: SLF001 - likewise
@@ -86,7 +89,7 @@ class ModelAttention:
                     del _installed[self._model]
                     self._restore(own)
 
-    def _restore(self, implementation: str) -> None:
+    def _restore(self, implementation: _Implementations) -> None:
         if adapters.is_adapted(self._model):
             adapters.restore(self._model)
             self._model.config._attn_implementation = implementation  # noqa: SLF001 - the setter of such models refuses
@@ -102,6 +105,14 @@ def fixed_attention(model: Any) -> RequirementsError:
         " often calls its own kernels",
         "keep the attention that this model came with, or run it from classes that go through the interface",
     )
+
+
+def _implementations(config: Any) -> _Implementations:
+    """Return the attention implementation of a configuration, and of each part that may have another one."""
+    own: str = config._attn_implementation  # noqa: SLF001 - the library has no public name for it
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: _implementations(part) for name, part in parts.items() if part is not None}
+    return {"": own, **found} if found else own
 
 
 class AttentionHandler(Protocol):
