@@ -36,11 +36,17 @@ def states_of(tokens: Sequence[int]) -> list[int]:
     return states
 
 
-def generate(prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int] = frozenset()) -> list[int]:
+def generate(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_tokens: frozenset[int] = frozenset(),
+    sliding_window: int | None = None,
+) -> list[int]:
     """Return the tokens of a request that runs alone."""
+    first = 0 if sliding_window is None else -sliding_window
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
-        tokens.append(next_token(hash(tuple(states_of(tokens)))))
+        tokens.append(next_token(hash(tuple(states_of(tokens)[first:]))))
         if tokens[-1] in stop_tokens:
             break
     return tokens[len(prompt) :]
@@ -58,11 +64,13 @@ class Host:
         max_num_reqs: int = 8,
         max_num_tokens: int = 16,
         max_seq_len: int = 1000,
+        sliding_window: int | None = None,
         choose: Callable[[list[int], list[Request]], list[int]] | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.limits = Limits(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len)
-        self.scheduler = Scheduler(self.pool, self.limits)
+        self.scheduler = Scheduler(self.pool, self.limits, sliding_window=sliding_window)
+        self.sliding_window = sliding_window  # at least 2: a slot's number follows from the one before
         self.choose = choose or (lambda states, _: [next_token(state) for state in states])
         self.cache = [0] * (num_blocks * block_size)
 
@@ -88,9 +96,13 @@ class Host:
             state = self.cache[slots.pop(0)] if one.start else _START
             for token, slot in zip(one.request.tokens[one.start : one.stop], slots, strict=True):
                 state = self.cache[slot] = hash((state, token))
-        seen = [self.slots(one.request, 0, one.stop) for one in step if one.samples]
+        seen = [self.slots(one.request, self.first_seen(one.stop), one.stop) for one in step if one.samples]
         states = [hash(tuple(self.cache[slot] for slot in slots)) for slots in seen]
         return self.choose(states, step.sampling)
+
+    def first_seen(self, stop: int) -> int:
+        """Return the first token that the last one of a sequence attends to."""
+        return 0 if self.sliding_window is None else max(0, stop - self.sliding_window)
 
     def check_step(self, step: Step) -> None:
         pool = self.pool
@@ -115,7 +127,7 @@ class Host:
         """Check that each block is owned or free, once, and that only equal full computed prefixes are shared."""
         pool, size = self.pool, self.pool.block_size
         running = self.scheduler.running
-        owners = Counter(block for request in running for block in request.blocks)
+        owners = Counter(block for request in running for block in request.blocks if block)
         free = [*pool._free, *pool._free_cached]
         assert sorted([*owners, *free]) == list(range(1, pool.num_blocks))
         assert all(pool.num_owners(block) == owners[block] for block in range(pool.num_blocks))
@@ -131,6 +143,10 @@ class Host:
                 <= len(request.blocks)
                 <= pool.blocks_for(request.num_tokens)
             )
+            # A released block holds no token that the next one attends to; the last full block is kept.
+            unseen = min(self.first_seen(request.num_computed_tokens + 1), request.num_computed_tokens - size) // size
+            assert request.blocks.count(0) == max(0, unseen)
+            assert not any(request.blocks[: max(0, unseen)])
             for place, block in enumerate(request.blocks):
                 if owners[block] > 1:
                     assert request.num_computed_tokens >= (place + 1) * size

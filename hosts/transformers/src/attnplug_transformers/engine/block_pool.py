@@ -43,18 +43,22 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._num_owners = [0] * num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all blocks and remove all prefixes, whatever the state: an exception may have left it inconsistent."""
+        self._num_owners = [0] * self.num_blocks
         # Free blocks: without a cached prefix, and with one, least recently released first.
-        self._free = list(range(num_blocks - 1, 0, -1))
+        self._free = list(range(self.num_blocks - 1, 0, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()
         # The prefix cache in both directions.
         self._cached: dict[_Prefix, int] = {}
         self._prefixes: dict[int, _Prefix] = {}
         # The number of the prefix that ends with each block, valid while the block is owned or cached.
-        self._numbers = [_EMPTY] * num_blocks
+        self._numbers = [_EMPTY] * self.num_blocks
         self._next_number = count(_EMPTY + 1)
         self._root = _EMPTY
-        self._roots = [_EMPTY] * num_blocks  # the root at the time of allocation
+        self._roots = [_EMPTY] * self.num_blocks  # the root at the time of allocation
 
     @property
     def num_usable(self) -> int:

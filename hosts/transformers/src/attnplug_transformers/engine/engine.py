@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
+import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ from attnplug_transformers.engine.scheduler import Scheduler
 from attnplug_transformers.engine.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from types import FrameType
 
     from typing_extensions import Self
 
@@ -67,29 +68,55 @@ class EngineStats:
 
 
 class ExclusiveCall:
-    """Admits one call at a time, and refuses a concurrent one instead of blocking it."""
+    """
+    Admits one call at a time, and refuses a concurrent one instead of blocking it.
+
+    A call lasts as long as its frame runs. So no interrupt leaves the engine locked, as it can between a lock and the
+    ``try`` behind it: a frame that was left without `__exit__` no longer runs.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._frames: list[FrameType] = []
 
-    @contextmanager
-    def enter(self, name: str) -> Iterator[None]:
+    def enter(self, name: str) -> Self:
         """
-        Run the body exclusively.
+        Return a context manager: the calling function runs its body exclusively.
 
         Raises:
             LimitsError: Another call has not returned yet.
         """
-        if not self._lock.acquire(blocking=False):
-            raise LimitsError(
-                f"{name}() was called during another call of this engine",
-                "one engine serves one thread, one call at a time",
-                "call it from the thread that steps the engine, or make an engine for each thread",
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's, which torch requires
+        self._frames.append(frame)  # before the check: of two threads at least one sees the other
+        for other in self._frames[:]:
+            if other is frame:
+                continue
+            if _is_running(other):
+                self._remove(frame)
+                raise LimitsError(
+                    f"{name}() was called during another call of this engine",
+                    "one engine serves one thread, one call at a time",
+                    "call it from the thread that steps the engine, or make an engine for each thread",
+                )
+            self._remove(other)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._remove(sys._getframe(1))  # noqa: SLF001 - likewise
+
+    def _remove(self, frame: FrameType) -> None:
+        with suppress(ValueError):  # another thread has removed it
+            self._frames.remove(frame)
+
+
+def _is_running(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:  # documented: a frame that is executing cannot be cleared
+        return True
+    return False
 
 
 class Engine:
@@ -185,7 +212,7 @@ class Engine:
                 self.why_eager = self._runner.capture(graphs)
             num_blocks = self.limits.num_blocks or 0
             pool = BlockPool(num_blocks, self._groups.block_size, prefix_caching=prefix_caching)
-            self._scheduler = Scheduler(pool, self.limits)
+            self._scheduler = Scheduler(pool, self.limits, **self._groups.window)
         except BaseException:
             self._restore()
             raise
@@ -277,21 +304,42 @@ class Engine:
             CacheError: It may need more blocks than there are.
             NotNegotiatedError: The model's parameters were replaced, and captured steps read the old ones.
         """
+        request = self._make_request(prompt_ids, max_new_tokens, sampling, stop_tokens)
+        try:
+            self._enqueue(request)
+            return request  # noqa: TRY300 - an interrupt here leaves the caller without it, too
+        except BaseException:
+            self._cancel_all([request])
+            raise
+
+    def _make_request(
+        self, prompt_ids: Iterable[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Iterable[int] | None
+    ) -> Request:
+        self._check_open()
+        request = Request(
+            id=next(self._ids),
+            tokens=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=_eos_tokens(self.model) if stop_tokens is None else stop_tokens,
+        )
+        check_vocabulary(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
+        self._submitted.add(request)
+        return request
+
+    def _enqueue(self, request: Request) -> None:
         with self._exclusive.enter("submit"):
             self._check_open()
             if self._weights.have_changed(self.num_graphs):
-                self._scheduler.pool.reset_prefix_cache()
-            request = Request(
-                id=next(self._ids),
-                tokens=prompt_ids,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop_tokens=_eos_tokens(self.model) if stop_tokens is None else stop_tokens,
-            )
-            check_vocabulary(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
+                self._scheduler.reset_prefix_cache()
+                self._weights.store()
             self._scheduler.add(request)
-            self._submitted.add(request)
-            return request
+
+    def _cancel_all(self, requests: Iterable[Request]) -> None:
+        """Cancel requests after an exception, unless that was the refusal of a concurrent call."""
+        with suppress(LimitsError):
+            for request in requests:
+                self.cancel(request)
 
     def step(self) -> list[Request]:
         """
@@ -300,7 +348,8 @@ class Engine:
         A request with non-finite logits (NaN, infinity, or all tokens ruled out) fails: its `finish_reason` is
         ``"failed"``, and the others go on.
 
-        After an exception no request has advanced: the next step computes the same again.
+        After an exception, a KeyboardInterrupt included, no request of the step has advanced, or all have if the step
+        was complete: the next one goes on with the same tokens.
         """
         with self._exclusive.enter("step"):
             self._check_open()
@@ -342,7 +391,7 @@ class Engine:
         computed: let them end first, or cancel them.
         """
         with self._exclusive.enter("reset_prefix_cache"):
-            self._scheduler.pool.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache()
 
     def generate(
         self,
@@ -368,16 +417,17 @@ class Engine:
         found = to_prompts(prompts)
         samplings = to_samplings(sampling, len(found))
         stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
-        requests: list[Request] = []
+        requests = [
+            self._make_request(prompt, max_new_tokens, how, stops) for prompt, how in zip(found, samplings, strict=True)
+        ]
         try:
-            for prompt, how in zip(found, samplings, strict=True):
-                requests.append(self.submit(prompt, max_new_tokens=max_new_tokens, sampling=how, stop_tokens=stops))
+            for request in requests:
+                self._enqueue(request)
             while not all(request.is_finished for request in requests):
                 self.step()
                 _check_finite(requests)
         except BaseException:
-            for request in requests:
-                self.cancel(request)
+            self._cancel_all(requests)
             raise
         return [request.new_tokens for request in requests]
 

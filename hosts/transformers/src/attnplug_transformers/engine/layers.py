@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import torch
 from attrs import frozen
@@ -32,6 +32,13 @@ def is_placeholder(found: object, mask: Tensor | None) -> bool:
     if found is mask or not isinstance(found, Tensor) or mask is None:
         return found is mask
     return found.data_ptr() == mask.data_ptr()
+
+
+class Window(TypedDict):
+    """Which blocks later queries attend to, by the arguments of `num_freeable_blocks`."""
+
+    sliding_window: int | None
+    attention_chunk: int | None
 
 
 @frozen(eq=False)
@@ -152,6 +159,21 @@ class Groups:
         """Return the layers by the names of their modules in the model."""
         names = {module: name for name, module in model.named_modules()}
         return {names[layer.spec.module]: layer for layer in self.layers}
+
+    @property
+    def window(self) -> Window:
+        """
+        The window and the chunk that bound the attention of all layers.
+
+        All layers share the block table: one layer that attends to all tokens keeps all blocks.
+        """
+        requirements = [layer.spec.requirements for layer in self.layers]
+        bounds = {(one.sliding_window, one.attention_chunk) for one in requirements}
+        windows = [window for window, chunk in bounds if window is not None and chunk is None]
+        if len(windows) == len(bounds):
+            return {"sliding_window": max(windows), "attention_chunk": None}
+        window, chunk = bounds.pop() if len(bounds) == 1 else (None, None)
+        return {"sliding_window": window, "attention_chunk": chunk}
 
     @property
     def bytes_per_block(self) -> int:

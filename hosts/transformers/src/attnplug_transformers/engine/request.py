@@ -68,7 +68,7 @@ class Request:
         num_prompt_tokens: Tokens of the prompt.
         num_computed_tokens: Leading tokens whose keys and values are in the KV cache.
         num_cached_tokens: Those of them that its last admission found by prefix caching.
-        blocks: The blocks that hold its tokens, in order.
+        blocks: The blocks that hold its tokens, in order; the null block where no later query attends to them.
         status: Its state. A preempted request is waiting again.
         finish_reason: A stop token, its length, a cancel, or a failure: its logits were non-finite.
     """

@@ -94,7 +94,8 @@ class Runner:
         self._model = model
         self._weakest = groups.plan.weakest.selection
         self._layers = {layer.spec.module: layer for layer in groups.layers}
-        self._assembler = BatchAssembler(groups.block_size, device=self.device)
+        self._groups = groups
+        self._assembler: BatchAssembler | None = None
         self._mask = placeholder_mask(
             self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
         )
@@ -130,13 +131,19 @@ class Runner:
     def run(self, step: Step) -> Tensor:
         """Return ``(requests that sample, vocabulary)`` logits, in the order of ``step.sampling``."""
         with use_device(self.device):
-            inputs = prepare(step, self._assembler, self.device)
+            # It keeps rows between steps; one that an exception left halfway is not used again.
+            assembler, self._assembler = self._assembler or self._new_assembler(), None
+            inputs = prepare(step, assembler, self.device)
+            self._assembler = assembler
             captured = None if self._graphs is None else self._graphs.find(inputs)
             if self._graphs is not None and captured is not None:
                 self.num_replays += 1
                 return self._graphs.replay(captured, inputs)
             metadata = tuple(builder.build(inputs.batch) for builder in self._builders)
             return self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata)
+
+    def _new_assembler(self) -> BatchAssembler:
+        return BatchAssembler(self._groups.block_size, device=self.device, **self._groups.window)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: Tensor | None, metadata: Sequence[Metadata]) -> Tensor:
         """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from attnplug.batching import NULL_BLOCK, num_freeable_blocks
 from attnplug.errors import BatchError, CacheError, LimitsError
 
 if TYPE_CHECKING:
@@ -75,43 +76,72 @@ class Scheduler:
     Every running request is older than every waiting one, and none overtakes another. When blocks run out, the youngest
     running request is preempted: it returns to the head of the queue and is recomputed later. So the oldest request
     always makes progress, and all requests finish. An admitted request owns the blocks of all its tokens; only a decode
-    ever needs one more.
+    ever needs one more. Blocks that no later query attends to are released as soon as a window or chunk has left them.
+
+    Each call is a transaction, whatever line an exception or a KeyboardInterrupt leaves it at. The truth is the
+    unfinished requests in order of age, with their tokens. All else follows from it, so nothing needs a log: after a
+    call that did not end, the next one removes the tokens of that call, clears the pool, and lets all unfinished
+    requests wait, to be recomputed as after a preemption.
 
     Args:
         pool: The blocks of the KV cache, which only this scheduler allocates.
         limits: Requests and tokens per step, and tokens per request.
+        sliding_window: As for `num_freeable_blocks`: the largest window, where each layer has one; None keeps all.
+        attention_chunk: Likewise.
 
     Raises:
         LimitsError: `max_num_tokens` is below `max_num_reqs`.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        *,
+        sliding_window: int | None = None,
+        attention_chunk: int | None = None,
+    ) -> None:
         if limits.max_num_tokens < limits.max_num_reqs:
             raise LimitsError(
                 f"max_num_tokens={limits.max_num_tokens} was given with max_num_reqs={limits.max_num_reqs}",
                 "a step has at least one token for each of its requests",
                 "raise max_num_tokens or lower max_num_reqs",
             )
-        self.pool = pool
         self.limits = limits
         self.num_preemptions = 0
+        self._pool = pool
+        self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+        self._frees = sliding_window is not None or attention_chunk is not None
+        # In order of age; all that `_recover` needs. The three below it follow from it.
+        self._unfinished: dict[Request, None] = {}
         self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._running: dict[Request, None] = {}
         self._step: Step | None = None
+        # None between calls. During one: what was scheduled for the requests whose new tokens are not final yet.
+        self._uncommitted: Sequence[ScheduledRequest] | None = None
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the KV cache."""
+        self._recover()
+        return self._pool
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
+        self._recover()
         return bool(self._waiting or self._running)
 
     @property
     def running(self) -> tuple[Request, ...]:
         """The requests that own blocks, oldest first."""
+        self._recover()
         return tuple(self._running)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
         """The requests in the queue, oldest first."""
+        self._recover()
         return tuple(self._waiting)
 
     def add(self, request: Request) -> None:
@@ -123,6 +153,7 @@ class Scheduler:
             LimitsError: It may grow longer than `max_seq_len`.
             CacheError: It may need more blocks than the pool has.
         """
+        self._recover()
         if request.status != "waiting" or request in self._waiting:
             raise BatchError(
                 f"request {request.id} was added, and it is {request.status} already",
@@ -130,17 +161,32 @@ class Scheduler:
                 "make a new Request of its tokens",
             )
         self._check_fits(request)
+        self._uncommitted = ()
         self._waiting[request] = None
+        self._unfinished[request] = None
+        self._uncommitted = None
 
     def cancel(self, request: Request) -> None:
         """End a request and release its blocks; a finished or unknown one is left unchanged."""
-        if request in self._waiting:
-            del self._waiting[request]
-        elif request in self._running:
+        self._recover()
+        if request not in self._unfinished:
+            return
+        self._uncommitted = ()
+        request.finish_reason = "cancelled"  # it ends here: `_recover` does the rest after an exception
+        if request in self._running:
             self._stop_running(request)
         else:
-            return
-        request.status = request.finish_reason = "cancelled"
+            del self._waiting[request]
+        request.status = "cancelled"
+        del self._unfinished[request]
+        self._uncommitted = None
+
+    def reset_prefix_cache(self) -> None:
+        """Evict all prefixes, as `BlockPool.reset_prefix_cache` does."""
+        self._recover()
+        self._uncommitted = ()
+        self._pool.reset_prefix_cache()
+        self._uncommitted = None
 
     def schedule(self) -> Step | None:
         """
@@ -148,6 +194,8 @@ class Scheduler:
 
         Only `finish_step` advances requests: a step that was not finished is scheduled again.
         """
+        self._recover()
+        self._uncommitted = ()
         decodes = self._schedule_decodes()
         budget = self.limits.max_num_tokens - len(decodes)
         chunks = self._schedule_chunks(budget)
@@ -155,11 +203,14 @@ class Scheduler:
         # The last chunk of a prompt may be one token, which backends see as a decode: decodes come first in a batch.
         chunks.sort(key=lambda one: one.num_new_tokens > 1)
         self._step = Step((*decodes, *chunks)) if decodes or chunks else None
+        self._uncommitted = None
         return self._step
 
     def finish_step(self, step: Step, tokens: Sequence[int]) -> list[Request]:
         """
         Record the results of a step: its keys and values are in the KV cache, and these tokens were sampled.
+
+        They are recorded for all requests, or, after an exception, for all or none of them.
 
         Args:
             step: What `schedule` returned last.
@@ -172,17 +223,41 @@ class Scheduler:
         Raises:
             BatchError: The step is not the last one, or there is not one token for each request that samples.
         """
+        self._recover()
         self._check_results(step, tokens)
-        self._step = None
         sampled = iter(tokens)
-        moved = []
-        for one in step.scheduled:
-            token = next(sampled) if one.samples else None
-            if one.request in self._running:
-                self._advance(one, token)
-                if token is not None:
-                    moved.append(one.request)
-        return moved
+        results = [(one, next(sampled) if one.samples else None) for one in step.scheduled]
+        results = [(one, token) for one, token in results if one.request in self._running]
+        self._uncommitted = [one for one, _ in results]
+        self._step = None
+        for one, token in results:
+            self._advance(one, token)
+        self._uncommitted = ()  # from here on the tokens are final
+        for one, _ in results:
+            if one.request.is_finished:
+                del self._unfinished[one.request]
+        self._uncommitted = None
+        return [one.request for one, token in results if token is not None]
+
+    def _recover(self) -> None:
+        """Undo a call that did not end. Each line may run again: this may be left halfway as well."""
+        if self._uncommitted is None:
+            return
+        for one in self._uncommitted:
+            if one.samples:
+                del one.request.tokens[one.stop :]
+                one.request.finish_reason = None
+        for request in self._unfinished:
+            request.blocks = []
+            request.num_computed_tokens = 0
+            ended = request.finish_reason
+            request.status = "waiting" if ended is None else "cancelled" if ended == "cancelled" else "finished"
+        self._unfinished = {request: None for request in self._unfinished if not request.is_finished}
+        self._waiting = OrderedDict.fromkeys(self._unfinished)
+        self._running = {}
+        self._step = None
+        self._pool.clear()
+        self._uncommitted = None
 
     def _schedule_decodes(self) -> list[ScheduledRequest]:
         decodes = []
@@ -224,7 +299,7 @@ class Scheduler:
 
     def _allocate_prompt(self, request: Request, reserved: int) -> bool:
         """Give a request the blocks of all its tokens, cached ones first; False where too few others are free."""
-        pool = self.pool
+        pool = self._pool
         if pool.num_free <= reserved:  # it needs at least one: save the lookup of its prefix
             return False
         # The last token is computed even where it is cached: its logits give the next one.
@@ -235,18 +310,19 @@ class Scheduler:
         pool.share(cached)
         request.blocks = cached + pool.allocate(needed)
         request.num_computed_tokens = request.num_cached_tokens = len(cached) * pool.block_size
+        self._release_unattended(request, 0)
         return True
 
     def _allocate_slot(self, request: Request) -> bool:
         """Give a decode a slot for its token, preempting the youngest for it; False where it is the youngest itself."""
-        if len(request.blocks) * self.pool.block_size > request.num_computed_tokens:
+        if len(request.blocks) * self._pool.block_size > request.num_computed_tokens:
             return True
-        while not self.pool.num_free:
+        while not self._pool.num_free:
             youngest = next(reversed(self._running))
             self._preempt(youngest)
             if youngest is request:
                 return False
-        request.blocks += self.pool.allocate(1)
+        request.blocks += self._pool.allocate(1)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -258,33 +334,55 @@ class Scheduler:
 
     def _stop_running(self, request: Request) -> None:
         del self._running[request]
-        self.pool.release(request.blocks)
+        self._pool.release([block for block in request.blocks if block != NULL_BLOCK])
         request.blocks = []
         request.num_computed_tokens = 0
 
     def _advance(self, one: ScheduledRequest, token: int | None) -> None:
-        request, size = one.request, self.pool.block_size
+        request, size = one.request, self._pool.block_size
         if token is not None and token < 0:
-            # The cause may be in any of its blocks: no other request may match them.
-            self.pool.evict(request.blocks)
+            # The cause may be in any of its blocks, released ones included: no other request may match them.
+            self._pool.evict(self._pool.match(request.tokens[: self._num_released(one.start) * size]))
+            self._pool.evict(request.blocks)
             self._stop_running(request)
             request.status, request.finish_reason = "finished", "failed"
             return
         request.num_computed_tokens = one.stop
         if one.start // size < one.stop // size:
-            self.pool.register(request.blocks, request.tokens, one.start // size, one.stop // size)
+            self._pool.register(request.blocks, request.tokens, one.start // size, one.stop // size)
+        self._release_unattended(request, one.start)
         if token is not None:
             request.append(token)
             if request.is_finished:
                 self._stop_running(request)
                 request.status = "finished"
 
+    def _num_released(self, num_computed_tokens: int) -> int:
+        """
+        Return how many leading blocks of a request with so many computed tokens are released.
+
+        The last full block never is: `BlockPool.register` derives from it the prefixes that continue it.
+        """
+        if not self._frees:
+            return 0
+        size = self._pool.block_size
+        unattended = num_freeable_blocks(num_computed_tokens, size, **self._window)
+        return max(0, min(unattended, num_computed_tokens // size - 1))
+
+    def _release_unattended(self, request: Request, start: int) -> None:
+        """Release the blocks that no query attends to any more, since `start` tokens were computed or none."""
+        first = self._num_released(start)
+        last = self._num_released(request.num_computed_tokens)
+        if first < last:
+            self._pool.release(request.blocks[first:last])
+            request.blocks[first:last] = [NULL_BLOCK] * (last - first)
+
     def _may_grow(self, request: Request) -> bool:
         return len(request.blocks) < self._max_blocks(request)
 
     def _max_blocks(self, request: Request) -> int:
         """Return the blocks of a request at its longest: its last generated token never enters the KV cache."""
-        return self.pool.blocks_for(request.max_tokens - 1)
+        return self._pool.blocks_for(request.max_tokens - 1)
 
     def _check_fits(self, request: Request) -> None:
         lengths = f"{request.num_prompt_tokens} tokens of prompt and max_new_tokens={request.max_new_tokens} were given"
@@ -294,10 +392,10 @@ class Scheduler:
                 f"max_seq_len={self.limits.max_seq_len} holds both",
                 "shorten the prompt, request fewer tokens, or raise max_seq_len",
             )
-        if self._max_blocks(request) > self.pool.num_usable:
+        if self._max_blocks(request) > self._pool.num_usable:
             raise CacheError(
-                f"{lengths}, which take {self._max_blocks(request)} blocks of {self.pool.block_size} tokens",
-                f"{self.pool.num_usable} of the cache's {self.pool.num_blocks} blocks hold tokens",
+                f"{lengths}, which take {self._max_blocks(request)} blocks of {self._pool.block_size} tokens",
+                f"{self._pool.num_usable} of the cache's {self._pool.num_blocks} blocks hold tokens",
                 "shorten the prompt, request fewer tokens, or give the KV cache more blocks",
             )
 

@@ -26,12 +26,11 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._version = 0
-        self._store()
+        self.store()
 
     def have_changed(self, num_graphs: int = 0) -> bool:
         """
-        Return whether a parameter was written or replaced since the last call.
+        Return whether a parameter was written or replaced since `store`.
 
         Args:
             num_graphs: Captured steps, which read the parameters of their capture.
@@ -39,28 +38,27 @@ class Weights:
         Raises:
             NotNegotiatedError: A parameter was replaced, and there are captured steps.
         """
-        found = [parameters.get(name) for parameters, name in self._places]
-        if not all(map(is_, found, self._tensors)):
-            if num_graphs:
-                raise NotNegotiatedError(
-                    f"parameters of {type(self._model).__name__} were replaced",
-                    "the captured steps of this engine read the old ones",
-                    "make a new engine, or write into the parameters in place",
-                )
-            self._store()
-            return True
-        last, self._version = self._version, _total_version(self._versioned)
-        return last != self._version
+        places, tensors, versioned, version = self._stored
+        if all(map(is_, [parameters.get(name) for parameters, name in places], tensors)):
+            return _total_version(versioned) != version
+        if num_graphs:
+            raise NotNegotiatedError(
+                f"parameters of {type(self._model).__name__} were replaced",
+                "the captured steps of this engine read the old ones",
+                "make a new engine, or write into the parameters in place",
+            )
+        return True
 
-    def _store(self) -> None:
-        self._places = [
+    def store(self) -> None:
+        """Store what `have_changed` compares with, in one assignment: an interrupt leaves the old or the new state."""
+        places = [
             (module._parameters, name)  # noqa: SLF001 - named_parameters() is too slow for each request
             for module in self._model.modules()
             for name in module._parameters  # noqa: SLF001 - likewise
         ]
-        self._tensors = [parameters[name] for parameters, name in self._places]
-        self._versioned = [one for one in self._tensors if one is not None and not one.is_inference()]
-        self._version = _total_version(self._versioned)
+        tensors = [parameters[name] for parameters, name in places]
+        versioned = [one for one in tensors if one is not None and not one.is_inference()]
+        self._stored = (places, tensors, versioned, _total_version(versioned))
 
 
 def _total_version(tensors: list[Tensor]) -> int:
