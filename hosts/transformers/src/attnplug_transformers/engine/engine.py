@@ -17,6 +17,14 @@ from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.models import model_layers
 from attnplug_transformers.binding import use_device
 from attnplug_transformers.engine.block_pool import BlockPool
+from attnplug_transformers.engine.generation import (
+    check_generation,
+    config_of,
+    default_sampling,
+    eos_tokens,
+    make_processors,
+    process,
+)
 from attnplug_transformers.engine.inspection import (
     KEEP,
     EvaluationMode,
@@ -31,7 +39,7 @@ from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes
 from attnplug_transformers.engine.model_attention import ModelAttention
 from attnplug_transformers.engine.request import Request, check_vocabulary, to_prompts, to_samplings, to_stop_tokens
 from attnplug_transformers.engine.runner import Runner
-from attnplug_transformers.engine.sampling import Sampling, sample
+from attnplug_transformers.engine.sampling import sample
 from attnplug_transformers.engine.scheduler import Scheduler
 from attnplug_transformers.engine.weights import Weights
 
@@ -44,8 +52,8 @@ if TYPE_CHECKING:
     from attnplug import Selection
     from attnplug.contract import AttentionImpl
     from attnplug.request import BackendNames, Options
+    from attnplug_transformers.engine.sampling import Sampling
 
-_GREEDY = Sampling()
 _log = logging.getLogger(__name__)
 
 
@@ -124,8 +132,10 @@ class Engine:
     Generates with an unmodified causal language model of transformers, over paged KV caches.
 
     The engine replaces the model's attention until `close`, until the end of a ``with`` block, or until it is
-    garbage-collected. One engine serves one thread; several engines may run concurrently, on one model too. Of the
-    model's generation_config the end-of-text tokens are read, and nothing else: each request has its own sampling.
+    garbage-collected. One engine serves one thread; several engines may run concurrently, on one model too.
+
+    Each request reads the model's generation_config when it is submitted. What changes tokens is applied as by
+    transformers' `generate`, or refused with its reason; a `Sampling` takes the place of the sampling in it.
 
         with Engine(model) as engine:
             tokens = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
@@ -286,7 +296,7 @@ class Engine:
         prompt_ids: Iterable[int],
         *,
         max_new_tokens: int,
-        sampling: Sampling = _GREEDY,
+        sampling: Sampling | None = None,
         stop_tokens: Iterable[int] | None = None,
     ) -> Request:
         """
@@ -295,13 +305,14 @@ class Engine:
         Args:
             prompt_ids: The tokens of the prompt.
             max_new_tokens: The most tokens to generate.
-            sampling: How its tokens are sampled.
+            sampling: How its tokens are sampled; None is as the model's generation_config has it, greedy by default.
             stop_tokens: Tokens that end the request; None takes the model's end-of-text tokens, and ``()`` has none.
 
         Raises:
             BatchError: The prompt is empty, or has tokens that the model's vocabulary lacks.
             LimitsError: It may grow longer than `max_seq_len`.
             CacheError: It may need more blocks than there are.
+            RequirementsError: The model's generation_config has an unsupported or invalid field.
             NotNegotiatedError: The model's parameters were replaced, and captured steps read the old ones.
         """
         request = self._make_request(prompt_ids, max_new_tokens, sampling, stop_tokens)
@@ -313,17 +324,24 @@ class Engine:
             raise
 
     def _make_request(
-        self, prompt_ids: Iterable[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Iterable[int] | None
+        self,
+        prompt_ids: Iterable[int],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop_tokens: Iterable[int] | None,
     ) -> Request:
         self._check_open()
+        config = config_of(self.model)
+        check_generation(config)
         request = Request(
             id=next(self._ids),
             tokens=prompt_ids,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=_eos_tokens(self.model) if stop_tokens is None else stop_tokens,
+            sampling=default_sampling(config) if sampling is None else sampling,
+            stop_tokens=eos_tokens(config) if stop_tokens is None else stop_tokens,
         )
         check_vocabulary(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
+        request.processors = make_processors(config, request, self.model)
         self._submitted.add(request)
         return request
 
@@ -358,7 +376,7 @@ class Engine:
             if step is None:
                 return []
             logits = self._runner.run(step)
-            tokens = sample(logits, step.sampling).tolist()
+            tokens = sample(process(logits, step.sampling), step.sampling).tolist()
             self._num_steps += 1
             moved = self._scheduler.finish_step(step, tokens)
         if failed := [request.id for request in moved if request.finish_reason == "failed"]:
@@ -398,7 +416,7 @@ class Engine:
         prompts: Sequence[Iterable[int]],
         *,
         max_new_tokens: int,
-        sampling: Sampling | Sequence[Sampling] = _GREEDY,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         stop_tokens: Iterable[int] | None = None,
     ) -> list[list[int]]:
         """
@@ -446,12 +464,6 @@ class Engine:
                 "its KV caches are freed, and its model has its own attention",
                 "make a new one",
             )
-
-
-def _eos_tokens(model: Any) -> tuple[int, ...]:
-    """Return the end-of-text tokens of the model's generation_config."""
-    found = model.generation_config.eos_token_id
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def _check_finite(requests: Sequence[Request]) -> None:

@@ -14,6 +14,8 @@ from attnplug_transformers.engine.sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import LogitsProcessorList
+
 Status = Literal["waiting", "running", "finished", "cancelled"]
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -52,7 +54,7 @@ class Request:
     """
     A prompt, the tokens generated from it, and the blocks of its KV cache.
 
-    Only the scheduler writes the attributes below `stop_tokens`.
+    Only the engine and its scheduler write the attributes below `stop_tokens`.
 
     Raises:
         BatchError: The prompt is empty or has an element that is not a token id, or `sampling` is not a `Sampling`.
@@ -64,6 +66,7 @@ class Request:
         max_new_tokens: The most tokens to generate.
         sampling: How its tokens are sampled.
         stop_tokens: Generating one of these finishes the request; it is kept as the last token.
+        processors: What changes its logits first, by the model's generation_config.
         seed: Seed of its random draws: that of `sampling`, or a random one.
         num_prompt_tokens: Tokens of the prompt.
         num_computed_tokens: Leading tokens whose keys and values are in the KV cache.
@@ -78,6 +81,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(factory=Sampling)
     stop_tokens: frozenset[int] = field(default=frozenset(), converter=to_stop_tokens)
+    processors: LogitsProcessorList | None = field(init=False, default=None)
     seed: int = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
@@ -171,7 +175,7 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, Iterable) and not isinstance(prompt, str) and getattr(prompt, "ndim", 1) > 0
 
 
-def to_samplings(sampling: Any, count: int) -> Sequence[Sampling]:
+def to_samplings(sampling: Any, count: int) -> Sequence[Sampling | None]:
     """
     Return the sampling of each prompt.
 
