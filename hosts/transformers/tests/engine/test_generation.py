@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from transformers import GenerationConfig
 
 from attnplug.errors import LimitsError, RequirementsError
 from attnplug_transformers.engine import Engine, Sampling, generation
-from attnplug_transformers.engine.sampling import filtered_probabilities
+from attnplug_transformers.engine.sampling import ranked_weights
 from hosts.transformers.tests.models import PAD, model
 
 EOS, NEW = 7, 12
@@ -151,8 +152,11 @@ def test_requests_without_a_sampling_draw_as_generate_does(made, fields):
         request = engine.submit(PROMPTS[0], max_new_tokens=1)
         engine.step()
 
-        drawn = filtered_probabilities(found.logits[0], [request.sampling])
-        torch.testing.assert_close((drawn / drawn.sum()).float(), found.scores[0].softmax(-1), atol=1e-6, rtol=1e-4)
+        # All of the vocabulary is no top-k.
+        sampling = evolve(request.sampling, top_k=request.sampling.top_k or PAD + 1)
+        order, weights = ranked_weights(found.logits[0], [sampling])
+        drawn = torch.zeros(1, PAD + 1).scatter_(-1, order, (weights / weights.sum()).float())
+        torch.testing.assert_close(drawn, found.scores[0].softmax(-1), atol=1e-6, rtol=1e-4)
         chosen = engine.submit(PROMPTS[0], max_new_tokens=1, sampling=Sampling())
         assert chosen.sampling == Sampling()
 

@@ -6,12 +6,12 @@ from math import exp, inf, nan
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import LimitsError, TensorError
 from attnplug_transformers.engine.request import Request
-from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, _pick, draw, filtered_probabilities, sample
+from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, _pick, draw, ranked_weights, sample
 
 
 def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
@@ -49,42 +49,111 @@ drawn = st.builds(
 )
 
 
+def distribution(logits: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+    """Probabilities of requests with top-k, ``(rows, vocabulary)``."""
+    order, weights = ranked_weights(logits, samplings)
+    found = torch.zeros(logits.shape, dtype=torch.float64).scatter_(-1, order, weights)
+    return found / found.sum(-1, keepdim=True)
+
+
+def count(row: torch.Tensor, sampling: Sampling, draws: int) -> Counter[int]:
+    """Count the tokens of as many requests with different seeds."""
+    requests = [request(evolve(sampling, seed=seed)) for seed in range(draws)]
+    return Counter(sample(row.expand(draws, -1), requests).tolist())
+
+
 @given(st.lists(st.tuples(rows, drawn), min_size=1, max_size=5))
 def test_probabilities_are_those_of_plain_code(batch: list[tuple[list[float], Sampling]]) -> None:
-    logits = torch.tensor([row for row, _ in batch])
+    batch = [(row, evolve(sampling, top_k=sampling.top_k or 5)) for row, sampling in batch]
 
-    found = filtered_probabilities(logits, [sampling for _, sampling in batch])
+    found = distribution(torch.tensor([row for row, _ in batch]), [sampling for _, sampling in batch])
 
-    found /= found.sum(-1, keepdim=True)
     wanted = [brute_force(row, sampling) for row, sampling in batch]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 30.0])
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(50, None), (3000, None), (None, 0.5), (None, 0.9), (40, 0.7), (2000, 0.9)]
-)
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, None), (3000, None), (5000, 0.5), (40, 0.7), (2000, 0.9)])
 def test_a_large_vocabulary_is_filtered_like_a_small_one(dtype, temperature, top_k, top_p) -> None:
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)).to(dtype)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
 
-    found = filtered_probabilities(logits, [sampling, Sampling(temperature=1.0, top_k=1)])
+    found = distribution(logits, [sampling, Sampling(temperature=1.0, top_k=1)])
 
     assert found[1].nonzero().flatten().tolist() == [logits[1].argmax()]
     wanted = torch.tensor(brute_force(logits[0].tolist(), sampling), dtype=torch.float64)
-    torch.testing.assert_close(found[0] / found[0].sum(), wanted)
+    torch.testing.assert_close(found[0], wanted)
+
+
+@given(rows, drawn)
+@settings(max_examples=20)
+def test_tokens_of_a_small_vocabulary_are_drawn_in_proportion(row: list[float], sampling: Sampling) -> None:
+    draws = 1000
+    counts = count(torch.tensor(row), sampling, draws)
+
+    for token, probability in enumerate(brute_force(row, sampling)):
+        spread = (probability * (1 - probability) / draws) ** 0.5
+        assert abs(counts[token] / draws - probability) <= 6 * spread
+        assert probability > 0 or not counts[token]
+
+
+@pytest.mark.parametrize("size", [127, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.3),
+        Sampling(temperature=0.8, top_p=0.2),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(temperature=1.0, top_k=30, top_p=0.8),
+    ],
+)
+def test_frequencies_pass_a_chi_square_test(size: int, dtype: torch.dtype, sampling: Sampling) -> None:
+    draws = 6000
+    row = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    wanted = brute_force(row.tolist(), sampling)
+    counts = count(row, sampling, draws)
+    assert all(wanted[token] > 0 for token in counts)
+
+    bins: list[tuple[float, int]] = []  # of neighbors with at least ten expected draws
+    expected, seen = 0.0, 0
+    for token, probability in enumerate(wanted):
+        expected, seen = expected + probability * draws, seen + counts[token]
+        if expected >= 10:
+            bins.append((expected, seen))
+            expected, seen = 0.0, 0
+    statistic = sum((seen - expected) ** 2 / expected for expected, seen in bins)
+    degrees = len(bins) - 1
+    assert degrees > 0
+    assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_draws_cut_the_probabilities_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With draws at equal distances each token comes as often as its probability, but for one draw."""
+    draws, row = 5000, torch.randn(300, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr("attnplug_transformers.engine.sampling.draw", lambda seed, *_: (seed + 0.5) / draws)
+    for sampling in (Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=20, top_p=0.9)):
+        counts = count(row, sampling, draws)
+
+        for token, probability in enumerate(brute_force(row.tolist(), sampling)):
+            assert abs(counts[token] - probability * draws) < 1 + 1e-3
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=0.8), Sampling(temperature=1.5, top_k=3), Sampling(temperature=1.0, top_k=4, top_p=0.8)],
+    [
+        Sampling(temperature=0.8),
+        Sampling(temperature=1.5, top_k=3),
+        Sampling(temperature=1.0, top_k=4, top_p=0.8),
+        Sampling(temperature=1.0, top_p=0.8),
+    ],
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
     row, draws = [0.3, -1.0, 2.0, 1.0, 0.9, -inf], 20_000
-    requests = [request(evolve(sampling, seed=number)) for number in range(draws)]
 
-    counts = Counter(sample(torch.tensor([row] * draws), requests).tolist())
+    counts = count(torch.tensor(row), sampling, draws)
 
     for token, probability in enumerate(brute_force(row, sampling)):
         spread = (probability * (1 - probability) / draws) ** 0.5
@@ -142,14 +211,23 @@ def test_without_a_seed_each_request_draws_one() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-307, 1e-8])
-def test_almost_no_temperature_is_greedy(temperature: float) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_almost_no_temperature_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = torch.tensor([[1.0, 30000.0, 29999.0]])
 
-    assert sample(logits, [request(Sampling(temperature=temperature))]).tolist() == [1]
+    assert sample(logits, [request(Sampling(temperature=temperature, **filters))]).tolist() == [1]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.009}])
+def test_of_equal_tokens_the_lowest_are_kept(filters: dict[str, float]) -> None:
+    """More of them than a partial ranking looks at."""
+    counts = count(torch.ones(300), Sampling(temperature=1.0, **filters), 200)
+
+    assert sorted(counts) == [0, 1, 2]
 
 
 def test_the_two_zeros_are_equally_likely() -> None:
-    found = filtered_probabilities(torch.tensor([[-1.0, -0.0, 0.0]]), [Sampling(temperature=1.0, top_k=1)])
+    found = distribution(torch.tensor([[-1.0, -0.0, 0.0]]), [Sampling(temperature=1.0, top_k=1)])
 
     assert (found > 0).tolist() == [[False, True, False]]
 
@@ -158,7 +236,7 @@ def test_top_k_alone_keeps_unlikely_tokens() -> None:
     logits = torch.tensor([[1.0, -60.0, -70.0]], dtype=torch.float64)
     before = logits.clone()
 
-    found = filtered_probabilities(logits, [Sampling(temperature=1.0, top_k=2)])
+    found = distribution(logits, [Sampling(temperature=1.0, top_k=2)])
 
     assert (found > 0).tolist() == [[True, True, False]]
     assert logits.equal(before)

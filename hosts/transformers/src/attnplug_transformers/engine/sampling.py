@@ -11,7 +11,7 @@ from attrs import frozen
 from attnplug.errors import LimitsError, TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 NO_TOKEN: Final = -1
 """The token of a row without a finite highest logit: it has NaN or plus infinity, or rules out all tokens."""
 
-_FEW: Final = 1024
-"""Tokens that nearly always include all that top-k and top-p keep; ranking a whole vocabulary costs much more."""
+_SPARE: Final = 32
+"""Tokens beyond top-k that are looked at for some as likely as the last one; more of them cost a full ranking."""
+
+_BLOCK: Final = 128
+"""Weights that are summed before they are searched one by one."""
+
+_STEEPEST: Final = 1e30
+"""The largest inverse temperature, below the largest float32: with it all but the highest logit have no weight."""
 
 
 def _refuse(name: str, value: object, expected: str, fix: str) -> NoReturn:
@@ -44,7 +50,8 @@ class Sampling:
         temperature: Logits are divided by it; 0 takes the most likely token, and of equal ones the lowest id.
         top_k: Keep the k most likely tokens, of equal ones the lowest ids; None keeps all.
         top_p: Keep the fewest most likely tokens whose probabilities sum to at least this; None keeps all.
-        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is a random seed per request.
+        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is a random seed per request. The
+            logits of a request may depend on the rest of its batch by rounding: see the guide of the engine.
     """
 
     temperature: float = 0.0
@@ -77,8 +84,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """
     Return the next token of each request.
 
-    Rows are independent, and a draw depends on the request's seed and the token's position alone: other requests,
-    preemption and a repeated step do not change it.
+    Rows are independent: equal logits give equal tokens, whatever the other rows are. A draw depends on the request's
+    seed and the token's position alone.
 
     Args:
         logits: ``(len(requests), vocabulary)`` floats; minus infinity rules a token out.
@@ -96,63 +103,138 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
             f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
             "select the last row of each request that samples",
         )
-    tokens = logits.argmax(dim=-1)  # NaN counts as the highest
-    highest = logits.gather(-1, tokens[:, None]).squeeze(-1)
-    tokens = tokens.where(highest.isfinite(), NO_TOKEN)
-    rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
-    if rows:
-        drawing = [requests[row] for row in rows]
-        index = torch.tensor(rows, device=logits.device)
-        probabilities = filtered_probabilities(logits[index], [request.sampling for request in drawing])
-        tokens[index] = _pick(probabilities, [draw(request.seed, len(request.tokens)) for request in drawing])
+    kinds: dict[Callable[[Tensor, Sequence[Request]], Tensor], list[int]] = {}
+    for row, request in enumerate(requests):
+        kinds.setdefault(_kind(request.sampling), []).append(row)
+    tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+    for choose, rows in kinds.items():
+        if len(rows) == len(requests):
+            tokens = choose(logits, requests)
+        else:
+            index = torch.tensor(rows, device=logits.device)
+            tokens[index] = choose(logits[index], [requests[row] for row in rows])
     return tokens
 
 
-def draw(seed: int, position: int) -> float:
-    """Return a pseudorandom number from 0 to below 1, a function of seed and position."""
-    digest = blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+def _kind(sampling: Sampling) -> Callable[[Tensor, Sequence[Request]], Tensor]:
+    if sampling.is_greedy:
+        return _take_highest
+    return _draw if sampling.top_k is None else _draw_from_top_k
+
+
+def draw(seed: int, position: int, attempt: int = 0) -> float:
+    """Return a pseudorandom number from 0 to below 1, a function of its arguments."""
+    text = f"{seed}/{position}/{attempt}" if attempt else f"{seed}/{position}"
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53  # the 53 bits of a double's mantissa
 
 
-def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def _draws(requests: Sequence[Request], attempt: int = 0) -> list[float]:
+    return [draw(request.seed, len(request.tokens), attempt) for request in requests]
+
+
+def _take_highest(logits: Tensor, _: Sequence[Request]) -> Tensor:
+    tokens = logits.argmax(dim=-1)
+    return _where_finite(tokens, logits.gather(-1, tokens.unsqueeze(-1)))
+
+
+def _where_finite(tokens: Tensor, highest: Tensor) -> Tensor:
+    """Return the tokens, or `NO_TOKEN` where the highest logit, ``(rows, 1)``, is not finite; NaN is the highest."""
+    return tokens.where(highest.squeeze(-1).isfinite(), NO_TOKEN)
+
+
+def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Return the tokens of requests without top-k, and with or without top-p."""
+    logits = logits.float()
+    # The highest score becomes 0 before the division, so that no temperature overflows.
+    highest = logits.amax(-1, keepdim=True)
+    scores = logits - highest
+    inverse = [min(1 / request.sampling.temperature, _STEEPEST) for request in requests]
+    scores *= _column(inverse, logits).float()
+    weights = scores.softmax(-1)
+    tokens = _pick(weights, _draws(requests))
+    rows = [row for row, request in enumerate(requests) if request.sampling.filters]
+    if rows:
+        tokens = _draw_from_nucleus(tokens, rows, logits, weights, requests)
+    return _where_finite(tokens, highest)
+
+
+def _draw_from_nucleus(
+    tokens: Tensor, rows: Sequence[int], logits: Tensor, weights: Tensor, requests: Sequence[Request]
+) -> Tensor:
     """
-    Return the probability of each token after temperature, top-k and top-p.
+    Return the tokens, with others in those of `rows` that top-p excludes.
+
+    Nothing is sorted. A token drawn from all is accepted if those ranked before it sum to less than top-p of the mass.
+    Otherwise it and all behind it are excluded, and the next one is drawn from those before it: the rest is the nucleus
+    and some more, in proportion, so that the accepted token has the probability of top-p.
+    """
+    limits = torch.tensor([requests[row].sampling.top_p or 1.0 for row in rows], device=logits.device)
+    attempt = 0
+    while rows:
+        index = torch.tensor(rows, device=logits.device)
+        if attempt:
+            tokens[index] = _pick(weights, _draws([requests[row] for row in rows], attempt))
+        elif len(rows) < len(requests):
+            logits, weights = logits[index], weights[index]
+        weights = weights * _ranked_before(logits, tokens[index])
+        excluded = (weights.sum(-1) >= limits).nonzero().squeeze(-1)
+        rows = [rows[place] for place in excluded.tolist()]
+        logits, weights, limits = logits[excluded], weights[excluded], limits[excluded]
+        attempt += 1
+    return tokens
+
+
+def _ranked_before(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return ``(rows, vocabulary)`` bool: more likely than the row's token, or equally likely with a lower id."""
+    chosen = tokens.unsqueeze(-1)
+    values = logits.gather(-1, chosen)
+    before = logits == values
+    before &= torch.arange(logits.shape[-1], device=logits.device) < chosen
+    before |= logits > values
+    return before
+
+
+def _draw_from_top_k(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Return the tokens of requests with top-k, and with or without top-p."""
+    order, weights = ranked_weights(logits, [request.sampling for request in requests])
+    return order.gather(-1, _search(weights, _column(_draws(requests), logits) * weights.sum(-1, keepdim=True))[0])[
+        :, 0
+    ]
+
+
+def ranked_weights(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """
+    Return the most likely tokens, and their weights after temperature, top-k and top-p.
 
     Args:
         logits: ``(rows, vocabulary)`` floats.
-        samplings: One for each row, none of them greedy.
+        samplings: One for each row, each with top-k.
 
     Returns:
-        ``(rows, vocabulary)`` float64. A filtered row need not sum to 1.
+        ``(rows, some)`` int64 and ``(rows, some)`` float64; a row of weights need not sum to 1.
     """
-    scores = logits.to(torch.float64, copy=True)
-    # The highest score becomes 0 before the division, so that no temperature overflows.
-    scores -= scores.amax(-1, keepdim=True)
-    scores /= _column([sampling.temperature for sampling in samplings], logits)
-    probabilities = scores.softmax(-1)
-    rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
-    if rows:
-        index = torch.tensor(rows, device=logits.device)
-        probabilities[index] = _filter(probabilities[index], logits[index], [samplings[row] for row in rows])
-    return probabilities
-
-
-def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling], width: int = _FEW) -> Tensor:
-    """Set to zero what top-k and top-p exclude, from the `width` most likely tokens where these are enough."""
     size = logits.shape[-1]
-    width = min(width, size)
-    top_k = _column([min(sampling.top_k or size, size) for sampling in samplings], logits)
+    counts = [min(sampling.top_k or size, size) for sampling in samplings]
+    top_k = torch.tensor(counts, device=logits.device).unsqueeze(-1)
+    values, order = _rank(logits.float(), top_k, min(max(counts) + _SPARE, size))
+    scores = (values - values[:, :1]).double() / _column([sampling.temperature for sampling in samplings], logits)
+    weights = scores.exp().where(torch.arange(values.shape[-1], device=logits.device) < top_k, 0.0)
+    mass = weights.cumsum(-1)
     top_p = _column([sampling.top_p or 1.0 for sampling in samplings], logits)
-    order = _ranking(logits).topk(width).indices
-    ranked = probabilities.gather(-1, order).where(torch.arange(width, device=logits.device) < top_k, 0.0)
-    mass = ranked.cumsum(-1)
-    enough = (top_k <= width) | ((top_k == size) & (mass[:, -1:] >= top_p))
-    if width < size and not bool(enough.all()):
-        return _filter(probabilities, logits, samplings, size)
-    total = mass[:, -1:].where(top_k < size, 1.0)
     # A token stays while those before it sum to less than top_p; without top_p all that top_k kept stays.
-    ranked = ranked.where((mass - ranked < top_p * total) | (top_p == 1.0), 0.0)
-    return torch.zeros_like(probabilities).scatter_(-1, order, ranked)
+    return order, weights.where((mass - weights < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
+
+
+def _rank(logits: Tensor, top_k: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the `width` highest logits of each row and their tokens; the first `top_k` are exact, of equals too."""
+    values, order = logits.topk(width)
+    if width < logits.shape[-1] and bool((values[:, -1:] >= values.gather(-1, top_k - 1)).any()):
+        order = _ranking(logits).topk(width).indices  # equals that topk left out may have lower ids
+        return logits.gather(-1, order), order
+    order, places = order.sort(-1)
+    values, places = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return values, order.gather(-1, places)
 
 
 def _ranking(logits: Tensor) -> Tensor:
@@ -166,12 +248,37 @@ def _ranking(logits: Tensor) -> Tensor:
     return (rising.long() << 32) + torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
 
 
-def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
-    """Return ``(rows,)`` int64: the token at which the cumulative probability passes each row's draw."""
-    mass = probabilities.cumsum(-1)
-    targets = _column(draws, probabilities) * mass[:, -1:]
-    picked = torch.searchsorted(mass, targets, right=True).squeeze(-1)
-    return picked.where(mass[:, -1] > 0, NO_TOKEN)  # NaN is not above 0 either
+def _pick(weights: Tensor, draws: Sequence[float]) -> Tensor:
+    """
+    Return ``(rows,)`` int64: the token at which the cumulative weight passes the row's draw, as a share of all.
+
+    Weights are summed by blocks first: only those of one block per row are accumulated one by one, in float64.
+    """
+    size = weights.shape[-1]
+    length = min(_BLOCK, size)
+    whole = size - size % length
+    sums = weights[:, :whole].unfold(-1, length, length).sum(-1, dtype=torch.float64)
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+    block, left = _search(sums, _column(draws, weights) * sums.sum(-1, keepdim=True))
+    columns = block * length + torch.arange(length, device=weights.device)
+    inside = weights.gather(-1, columns.clamp(max=size - 1)).double().where(columns < size, 0.0)
+    return columns.gather(-1, _search(inside, left)[0]).squeeze(-1)
+
+
+def _search(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Return where the cumulative weight passes the target, and what of the target is left there; both ``(rows, 1)``.
+
+    Args:
+        weights: ``(rows, count)`` float64.
+        targets: ``(rows, 1)`` float64, from 0 to below the sum of the row.
+    """
+    mass = weights.cumsum(-1)
+    # Rounding may put a target at the end, behind the last positive weight.
+    last = (torch.arange(weights.shape[-1], device=weights.device) * (weights > 0)).amax(-1, keepdim=True)
+    found = torch.searchsorted(mass, targets, right=True).minimum(last)
+    return found, targets - (mass - weights).gather(-1, found)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
