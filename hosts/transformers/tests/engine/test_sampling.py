@@ -196,6 +196,20 @@ def test_rows_are_independent(batch: list[tuple[list[float], Sampling, int]]) ->
     assert together == sample(logits, requests).tolist()  # a step that is repeated
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1000, 32000])
+def test_rows_of_a_large_vocabulary_are_independent(dtype: torch.dtype, size: int) -> None:
+    kinds = [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 500, "top_p": 0.8}]
+    samplings = [Sampling(temperature=0.9, seed=seed, **kinds[seed % 5]) for seed in range(19)]
+    requests = [request(sampling) for sampling in [*samplings, Sampling()]]
+    logits = torch.randn(20, size, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    together = sample(logits, requests).tolist()
+
+    assert together == [sample(logits[row : row + 1], requests[row : row + 1]).item() for row in range(20)]
+    assert together[::-1] == sample(logits.flip(0), requests[::-1]).tolist()
+
+
 def test_each_position_has_its_own_draw() -> None:
     logits, sampling = torch.zeros(1, 1000), Sampling(temperature=1.0, seed=4)
     tokens = [sample(logits, [request(sampling, (1,) * length)]).item() for length in range(1, 30)]
