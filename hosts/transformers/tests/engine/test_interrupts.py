@@ -16,7 +16,8 @@ from hosts.transformers.tests.fakes import model as fake
 from hosts.transformers.tests.models import model
 
 HOST_CODE = (scheduler, block_pool, request_module)
-ENGINE_CODE = (engine_module, weights, runner, assembler, block_table)
+ENGINE_CODE = (engine_module, weights, runner)
+STEP_CODE = (*ENGINE_CODE, assembler, block_table)
 PROMPTS = [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 2, 2], [1, 1, 1], [2, 2, 1], [0, 1, 2, 0, 2]]
 LENGTHS = [6, 5, 9, 7, 4]
 CANCELED = 2
@@ -173,29 +174,37 @@ class TestEngine:
             assert other.finish_reason == "cancelled"
             return [*found, request.new_tokens]
 
-    def places(self, made):
+    def places(self, made, modules):
         found = []
-        return self.run(made, interrupts.traced(ENGINE_CODE, found.append)), found
+        return self.run(made, interrupts.traced(modules, found.append)), found
 
-    def check(self, made, expected, places):
+    def check(self, made, modules, expected, places):
         for place in places:
-            watch = interrupts.interrupted(ENGINE_CODE, place)
-            assert self.run(made, watch) == expected
+            assert self.run(made, interrupts.interrupted(modules, place)) == expected
 
     def test_an_interrupt_at_a_sample_of_lines(self, host):
         made = model("llama", num_hidden_layers=1)
-        expected, found = self.places(made)
+        expected, found = self.places(made, STEP_CODE)
         first = {place[:2]: place for place in found}
 
-        self.check(made, expected, sorted(first.values())[::8])
+        self.check(made, STEP_CODE, expected, sorted(first.values())[::8])
 
     @pytest.mark.slow
     def test_an_interrupt_at_every_line(self, host, record_property):
         made = model("llama", num_hidden_layers=1)
-        expected, found = self.places(made)
+        expected, found = self.places(made, ENGINE_CODE)
         record_property("injections", len(found))
 
-        self.check(made, expected, found)
+        self.check(made, ENGINE_CODE, expected, found)
+
+    @pytest.mark.slow
+    def test_an_interrupt_while_a_batch_is_assembled(self, host):
+        """Of each line the first, the second and the last time that it runs."""
+        made = model("llama", num_hidden_layers=1)
+        expected, found = self.places(made, STEP_CODE)
+        last = {place[:2]: place for place in found}
+
+        self.check(made, STEP_CODE, expected, [place for place in found if place[2] < 3 or place == last[place[:2]]])
 
     def test_an_interrupted_change_of_the_weights(self, host):
         """The prefixes of the old weights are not matched after any interrupt of the submit that evicts them."""

@@ -26,6 +26,9 @@ _SPARE: Final = 32
 _BLOCK: Final = 128
 """Weights that are summed before they are searched one by one."""
 
+_CPU_LOGITS: Final = 2**18
+"""Logits that are sampled from at once on a CPU. Temporary tensors of many MB cost page faults, ten times their use."""
+
 _STEEPEST: Final = 1e30
 """The largest inverse temperature, below the largest float32: with it all but the highest logit have no weight."""
 
@@ -107,12 +110,13 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     for row, request in enumerate(requests):
         kinds.setdefault(_kind(request.sampling), []).append(row)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+    most = max(1, _CPU_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(requests)
     for choose, rows in kinds.items():
-        if len(rows) == len(requests):
-            tokens = choose(logits, requests)
-        else:
-            index = torch.tensor(rows, device=logits.device)
-            tokens[index] = choose(logits[index], [requests[row] for row in rows])
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            everything = len(rows) == len(requests)  # a slice saves a copy
+            index = slice(start, start + most) if everything else torch.tensor(part, device=logits.device)
+            tokens[index] = choose(logits[index], [requests[row] for row in part])
     return tokens
 
 
