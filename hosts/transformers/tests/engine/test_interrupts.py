@@ -7,7 +7,7 @@ import torch
 
 from attnplug.batching import assembler, block_table
 from attnplug.errors import BatchError
-from attnplug_transformers.engine import Engine, Sampling, block_pool, runner, scheduler, weights
+from attnplug_transformers.engine import Engine, Sampling, block_pool, exclusive, runner, schedule, scheduler, weights
 from attnplug_transformers.engine import engine as engine_module
 from attnplug_transformers.engine import request as request_module
 from attnplug_transformers.engine.request import Request
@@ -15,8 +15,8 @@ from hosts.transformers.tests.fakes import interrupts
 from hosts.transformers.tests.fakes import model as fake
 from hosts.transformers.tests.models import model
 
-HOST_CODE = (scheduler, block_pool, request_module)
-ENGINE_CODE = (engine_module, weights, runner)
+HOST_CODE = (scheduler, schedule, block_pool, request_module)
+ENGINE_CODE = (engine_module, exclusive, weights, runner)
 STEP_CODE = (*ENGINE_CODE, assembler, block_table)
 PROMPTS = [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 2, 2], [1, 1, 1], [2, 2, 1], [0, 1, 2, 0, 2]]
 LENGTHS = [6, 5, 9, 7, 4]

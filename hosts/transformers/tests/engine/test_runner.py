@@ -7,7 +7,7 @@ import torch
 from attnplug.batching import BatchAssembler, positions_of
 from attnplug_transformers.engine import Engine, Request
 from attnplug_transformers.engine.runner import prepare
-from attnplug_transformers.engine.scheduler import ScheduledRequest, Step
+from attnplug_transformers.engine.schedule import ScheduledRequest, Step
 from hosts.transformers.tests.engine.reference import reference
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attnplug_transformers.engine.request import Request
-    from attnplug_transformers.engine.scheduler import Step
+    from attnplug_transformers.engine.schedule import Step
 
 VOCABULARY = 3
 _START = 17

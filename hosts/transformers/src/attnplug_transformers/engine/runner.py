@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract import Cache, Metadata, MetadataBuilder
     from attnplug_transformers.engine.layers import Groups
-    from attnplug_transformers.engine.scheduler import Step
+    from attnplug_transformers.engine.schedule import Step
 
 _log = logging.getLogger(__name__)
 
