@@ -109,6 +109,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     kinds: dict[Callable[[Tensor, Sequence[Request]], Tensor], list[int]] = {}
     for row, request in enumerate(requests):
         kinds.setdefault(_kind(request.sampling), []).append(row)
+    if kinds.keys() == {_take_highest}:
+        return _take_highest(logits, requests)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     most = max(1, _CPU_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(requests)
     for choose, rows in kinds.items():

@@ -298,7 +298,8 @@ class Scheduler:
         request.num_computed_tokens = one.stop
         if one.start // size < one.stop // size:
             self._pool.register(request.blocks, request.tokens, one.start // size, one.stop // size)
-        self._release_unattended(request, one.start)
+        if self._frees:
+            self._release_unattended(request, one.start)
         if token is not None:
             request.append(token)
             if request.is_finished:
