@@ -115,7 +115,7 @@ def test_fields_that_follow_follow_again():
     ("given", "message"),
     [
         ({"head_sise": 64}, ["'head_sise'", "did you mean 'head_size'?"]),
-        ({"head_size": 0}, ["head_size=0", "a whole number from 1 on"]),
+        ({"head_size": 0}, ["head_size=0", "a whole number from 1 to 2147483647"]),
         ({"head_size": True}, ["head_size=True"]),
         ({"dtype": "int4"}, ["dtype='int4'", "'bfloat16'"]),
         ({"num_kv_heads": 3}, ["num_q_heads=8", "multiple of num_kv_heads"]),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 from attrs import field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import SettingsError
 from attnplug.manifest.memo import remember
-from attnplug.request.fields import near, read_only
+from attnplug.request.fields import is_plain, near, read_only
 from attnplug.request.settings import parse_flag
 
 if TYPE_CHECKING:
@@ -164,7 +165,11 @@ class Option:
     def admits(self, value: Any) -> bool:
         """Whether `value` has the option's type and is within its bounds."""
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-        if type(value) not in kinds[self.type] or (self.choices and value not in self.choices):
+        if (
+            type(value) not in kinds[self.type]
+            or not (type(value) is float or is_plain(value))
+            or (self.choices and value not in self.choices)
+        ):
             return False
         return not ((self.min is not None and value < self.min) or (self.max is not None and value > self.max))
 
@@ -185,7 +190,7 @@ class Option:
 
     def _refuse(self, value: Any, source: str) -> Any:
         raise SettingsError(
-            f"{self.name}={value!r} was given by {source}",
+            f"{self.name}={shown(value)} was given by {source}",
             f"{self.name} ({self.help}) is {self.allowed()}",
             f"its default is {self.default!r}",
         )

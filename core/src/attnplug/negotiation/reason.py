@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.request.device import Device
-from attnplug.request.fields import FIELDS
+from attnplug.request.fields import FIELDS, freeze, thaw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,11 +32,6 @@ _OF_DEVICE: Final = {"device_type": "is", "device_name": "is", "vendor": "is fro
 """How a device has what a field says; it "has" everything else."""
 
 
-def _hashable(value: Any) -> Any:
-    """Return lists as tuples: what JSON gives back is equal to what it was made from."""
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
-
-
 @frozen
 class Reason:
     """
@@ -49,14 +44,14 @@ class Reason:
             probe refuses: ``probe`` (this request on this device), ``probe_device`` (every request on this device),
             ``broken`` (everything; also where the manifest or the plugin's code fails).
         field: The field that it is about, or the requirement, or the plugin.
-        wanted: The requested value, as a plain value.
+        wanted: The requested value, as a plain value that hashes: lists are tuples, tables are tuples of pairs.
         supported: What is supported, in words; of a probe what it found. Empty where that is nothing.
         because: The explanation of the manifest or of the failure, of a probe its fix, or an empty text.
     """
 
     code: Code
     field: str
-    wanted: Any = attrs.field(converter=_hashable)
+    wanted: Any = attrs.field(converter=freeze)
     supported: str
     because: str = ""
 
@@ -92,7 +87,7 @@ class Reason:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return attrs.asdict(self, recurse=False)
+        return {**attrs.asdict(self, recurse=False), "wanted": thaw(self.wanted)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Reason:
@@ -189,7 +184,7 @@ class Unverified:
     """
 
     field: str
-    value: Any
+    value: Any = attrs.field(converter=freeze)
     because: str
 
     def __str__(self) -> str:
@@ -200,7 +195,7 @@ class Unverified:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return attrs.asdict(self, recurse=False)
+        return {**attrs.asdict(self, recurse=False), "value": thaw(self.value)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Unverified:

@@ -10,19 +10,24 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from attrs import field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
 
-_FORM = re.compile(r"(\d{1,3})\.(\d)([af]?)")
+_FORM = re.compile(r"([0-9]{1,3})\.([0-9])([af]?)")
+
+MOST: Final = 2**31 - 1
+"""The largest number of a request: kernels and index tensors are int32."""
 
 
 @frozen(cache_hash=True)
@@ -49,6 +54,11 @@ class ComputeCapability:
             return hardware.major == self.major and hardware.minor >= self.minor
         return hardware.number == self.number
 
+    def is_whole(self) -> bool:
+        """Whether its parts have their types, and are small: whoever constructs it may pass anything."""
+        numbers = all(type(part) is int and 0 <= part < 1000 for part in (self.major, self.minor))
+        return numbers and type(self.suffix) is str
+
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}{self.suffix}"
 
@@ -60,14 +70,17 @@ def parse_capability(value: object) -> ComputeCapability:
     Raises:
         ValueError: `value` has none of these forms.
     """
+    text = value
     if isinstance(value, ComputeCapability):
-        return value
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value):
-        return ComputeCapability(*value)
-    match = _FORM.fullmatch(value) if isinstance(value, str) else None
+        text = f"{value.major}.{value.minor}{value.suffix}" if value.is_whole() else None
+    elif isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value):
+        text = f"{value[0]}.{value[1]}" if all(0 <= part < 1000 for part in value) else None
+    match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         msg = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
         raise ValueError(msg)
+    if isinstance(value, ComputeCapability):
+        return value
     return ComputeCapability(int(match[1]), int(match[2]), match[3])
 
 
@@ -107,7 +120,7 @@ def _to_capability(value: Any) -> ComputeCapability | None:
         return parse_capability(value)
     except ValueError as error:
         raise DeviceError(
-            f"compute capability {value!r} was given",
+            f"compute capability {shown(value)} was given",
             f"it is {error}",
             "write it as major.minor, such as '9.0', not as a device index",
         ) from None
@@ -134,17 +147,22 @@ class Device:
 
     @vendor.default
     def _default_vendor(self) -> str | None:
-        return default_vendor(self.type)
+        return default_vendor(self.type) if isinstance(self.type, str) else None  # checked after the defaults
 
     def __attrs_post_init__(self) -> None:
         if hasattr(self.type, "type"):
             raise foreign_device(self.type)
-        if not (isinstance(self.type, str) and self.type.isidentifier() and self.type.islower()):
+        if not (type(self.type) is str and self.type.isidentifier() and self.type.islower()):
             raise DeviceError(
-                f"device type {self.type!r} was given",
+                f"device type {shown(self.type)} was given",
                 "a type is a lower-case word such as 'cpu' or 'cuda'",
                 "use torch's name",
             )
+        _check_word("vendor", self.vendor, "a lower-case word such as 'nvidia'", is_valid=_is_word)
+        _check_word("name", self.name, "a text", is_valid=bool)
+        count = self.num_multiprocessors
+        if count is not None and (type(count) is not int or not 1 <= count <= MOST):
+            raise _wrong("num_multiprocessors", count, f"a whole number from 1 to {MOST}")
         if self.type == "cuda" and self.vendor == "nvidia" and self.compute_capability is None:
             raise DeviceError(
                 "a cuda device without a compute capability was given",
@@ -214,10 +232,14 @@ class Device:
             DeviceError: A key is unknown or a value does not parse.
         """
         known = [a.name for a in attrs.fields(cls)]
+        if not isinstance(data, Mapping):
+            raise DeviceError(
+                f"device={shown(data)} was received", "it is what Device.to_dict returned", "send that, as JSON"
+            )
         for key in data:
             if key not in known:
                 raise DeviceError(
-                    f"the device field {key!r} was given", f"the fields are {', '.join(known)}", "use one of these"
+                    f"the device field {shown(key)} was given", f"the fields are {', '.join(known)}", "use one of these"
                 )
         return cls(**data)
 
@@ -225,6 +247,21 @@ class Device:
         capability = f":{self.compute_capability}" if self.compute_capability else ""
         product = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
         return f"{self.type}{capability}" + (f" ({product})" if product else "")
+
+
+def _is_word(text: str) -> bool:
+    return text.isidentifier() and text.islower()
+
+
+def _check_word(name: str, value: object, expected: str, *, is_valid: Callable[[str], bool]) -> None:
+    if value is not None and not (type(value) is str and is_valid(value)):
+        raise _wrong(name, value, expected)
+
+
+def _wrong(name: str, value: object, expected: str) -> DeviceError:
+    return DeviceError(
+        f"a device with {name}={shown(value)} was given", f"it is {expected}, or None", "correct it, or leave it out"
+    )
 
 
 def is_unseen() -> bool:
@@ -243,11 +280,12 @@ def is_unseen() -> bool:
 def foreign_device(device: object) -> DeviceError:
     """Return the error for an object that is no device, such as torch's, with the text to write for it."""
     kind = getattr(device, "type", None)
+    kind = kind if isinstance(kind, str) else None
     text = f"{kind}:9.0" if kind == "cuda" else kind
     other = ", or describe another with Device.cuda('9.0')"
     write = f", or write {text!r}{', with its own compute capability' if kind == 'cuda' else ''}" if kind else other
     return DeviceError(
-        f"device={device!r} was given",
+        f"device={shown(device)} was given",
         "a device is an attnplug.Device, or its text such as 'cpu' or 'cuda:9.0'",
         f"leave it out for this process's own{write}",
     )

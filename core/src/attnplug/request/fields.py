@@ -11,12 +11,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from attrs import field, frozen
 
-from attnplug.request.device import HARDWARE, ComputeCapability, parse_capability
+from attnplug._shown import shown
+from attnplug.request.device import HARDWARE, MOST, ComputeCapability, parse_capability
 
 _OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -86,18 +88,19 @@ class Flag(Domain):
 
 @frozen(kw_only=True)
 class Integer(Domain):
-    """Whole numbers from `min` on."""
+    """Whole numbers from `min` to `max`: kernels take all of them, windows and chunks too, as int32."""
 
     min: int = 1
+    max: int = MOST
     text: str = field()
 
     @text.default
     def _describe(self) -> str:
-        return f"a whole number from {self.min} on"
+        return f"a whole number from {self.min} to {self.max}"
 
     def canonical(self, value: Any) -> int:
         """Return the value itself, if it is one of this domain."""
-        if type(value) is not int or value < self.min:
+        if type(value) is not int or not self.min <= value <= self.max:
             raise self.refuse()
         return value
 
@@ -112,13 +115,15 @@ class Integer(Domain):
 
 @frozen(kw_only=True)
 class Number(Domain):
-    """Positive finite numbers."""
+    """
+    Positive numbers that are normal in float32, as kernels compute, and whose inverse is: they divide by it as well.
+    """
 
-    text: str = "a positive finite number"
+    text: str = "a positive finite number, from 2**-126 to 2**126 (about 1.2e-38 to 8.5e37)"
 
     def canonical(self, value: Any) -> float:
         """Return the value itself, if it is one of this domain."""
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 2.0**-126 <= value <= 2.0**126:
             raise self.refuse()
         return float(value)
 
@@ -155,7 +160,8 @@ class Name(Domain):
     def canonical(self, value: Any) -> str:
         """Return the canonical form."""
         if isinstance(value, str):
-            name = self.aliases.get(value, value)
+            plain = str.__str__(value)  # of an enumeration's member its text
+            name = self.aliases.get(plain, plain)
             if name in self.values or (self.open and _OPEN_NAME.fullmatch(name)):
                 return name
         raise self.refuse()
@@ -181,10 +187,10 @@ class Word(Domain):
     text: str = "a lower-case word"
 
     def canonical(self, value: Any) -> str:
-        """Return the value itself, if it is one of this domain."""
+        """Return the text itself, if it is one of this domain."""
         if not isinstance(value, str) or re.fullmatch(r"[a-z][a-z0-9_]*", value) is None:
             raise self.refuse()
-        return value
+        return str.__str__(value)
 
 
 @frozen(kw_only=True)
@@ -194,10 +200,10 @@ class Text(Domain):
     text: str = "a text"
 
     def canonical(self, value: Any) -> str:
-        """Return the value itself, if it is one of this domain."""
+        """Return the text itself, if it is one of this domain."""
         if not isinstance(value, str) or not value:
             raise self.refuse()
-        return value
+        return str.__str__(value)
 
 
 @frozen(kw_only=True)
@@ -227,28 +233,96 @@ class Names(Domain):
         return list(value)
 
 
+class FrozenTable(tuple[tuple[str, Any], ...]):
+    """
+    A table of plain values as sorted pairs, which hashes. ``dict(table)`` is the table again.
+
+    Unlike in Python, 1, True and 1.0 differ in it: a kernel that branches on the type of a parameter does other things.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Mapping):
+            return len(other) == len(self) and all(
+                name in other and _typed(item) == _typed(other[name]) for name, item in self
+            )
+        return _typed(self) == _typed(other) if isinstance(other, tuple) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:  # the tuple's own compares otherwise
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_typed(self))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _typed(value: Any) -> Any:
+    """Return a value with the types of all that is in it, for comparisons."""
+    return tuple(map(_typed, value)) if isinstance(value, tuple) else (type(value), value)
+
+
 @frozen(kw_only=True)
 class Table(Domain):
     """A table of plain values, kept as sorted pairs so that it hashes."""
 
-    text: str = "a table of names to numbers, booleans or texts"
+    text: str = "a table of names to finite numbers of at most 64 bits, booleans or texts"
 
-    def canonical(self, value: Any) -> tuple[tuple[str, int | float | bool | str], ...]:
+    def canonical(self, value: Any) -> FrozenTable:
         """Return the canonical form."""
-        pairs = value.items() if isinstance(value, Mapping) else value
-        try:
-            table = dict(pairs)
-        except (TypeError, ValueError):
-            raise self.refuse() from None
-        if not table or not all(
-            isinstance(k, str) and isinstance(v, (int, float, bool, str)) for k, v in table.items()
-        ):
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+        if not isinstance(pairs, (tuple, list)) or not all(map(_is_entry, pairs)):
             raise self.refuse()
-        return tuple(sorted(table.items()))
+        table = {name: item + 0.0 if type(item) is float else item for name, item in pairs}  # -0.0 is 0.0
+        if not table or len(table) < len(pairs):
+            raise self.refuse()
+        return FrozenTable(sorted(table.items()))
 
     def dump(self, value: Any) -> dict[str, Any]:
         """Return a plain JSON value."""
         return dict(value)
+
+
+def _is_entry(pair: object) -> bool:
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and type(pair[0]) is str and is_plain(pair[1])
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a boolean, a text, a finite number: what JSON carries, and every process reads alike."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return type(value) in (bool, str) or (type(value) is float and isfinite(value))
+
+
+def freeze(value: Any) -> Any:
+    """Return a value as one that hashes: lists as tuples, tables as `FrozenTable`, what is left as its text."""
+    try:
+        return _freeze(value)
+    except RecursionError:
+        return shown(value)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, FrozenTable):
+        return value
+    if isinstance(value, Mapping):
+        return FrozenTable(sorted((str(name), _freeze(item)) for name, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    try:
+        hash(value)
+    except TypeError:
+        return shown(value)
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """Return what `freeze` returned as JSON carries it, tables as dictionaries."""
+    if isinstance(value, FrozenTable):
+        return {name: thaw(item) for name, item in value}
+    return [thaw(item) for item in value] if isinstance(value, tuple) else value
 
 
 @frozen(kw_only=True)
@@ -288,6 +362,8 @@ def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a read-only view of a copy."""
     return MappingProxyType(dict(mapping))
 
+
+_LONGEST_NAME: Final = 200
 
 Kind = Literal["model", "engine", "device", "derived"]
 
@@ -438,5 +514,7 @@ def fields_of(*kinds: Kind) -> tuple[Field, ...]:
 
 def near(name: str, names: Mapping[str, object] | tuple[str, ...] | list[str] | set[str] | frozenset[str]) -> str:
     """Return "; did you mean 'x'?" where a name is close to one of `names`, else an empty text."""
+    if len(name) > _LONGEST_NAME:
+        return ""  # comparing takes time that grows with the square of the length
     matches = get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 from attrs import field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import RequirementsError
 from attnplug.request.fields import FIELDS, Field, Name, fields_of, near
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _C = TypeVar("_C", bound=type)
 
@@ -67,7 +69,7 @@ def _check_known(name: str) -> None:
     if name not in _NAMES:
         known = [item.name for item in _REQUESTED]
         raise RequirementsError(
-            f"the requirement {name!r} was given{near(name, known)}",
+            f"the requirement {shown(name)} was given{near(name, known)}",
             f"the requirements are {', '.join(known)}",
             "use one of these names; an open feature goes into features=('vendor.name',)",
         )
@@ -191,8 +193,14 @@ class Requirements:
         Read what `to_dict` wrote.
 
         Raises:
-            RequirementsError: As for the constructor.
+            RequirementsError: As for the constructor, and for anything but a mapping of names.
         """
+        if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+            raise RequirementsError(
+                f"{shown(data)} was received as requirements",
+                "they are what Requirements.to_dict returned: a mapping of names to values",
+                "send that, as JSON",
+            )
         return cls(**data)
 
 
@@ -217,7 +225,7 @@ def _canonical(item: Field, value: Any) -> Any:
         return item.domain.canonical(value)
     except ValueError as error:
         raise RequirementsError(
-            f"{item.name}={value!r} was given",
+            f"{item.name}={shown(value)} was given",
             f"{item.name} ({item.help}) is {error}" + (", or None" if item.is_optional() else ""),
             _fix(item, value) + ("" if item.required else ", or leave it out"),
         ) from None
@@ -225,7 +233,7 @@ def _canonical(item: Field, value: Any) -> Any:
 
 def _fix(item: Field, value: Any) -> str:
     """Return what to write for a name in upper or lower case, or for an object of torch."""
-    word = str(value).rpartition(".")[2]
+    word = (value if isinstance(value, str) else shown(value)).rpartition(".")[2]
     if isinstance(item.domain, Name):
         for name in (word, word.lower(), word.upper(), _OF_TORCH.get(word)):
             if name in item.domain.values:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import SettingsError
 from attnplug.request.device import Device, foreign_device
-from attnplug.request.fields import read_only
+from attnplug.request.fields import is_plain, read_only
 from attnplug.request.settings import BackendNames, layered, parse_layout
 from attnplug.selection.process import current_state
 
@@ -112,16 +113,14 @@ def overrides(
     names = _names(backend)
     if (backend is not None and not names) or not all(isinstance(name, str) and name for name in names):
         raise SettingsError(
-            f"backend={backend!r} was given by {source}",
+            f"backend={shown(backend)} was given by {source}",
             "backend is a name, or a list of names in order, ending in 'auto' to permit others",
             "leave it out",
         )
-    if options is not None and not (
-        isinstance(options, Mapping) and all(isinstance(table, Mapping) for table in options.values())
-    ):
+    if options is not None and not _are_tables(options):
         raise SettingsError(
-            f"options={options!r} was given by {source}",
-            "options is a table of tables, by backend",
+            f"options={shown(options)} was given by {source}",
+            "options is a table of tables, by backend: of numbers, booleans and texts, by option",
             "write {'flashinfer': {...}}",
         )
     flat = tuple((name, option, value) for name, table in (options or {}).items() for option, value in table.items())
@@ -131,6 +130,18 @@ def overrides(
     given = {"device": device, "kv_layout": layout}
     sources |= {name: source for name, value in given.items() if value}
     return Overrides(names, _device(device), flat, layout, sources)
+
+
+def _are_tables(options: object) -> bool:
+    if not isinstance(options, Mapping):
+        return False
+    names = (*options, *(name for table in options.values() if isinstance(table, Mapping) for name in table))
+    values = (value for table in options.values() if isinstance(table, Mapping) for value in table.values())
+    return (
+        all(isinstance(table, Mapping) for table in options.values())
+        and all(type(name) is str for name in names)
+        and all(type(value) is float or is_plain(value) for value in values)
+    )
 
 
 def _names(backend: Any) -> tuple[Any, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from attnplug._shown import shown
 from attnplug.errors import NoBackendError, RequirementsError
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
 from attnplug.negotiation.ranking import Policy, Ranked, rank
+from attnplug.request.fields import freeze
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.options import check_options
@@ -240,7 +241,7 @@ def _not_requirements(given: object) -> RequirementsError:
             "load it with selection.load(), or decide again on selection.requirements",
         )
     return RequirementsError(
-        f"requirements={reprlib.repr(given)} was given", expected, "build one, or read one with Requirements.from_dict"
+        f"requirements={shown(given)} was given", expected, "build one, or read one with Requirements.from_dict"
     )
 
 
@@ -265,6 +266,8 @@ def _frozen(settings: Settings) -> Hashable:
     """Return the options, and where everything comes from, which a decision reports too."""
     options = settings.options
     values = (
-        (backend, name, repr(value)) for backend in sorted(options) for name, value in sorted(options[backend].items())
+        (backend, name, type(value), repr(value) if type(value) is float else freeze(value))  # NaN equals nothing
+        for backend in sorted(options)
+        for name, value in sorted(options[backend].items())
     )
     return (*values, *settings.sources.items())

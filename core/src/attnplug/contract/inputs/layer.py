@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from attrs import field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import LayerError
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from attnplug.request.fields import FrozenTable
 
-def _as_pairs(value: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None) -> tuple[tuple[str, Any], ...] | None:
+
+def _to_table(value: Any) -> FrozenTable | None:
+    table = FIELDS["block_sparse"].domain
     try:
-        return None if value is None else tuple(sorted(dict(value).items()))
-    except (TypeError, ValueError):
+        return None if value is None else cast("FrozenTable", table.canonical(value))
+    except ValueError:
         raise LayerError(
-            f"block_sparse={value!r} was given",
-            "a pattern is a table of names to numbers, booleans or strings",
+            f"block_sparse={shown(value)} was given",
+            f"a pattern is {table.text}",
             "pass a mapping, as in the requirements",
         ) from None
 
@@ -78,7 +83,7 @@ class Layer:
     attn_type: str | None = None
     sinks: Tensor | None = None
     kv_sharing_target: str | None = None
-    block_sparse: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
+    block_sparse: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, converter=_to_table)
     q_scale: float | None = None
     k_scale: float | None = None
     v_scale: float | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import field, frozen
 
+from attnplug._shown import shown
 from attnplug.errors import LimitsError
+from attnplug.request.device import MOST
 from attnplug.request.fields import GRAPH_LEVELS
 
 if TYPE_CHECKING:
@@ -14,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def _to_sizes(sizes: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))
+    if isinstance(sizes, str) or not isinstance(sizes, (Sequence, AbstractSet)):
+        _refuse("capture_sizes", sizes, "a list of token counts")
+    return tuple(sorted(set(sizes))) if all(type(size) is int for size in sizes) else tuple(sizes)
 
 
 @frozen(kw_only=True)
@@ -49,11 +55,14 @@ class Limits:
 
     def __attrs_post_init__(self) -> None:
         _check_counts(self, "max_num_reqs", "max_num_tokens", "max_seq_len")
-        if self.num_blocks is not None and (type(self.num_blocks) is not int or self.num_blocks < 2):
-            _refuse("num_blocks", self.num_blocks, "at least 2: block 0 is a null block that no request gets")
+        if self.num_blocks is not None and (type(self.num_blocks) is not int or not 2 <= self.num_blocks <= MOST):
+            expected = f"at least 2 and at most {MOST}: block 0 is a null block that no request gets"
+            _refuse("num_blocks", self.num_blocks, expected)
         if self.max_num_splits is not None:
             _check_counts(self, "max_num_splits")
-        if self.cudagraph is not None and self.cudagraph not in GRAPH_LEVELS:
+        if self.batch_invariant is not None and type(self.batch_invariant) is not bool:
+            _refuse("batch_invariant", self.batch_invariant, "true or false, or None")
+        if self.cudagraph is not None and not (isinstance(self.cudagraph, str) and self.cudagraph in GRAPH_LEVELS):
             _refuse("cudagraph", self.cudagraph, f"one of {', '.join(map(repr, GRAPH_LEVELS))}")
         if any(type(size) is not int or not 1 <= size <= self.max_num_tokens for size in self.capture_sizes):
             _refuse("capture_sizes", self.capture_sizes, f"token counts from 1 to max_num_tokens={self.max_num_tokens}")
@@ -142,9 +151,9 @@ def _check_graphs(limits: Limits, agreement: Agreement) -> None:
 def _check_counts(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if type(value) is not int or value < 1:
-            _refuse(name, value, "a whole number from 1 on")
+        if type(value) is not int or not 1 <= value <= MOST:
+            _refuse(name, value, f"a whole number from 1 to {MOST}")
 
 
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", f"pass another {name}")
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
+    raise LimitsError(f"{name}={shown(value)} was given", f"{name} is {expected}", f"pass another {name}")

@@ -1,0 +1,305 @@
+"""Whatever is written into a field: a valid request, or an error of this project."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.contract import Layer, Limits, Parallel
+from attnplug.errors import AttnplugError, DeviceError, LimitsError, RequirementsError, SettingsError
+from attnplug.negotiation.reason import Reason, Unverified
+from attnplug.request.device import ComputeCapability, Device
+from attnplug.request.fields import FIELDS, fields_of
+from attnplug.request.requirements import Requirements
+
+BASE = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+HUGE = 10**400
+
+
+class Silent:
+    """Neither prints nor hashes nor compares."""
+
+    __hash__ = None
+
+    def __repr__(self):
+        raise RuntimeError
+
+    def __eq__(self, other):
+        raise RuntimeError
+
+
+def kind(value):
+    return value if isinstance(value, str) else type(value).__name__
+
+
+class Word(str, enum.Enum):
+    DTYPE = "bfloat16"
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ODD = st.sampled_from(
+    [
+        HUGE,
+        -HUGE,
+        10**5000,
+        2**31,
+        math.nan,
+        math.inf,
+        5e-324,
+        nested(5000),
+        Silent(),
+        object(),
+        b"x",
+        set(),
+        {1: 2},
+        Word.DTYPE,
+        (9, 10**5000),
+        "9" * 5000,
+        "�",
+        {"a": {}},
+        {"a": Silent()},
+        [["a", []]],
+        range(3),
+        1j,
+        ComputeCapability([], {}),
+        ComputeCapability(9, HUGE),
+        frozenset({"prefill"}),
+        {"b": math.nan},
+        [("a", 1)] * 2,
+    ]
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+)
+TEXTS = st.sampled_from(["auto", "fp8", "NHD", "decoder", "cpu", "cuda", "9.0", "never", "prefill", "acme.x"])
+ANY = JSON | ODD | TEXTS
+
+
+def valid(make):
+    """Return what a constructor makes, None where it refuses; any other exception fails the test."""
+    try:
+        return make()
+    except AttnplugError as error:
+        return None if str(error) else pytest.fail("an error without a text")
+
+
+@settings(max_examples=400)
+@given(st.dictionaries(st.sampled_from([item.name for item in fields_of("model", "engine")]), ANY, max_size=3))
+def test_requirements_are_valid_or_refused(values):
+    made = valid(lambda: Requirements(**{**BASE, **values}))
+
+    if made is not None:
+        again = Requirements.from_dict(json.loads(json.dumps(made.to_dict(), allow_nan=False)))
+        assert again == made
+        assert hash(again) == hash(made)
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields_of("model", "engine")])
+@pytest.mark.parametrize(
+    "value", [HUGE, 10**5000, nested(5000), Silent(), {"a": Silent()}, [Silent()], math.nan], ids=kind
+)
+def test_every_field_refuses_what_is_no_value(name, value):
+    with pytest.raises(RequirementsError, match=name):
+        Requirements(**{**BASE, name: value})
+
+
+@given(ANY | st.dictionaries(st.sampled_from([*BASE, "sinks", "x", ""]), ANY))
+def test_requirements_are_read_or_refused(data):
+    valid(lambda: Requirements.from_dict(data))
+
+
+@pytest.mark.parametrize("data", [None, 3, [], [("head_size", 64)], {1: 2}, nested(5000), Silent()], ids=kind)
+def test_what_holds_no_requirements_is_refused(data):
+    with pytest.raises(RequirementsError):
+        Requirements.from_dict(data)
+
+
+@settings(max_examples=300)
+@given(
+    st.dictionaries(
+        st.sampled_from(["type", "vendor", "name", "compute_capability", "num_multiprocessors"]), ANY, max_size=3
+    )
+)
+def test_devices_are_valid_or_refused(values):
+    for made in (valid(lambda: Device(**values)), valid(lambda: Device.from_dict(values))):
+        if made is not None:
+            assert hash(made) == hash(Device.from_dict(json.loads(json.dumps(made.to_dict()))))
+            assert str(made)
+
+
+@given(ANY)
+def test_a_device_is_read_or_refused(value):
+    for read in (Device.parse, Device.from_dict, Device.cuda):
+        valid(lambda read=read: read(value))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"vendor": 3},
+        {"vendor": ["nvidia"]},
+        {"name": b"H100"},
+        {"num_multiprocessors": True},
+        {"num_multiprocessors": HUGE},
+        {"compute_capability": (9, -1)},
+        {"compute_capability": (HUGE, 0)},
+        {"compute_capability": ComputeCapability([], 0)},
+        {"compute_capability": "٩.0"},
+    ],
+)
+def test_a_device_of_wrong_parts_is_refused(values):
+    with pytest.raises(DeviceError):
+        Device(**values)
+
+
+@settings(max_examples=300)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "max_num_reqs",
+                "max_num_tokens",
+                "max_seq_len",
+                "num_blocks",
+                "capture_sizes",
+                "cudagraph",
+                "max_num_splits",
+                "batch_invariant",
+            ]
+        ),
+        ANY,
+        max_size=3,
+    )
+)
+def test_limits_are_valid_or_refused(values):
+    made = valid(lambda: Limits(**{"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64, **values}))
+
+    assert made is None or isinstance(hash(made), int)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["tp_rank", "tp_size", "dcp_rank", "dcp_size", "dcp_interleave"]), ANY, min_size=1, max_size=2
+    )
+)
+def test_ranks_are_valid_or_refused(values):
+    made = valid(lambda: Parallel(**values))
+
+    assert made is None or isinstance(hash(made), int)
+
+
+@pytest.mark.parametrize(
+    "values", [{"capture_sizes": 4}, {"capture_sizes": [[]]}, {"capture_sizes": ["a", 1]}, {"num_blocks": HUGE}]
+)
+def test_limits_of_wrong_types_are_refused(values):
+    with pytest.raises(LimitsError):
+        Limits(**{"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64, **values})
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from(["torch", "nobody", "torch/sdpa", 3]), st.dictionaries(TEXTS | st.just(3), ANY)))
+def test_options_are_used_or_refused(options):
+    valid(lambda: attnplug.select(Requirements(**BASE), "cpu", options=options))
+
+
+@pytest.mark.parametrize("value", [HUGE, [], nested(5000), Silent(), None, b"x", 1j], ids=kind)
+def test_an_option_of_another_type_is_refused(value):
+    with pytest.raises(SettingsError, match="options="):
+        attnplug.select(Requirements(**BASE), "cpu", options={"torch": {"x": value}})
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.text(max_size=2), PLAIN) | ANY)
+def test_a_pattern_is_valid_in_both_or_neither(table):
+    request = valid(lambda: Requirements(**BASE, block_sparse=table))
+    layer = valid(lambda: Layer(name="x", block_sparse=table))
+
+    assert (request is None) == (layer is None)
+    if request is not None and table is not None:
+        assert request.block_sparse == layer.block_sparse
+        assert dict(request.block_sparse) == dict(table)
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (True, 1.0), (0, False), (0.0, False)])
+def test_equal_looking_tables_are_different_requests(one, other):
+    first, second = (Requirements(**BASE, block_sparse={"a": value}) for value in (one, other))
+
+    assert first != second
+    assert len({first, second}) == 2
+    assert first.block_sparse != second.block_sparse
+    assert type(dict(second.block_sparse)["a"]) is type(other)
+    assert Layer(name="x", block_sparse={"a": one}).block_sparse not in (second.block_sparse, {"a": other})
+
+
+def test_decisions_on_equal_looking_tables_are_apart():
+    decisions = [attnplug.explain(Requirements(**BASE, block_sparse={"a": value}), "cpu") for value in (1, True, 1.0)]
+
+    assert [type(dict(each.requirements.block_sparse)["a"]) for each in decisions] == [int, bool, float]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"a": math.nan}, {"a": math.inf}, {"a": HUGE}, {"a": None}, {"a": []}, {1: 2}, {}, "ab", ["ab"], [("a", 1)] * 2],
+)
+def test_tables_hold_plain_values(table):
+    with pytest.raises(RequirementsError, match="block_sparse="):
+        Requirements(**BASE, block_sparse=table)
+
+
+def test_decisions_and_reasons_with_tables_hash():
+    requirements = Requirements(**BASE, block_sparse=MappingProxyType({"b": 1, "a": 2.5}))
+    explanation = attnplug.explain(requirements, "cpu")
+    reason = next(r for verdict in explanation.verdicts for r in verdict.reasons if r.field == "block_sparse")
+
+    assert len({reason, Reason.from_dict(json.loads(json.dumps(reason.to_dict())))}) == 1
+    assert reason.to_dict()["wanted"] == {"a": 2.5, "b": 1}
+    assert "block_sparse={'a': 2.5, 'b': 1}" in str(reason)
+    assert isinstance(hash(explanation.verdicts), int)
+    assert isinstance(hash(Unverified("block_sparse", {"a": [1]}, "")), int)
+
+
+def test_a_selection_with_a_table_hashes():
+    plain = attnplug.select(Requirements(**BASE), "cpu")
+    data = plain.to_dict()
+    data["agreement"]["requirements"]["block_sparse"] = {"a": 1}
+
+    decided, again = (attnplug.Selection.from_dict(json.loads(json.dumps(data))) for _ in range(2))
+
+    assert decided == again
+    assert hash(decided) == hash(again)
+    assert decided != plain
+
+
+@pytest.mark.parametrize("value", [1e39, 3.5e38, 1e-39, 1e-46, 5e-324, HUGE, 2.0**126 * 1.01])
+def test_soft_caps_are_normal_in_float32(value):
+    with pytest.raises(RequirementsError, match=r"logits_soft_cap=(.|\n)*2\*\*-126 to 2\*\*126"):
+        Requirements(**BASE, logits_soft_cap=value)
+    assert Requirements(**BASE, logits_soft_cap=2.0**-126).logits_soft_cap == 2.0**-126
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk", "block_size", "decode_query_len", "head_size"])
+def test_numbers_are_int32(name):
+    with pytest.raises(RequirementsError, match=f"{name}=2147483648"):
+        Requirements(**{**BASE, name: 2**31})
+    assert getattr(Requirements(**{**BASE, name: 2**31 - 1}), name) == 2**31 - 1
+
+
+def test_every_number_has_a_bound():
+    assert all(getattr(item.domain, "max", 0) < 2**31 for item in FIELDS.values())
