@@ -6,6 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug.negotiation.received import (
+    are_options,
+    check_received,
+    is_name,
+    is_table,
+    is_value_of,
+)
 from attnplug.request.fields import read_only
 from attnplug.request.requirements import Requirements
 
@@ -58,8 +65,27 @@ class Agreement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Agreement:
-        """Read what `to_dict` wrote."""
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: A value has another type. Loading checks the terms themselves.
+            RequirementsError: The requirements are invalid.
+        """
+        check_received("the agreement", data, _CHECKS)
         return cls(**{**data, "requirements": Requirements.from_dict(data["requirements"])})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Agreement.from_dict, (self.to_dict(),)  # a read-only view does not pickle
+
+
+_CHECKS = {
+    "backend": is_name,
+    "variant": is_name,
+    "requirements": is_table,
+    "block_size": is_value_of("block_size", optional=True),
+    "kv_layout": is_value_of("kv_layout", optional=True),
+    "kv_cache_dtype": is_value_of("kv_cache_dtype"),
+    "cudagraph": is_value_of("cudagraph"),
+    "options": are_options,
+}

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
 from attrs import field, frozen
 
+from attnplug._shown import shown
+from attnplug.negotiation.received import (
+    check_received,
+    is_list_of_texts,
+    is_table,
+    is_table_or_none,
+    is_text,
+    is_wanted,
+    one_of,
+    refuse_received,
+)
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS, freeze, thaw
 
@@ -59,8 +70,8 @@ class Reason:
     def requested(self) -> str:
         """The fields with their values, as ``head_size=256 with causal=False``."""
         names = self.field.split(" and ")
-        values = self.wanted if len(names) > 1 else (self.wanted,)
-        pairs = zip(names, values, strict=True)
+        values = self.wanted if len(names) > 1 and isinstance(self.wanted, tuple) else (self.wanted,)
+        pairs = zip(names, values, strict=False)  # of a reason that a plugin or another process has written
         return " with ".join(f"{name}={value}" if name in FIELDS else str(value) for name, value in pairs)
 
     def __str__(self) -> str:
@@ -91,7 +102,13 @@ class Reason:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Reason:
-        """Read what `to_dict` wrote."""
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+        """
+        check_received("a reason", data, _REASON)
         return cls(**data)
 
 
@@ -143,12 +160,22 @@ class Fix:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fix:
-        """Read what `to_dict` wrote."""
-        engine = {
-            name: FIELDS[name].domain.canonical(value) if value is not None else None
-            for name, value in data["engine"].items()
-        }
-        device = Device.from_dict(data["device"]) if data["device"] else None
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+            DeviceError: Its device is invalid.
+        """
+        check_received("a fix", data, _FIX)
+        try:
+            engine = {
+                name: FIELDS[name].domain.canonical(value) if value is not None else None
+                for name, value in data["engine"].items()
+            }
+        except (KeyError, ValueError):
+            refuse_received(f"engine={shown(data['engine'])} of a fix")
+        device = Device.from_dict(data["device"]) if data["device"] is not None else None
         return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]), tuple(data["needs"]))
 
     def __str__(self) -> str:
@@ -199,5 +226,30 @@ class Unverified:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Unverified:
-        """Read what `to_dict` wrote."""
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+        """
+        check_received("what is unverified", data, _UNVERIFIED)
         return cls(**data)
+
+
+_REASON = {
+    "code": one_of(*get_args(Code)),
+    "field": is_text,
+    "wanted": is_wanted,
+    "supported": is_text,
+    "because": is_text,
+}
+_FIX = {
+    "install": is_list_of_texts,
+    "engine": is_table,
+    "device": is_table_or_none,
+    "action": is_text,
+    "lacks": is_list_of_texts,
+    "needs": is_list_of_texts,
+    "text": is_text,
+}
+_UNVERIFIED = {"field": is_text, "value": is_wanted, "because": is_text}

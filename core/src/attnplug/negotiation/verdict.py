@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from attrs import field, frozen
 
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.reason import Fix, Reason, Unverified
+from attnplug.negotiation.received import are_texts, check_received, is_list, is_name, is_table_or_none, is_text, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,7 +95,14 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Read what `to_dict` wrote."""
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+            RequestError: Requirements or a device in it are invalid.
+        """
+        check_received("a verdict", data, _CHECKS)
         return cls(
             id=data["id"],
             status=data["status"],
@@ -102,11 +110,23 @@ class Verdict:
             emulated=data["emulated"],
             distribution=data["distribution"],
             details=RecordedDetails(
-                Agreement.from_dict(data["agreement"]) if data["agreement"] else None,
-                Fix.from_dict(data["fix"]) if data["fix"] else None,
+                Agreement.from_dict(data["agreement"]) if data["agreement"] is not None else None,
+                Fix.from_dict(data["fix"]) if data["fix"] is not None else None,
                 tuple(Unverified.from_dict(item) for item in data["unverified"]),
             ),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Verdict.from_dict, (self.to_dict(),)
+
+
+_CHECKS = {
+    "id": is_name,
+    "status": one_of(*get_args(Status)),
+    "reasons": is_list,
+    "emulated": are_texts,
+    "agreement": is_table_or_none,
+    "distribution": is_text,
+    "fix": is_table_or_none,
+    "unverified": is_list,
+}

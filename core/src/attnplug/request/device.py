@@ -221,6 +221,8 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         plain = attrs.asdict(self, recurse=False, filter=lambda _, value: value is not None)
+        if self.vendor != default_vendor(self.type):
+            plain["vendor"] = self.vendor  # None too, in place of the default
         return {**plain, **({"compute_capability": str(self.compute_capability)} if self.compute_capability else {})}
 
     @classmethod

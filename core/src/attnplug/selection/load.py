@@ -295,12 +295,16 @@ def _check_terms(selection: Selection, candidate: Candidate, request: Request) -
         ) from error
     here = {
         "block_size and kv_layout": bool(wanted.paged),
+        "block_size": wanted.block_size or agreed.block_size,
+        "kv_layout": wanted.kv_layout or agreed.kv_layout,
         "kv_cache_dtype": wanted.kv_cache_dtype,
         "cudagraph": graph_level(candidate, request),
         "options": options,
     }
     there = {
         "block_size and kv_layout": agreed.block_size is not None and agreed.kv_layout is not None,
+        "block_size": agreed.block_size,
+        "kv_layout": agreed.kv_layout,
         "kv_cache_dtype": agreed.kv_cache_dtype,
         "cudagraph": agreed.cudagraph,
         "options": dict(agreed.options),

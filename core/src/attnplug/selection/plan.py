@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+<<<<<<< HEAD
 from attnplug._escape import escaped
+=======
+from attnplug._shown import shown
+>>>>>>> 9aaedd1 (A decision of another process is read value by value: what to_dict cannot have written is a DecisionError)
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.negotiation.common_cache import passing_terms, share_terms
 from attnplug.negotiation.matching import build_request
+from attnplug.negotiation.received import check_received, is_list, is_list_of_texts, is_table, refuse_received
 from attnplug.request.fields import GRAPH_LEVELS, near
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import describe
 from attnplug.selection.scope import overrides
 from attnplug.selection.select import Evaluations, context, evaluate_all, explain_choice, log_decision, no_backend
-from attnplug.selection.selection import Selection, no_decision
+from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
     from attnplug.negotiation.evaluation import Evaluation
@@ -133,8 +138,12 @@ class Plan:
         Raises:
             DecisionError: It is something else.
         """
-        if not isinstance(data, Mapping) or set(data) != {"groups"}:
-            raise no_decision(data)
+        check_received("a plan", data, {"groups": is_list})
+        for group in data["groups"]:
+            check_received("a group", group, {"layers": is_list_of_texts, "selection": is_table})
+        names = [name for group in data["groups"] for name in group["layers"]]
+        if not all(group["layers"] for group in data["groups"]) or len(set(names)) < len(names):
+            refuse_received(f"the layers {shown(names)}: a group without any, or one that is in two groups")
         return cls(
             tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"])
         )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.errors import DecisionError
 from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.fields import read_only
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnplug.contract.backend import Backend
     from attnplug.negotiation.reason import Unverified
     from attnplug.request.requirements import Requirements
@@ -106,30 +106,23 @@ class Selection:
             DecisionError: It is something else.
             RequestError: Its requirements or its device are invalid.
         """
-        if not isinstance(data, Mapping) or set(data) != _KEYS:
-            raise no_decision(data)
-        try:
-            return cls(
-                agreement=Agreement.from_dict(data["agreement"]),
-                device=Device.from_dict(data["device"]),
-                verdicts=tuple(Verdict.from_dict(verdict) for verdict in data["verdicts"]),
-                decided_by=data["decided_by"],
-                provenance=data["provenance"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise no_decision(data) from error
+        check_received("a selection", data, _CHECKS)
+        return cls(
+            agreement=Agreement.from_dict(data["agreement"]),
+            device=Device.from_dict(data["device"]),
+            verdicts=tuple(Verdict.from_dict(verdict) for verdict in data["verdicts"]),
+            decided_by=data["decided_by"],
+            provenance=data["provenance"],
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selection.from_dict, (self.to_dict(),)
 
 
-_KEYS = {"agreement", "device", "verdicts", "decided_by", "provenance"}
-
-
-def no_decision(data: object) -> DecisionError:
-    """Return the error for data that `to_dict` has not written."""
-    return DecisionError(
-        f"{reprlib.repr(data)} was received",
-        "a decision is what Selection.to_dict or Plan.to_dict returned, whole and unchanged",
-        "send it as JSON from the process that decided; both sides need the same version of attnplug",
-    )
+_CHECKS = {
+    "agreement": is_table,
+    "device": is_table,
+    "verdicts": is_list,
+    "decided_by": is_text,
+    "provenance": are_texts,
+}
