@@ -14,6 +14,7 @@ from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
+from attnplug.contract.guards.memory import check_writable, tensors_in
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, tensor_of, torch_dtype
 from attnplug.contract.inputs.limits import Parallel, check_limits
@@ -252,6 +253,7 @@ class Backend(ABC):
             output_dtype=impl.output_dtype,
             output_width=impl.output_width,
             host_writes=bool(impl.host_writes),
+            forward_writes=bool(impl.forward_writes),
             cache=specs,
             metadata_class=self.metadata_class,
         )
@@ -319,6 +321,8 @@ class Backend(ABC):
         guard = CacheGuard(self._specs(2), self.agreement)
         for name, cache, blocks in (("source", src, pairs[:, 0]), ("destination", dst, pairs[:, 1])):
             check_blocks(name, blocks, first, guard.check(cache, device_of(cache)))
+        for tensor in tensors_in(dst):
+            check_writable(f"of {self.id}", "a KV cache", tensor)
 
     def _move(self, src: Cache, dst: Cache, pairs: Tensor) -> None:
         for role, spec in self._specs(2).items():

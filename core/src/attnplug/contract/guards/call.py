@@ -9,11 +9,19 @@ from attrs import frozen
 
 from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes
 from attnplug.contract.guards.cache import CacheGuard
+from attnplug.contract.guards.memory import (
+    check_writable,
+    has_apart_rows,
+    in_one_storage,
+    refuse_shared,
+    share_memory,
+    tensors_in,
+)
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -53,6 +61,7 @@ class CallForm:
         output_dtype: Dtype of the output.
         output_width: Elements of one output row.
         host_writes: Whether the host writes the KV cache in some phase.
+        forward_writes: Whether forward does.
         cache: The tensors of the layer's KV cache, by role.
         metadata_class: The class of the backend's metadata.
     """
@@ -61,6 +70,7 @@ class CallForm:
     output_dtype: torch.dtype
     output_width: int
     host_writes: bool
+    forward_writes: bool
     cache: Mapping[str, CacheTensor]
     metadata_class: type[Any]
 
@@ -80,6 +90,7 @@ class ForwardGuard:
         self._query_dtype = form.query_dtype
         self._output_dtype = form.output_dtype
         self._output_width = form.output_width
+        self._output_bytes = form.output_dtype.itemsize
         self._num_q_heads = requested.num_q_heads
         self._query_heads = (requested.num_q_heads, head_size)
         self._key_heads = (kv_heads, head_size)
@@ -88,8 +99,11 @@ class ForwardGuard:
         self._shares = layer.kv_sharing_target is not None
         self._may_lack_keys = self._shares or (self._paged and requested.attn_type == "encoder_decoder")
         self._return_lse = requested.return_lse
+        self._lse_strides = (requested.num_q_heads, 1)
         self._cache = CacheGuard(form.cache, agreement)
         self._host_writes = form.host_writes
+        self._writes = form.forward_writes
+        self._apart: tuple[Any, ...] | None = None
 
     def check_call(
         self,
@@ -118,7 +132,7 @@ class ForwardGuard:
             or output.dtype != self._output_dtype
             or output.device != device
             or strides[1] != 1
-            or (strides[0] == 0 and tokens > 1)
+            or (strides[0] < self._output_width and tokens > 1)
         ):
             self._refuse("output", output, (tokens, self._output_width), self._output_dtype, device)
         if lse is not None:
@@ -131,10 +145,26 @@ class ForwardGuard:
             or (value is not None and value.requires_grad)
         ):
             self._refuse_gradient()
+        # Inference tensors are written in inference mode alone, where none is looked for.
+        is_plain = not torch.is_inference_mode_enabled()
+        if is_plain and output.is_inference():
+            check_writable(self._name, "output", output)
         if metadata is None or (self._paged and kv_cache is not None and is_empty(kv_cache)):
             return True
         self._check_metadata(metadata, tokens, keys)
         self._check_cache(kv_cache, metadata, device)
+        places = (
+            output.untyped_storage().data_ptr(),
+            query.untyped_storage().data_ptr(),
+            None if key is None else key.untyped_storage().data_ptr(),
+            None if value is None else value.untyped_storage().data_ptr(),
+            None if lse is None else lse.untyped_storage().data_ptr(),
+            kv_cache.untyped_storage().data_ptr() if isinstance(kv_cache, torch.Tensor) else places_of(kv_cache),
+        )
+        if places != self._apart:
+            self._check_memory(places, query, key, value, kv_cache, output, lse)
+        if is_plain and self._paged:
+            self._check_cache_writable(kv_cache)
         return False
 
     def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> bool:
@@ -169,9 +199,51 @@ class ForwardGuard:
         if is_empty(kv_cache):
             return False
         blocks = self._cache.check(kv_cache, device)
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                check_writable(self._name, name, tensor)
+        self._check_cache_writable(kv_cache)
+        caches = tensors_in(kv_cache)
+        _are_apart(
+            self._name,
+            [("the KV cache", cache, *other) for cache in caches for other in (("key", key), ("value", value))],
+        )
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
             self._check_slots(slot_mapping, blocks)
         return True
+
+    def _check_memory(
+        self,
+        places: tuple[Any, ...],
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """
+        Check that what is written shares no memory with what is in use meanwhile.
+
+        Where not even the storages do, their places are kept: the next call with tensors of the same ones is as right.
+        """
+        caches = tensors_in(kv_cache)
+        inputs = [(n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t is not None]
+        others = [*inputs, *(("the KV cache", cache) for cache in caches)]
+        pairs = [("output", output, *other) for other in others]
+        if lse is not None:
+            pairs += [("lse", lse, *other) for other in (("output", output), *others)]
+        if self._writes:
+            pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs[1:]]
+        self._apart = places if _are_apart(self._name, pairs) else None
+
+    def _check_cache_writable(self, kv_cache: Cache | None) -> None:
+        if isinstance(kv_cache, torch.Tensor):
+            if kv_cache.is_inference() or kv_cache.requires_grad:
+                check_writable(self._name, "a KV cache", kv_cache)
+        else:
+            for tensor in tensors_in(kv_cache):
+                check_writable(self._name, "a KV cache", tensor)
 
     def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
         shape = tensor.shape
@@ -211,9 +283,11 @@ class ForwardGuard:
             lse.shape != (tokens, self._num_q_heads)
             or lse.dtype != torch.float32
             or lse.device != device
-            or (lse.stride(0) == 0 and tokens > 1)
+            or (lse.stride() != self._lse_strides and not has_apart_rows(lse))
         ):
             self._refuse("lse", lse, (tokens, self._num_q_heads), torch.float32, device)
+        if lse.requires_grad or lse.is_inference():
+            check_writable(self._name, "lse", lse)
 
     def _check_metadata(self, metadata: StepMetadata, tokens: int, keys: int | None) -> None:
         if not isinstance(metadata, self._metadata_class) or (
@@ -293,10 +367,11 @@ class ForwardGuard:
         self, name: str, tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device | None
     ) -> NoReturn:
         where = self._device_type if device is None else device
-        strides = f" with strides {tensor.stride()}" if tensor.ndim and tensor.stride(-1) != 1 else ""
+        strides = f" with strides {tensor.stride()}" if tensor.ndim and not tensor.is_contiguous() else ""
         raise TensorError(
             f"layer {self._name!r} was given {name} of {describe(tensor)}{strides}",
-            f"{name} is ({', '.join(map(str, shape))}) {dtype_name(dtype)} on {where}, its last axis contiguous",
+            f"{name} is ({', '.join(map(str, shape))}) {dtype_name(dtype)} on {where}, its last axis contiguous"
+            + (", its rows apart in memory" if name in ("output", "lse") else ""),
             "reshape or convert it; if the model really differs, select again with its values in the requirements",
         )
 
@@ -323,6 +398,27 @@ class ForwardGuard:
             "contract 1.0 is for inference: attention has no backward pass here",
             "call it under torch.inference_mode() or torch.no_grad()",
         )
+
+
+def places_of(kv_cache: Cache | None) -> tuple[int, ...]:
+    """Return where the storages of a cache are."""
+    return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors_in(kv_cache))
+
+
+def _are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:
+    """
+    Whether the storages of each pair are apart.
+
+    Raises:
+        TensorError: The tensors themselves are not: the first one is written.
+    """
+    apart = True
+    for written, one, read, other in pairs:
+        if in_one_storage(one, other):
+            apart = False
+            if share_memory(one, other):
+                refuse_shared(layer, written, read)
+    return apart
 
 
 def is_empty(kv_cache: Cache) -> bool:
