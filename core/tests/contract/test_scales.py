@@ -95,3 +95,26 @@ def test_scales_without_values_pass_as_they_are():
 
 def test_a_scale_of_one_needs_no_cache_that_scales():
     assert make_layer(make_backend(), k_scale=1.0, q_scale=1.0).layer.k_scale == 1.0
+
+
+NOT_NORMAL = [0, 0.0, -1.0, 1e-46, 1e-39, 5e-324, 3.5e38, 10**400, float("inf"), float("nan"), True, "1"]
+
+
+@pytest.mark.parametrize("value", NOT_NORMAL, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "scale"])
+def test_scales_are_normal_float32_numbers(name, value):
+    with refused(LayerError, problem=f"has {name}=", expected="normal in float32"):
+        make_layer(fp8(), **{name: value})
+    assert getattr(make_layer(fp8(), **{name: 2.0**-126}).layer, name) == 2.0**-126
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-39, float("inf"), float("nan")])
+def test_scales_on_the_device_are_normal_too(value):
+    tensor = torch.tensor([value])
+
+    with refused(LayerError, problem="k_scale_tensor=", expected="normal in float32"):
+        make_layer(fp8(), k_scale_tensor=tensor)
+    with refused(LayerError, problem="v_scale_tensor=", expected="normal in float32"):
+        make_layer(fp8(per_head_scales=True), k_scale_tensor=torch.ones(2), v_scale_tensor=tensor.repeat(2))
+    with refused(LayerError, problem="output_scale"):
+        make_layer(make_backend(output_quant="fp8_e4m3"), output_scale=tensor)

@@ -326,6 +326,12 @@ class MetadataBuilder:
                 "its graph reads the host's own tensors, which nobody else writes",
                 "advance those, and build(batch, graph=graph)",
             )
+        if graph is not None and graph.is_outdated(metadata):
+            raise BatchError(
+                f"metadata of {graph} from an earlier step was given to advance_step",
+                "a later build has overwritten the tensors of the graph that it reads",
+                "pass what the last build returned",
+            )
         before = metadata.batch if graph is None else graph.given(self)
         batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
         count = batch.num_actual_tokens

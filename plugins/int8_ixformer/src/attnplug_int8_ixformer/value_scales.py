@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FORMAT: Final = "attnplug int8 value scales, 1"
 _STEPS: Final = 127
 _ABSMAX_OF_ZEROS: Final = 1.0
+_SMALLEST: Final = torch.finfo(torch.float32).tiny
 """The absmax of a channel that was always 0: any positive number quantizes it."""
 
 
@@ -64,7 +65,8 @@ class ValueScales:
                     "run prompts through the model first",
                 )
             _check_finite(name, absmax)
-            found[name] = torch.where(absmax > 0, absmax, _ABSMAX_OF_ZEROS) / _STEPS
+            scales = absmax / _STEPS
+            found[name] = torch.where(scales >= _SMALLEST, scales, _ABSMAX_OF_ZEROS / _STEPS)
         return cls(found)
 
     def save(self, path: Path | str) -> None:
@@ -139,13 +141,13 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
             f"they are (num_kv_heads, head_size) = {shape} float32",
             "calibrate with the same model and as many ranks: each rank saves its own KV heads",
         )
-    invalid = ~(scales.isfinite() & (scales > 0))
+    invalid = ~(scales.isfinite() & (scales >= _SMALLEST))
     if invalid.any():
         head, channel = invalid.nonzero()[0].tolist()
         raise LayerError(
             f"in {where}, layer {name!r} has the value scale {float(scales[head, channel])} for channel {channel} of "
             f"KV head {head}",
-            "a scale is positive and finite",
+            "a scale is positive and finite, and normal in float32: 1.2e-38 or more",
             "calibrate again, and save what attnplug_int8_ixformer.value_scales.ValueScales.observed returns",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from attrs import evolve
 
@@ -48,6 +49,8 @@ class GraphBuffers:
         self.max_seq_len = key.max_seq_len or state.limits.max_seq_len
         self.host_owned_inputs = host_owned_inputs
         self._kept: dict[Hashable, Any] = {}
+        self._latest: WeakKeyDictionary[MetadataBuilder, ref[Metadata]] = WeakKeyDictionary()
+        self._outdated: WeakSet[Metadata] = WeakSet()
 
     def __repr__(self) -> str:
         return f"GraphBuffers({self.key}, of {self.state.backend.id})"
@@ -90,7 +93,27 @@ class GraphBuffers:
             BatchError: The batch does not fit the shape, or its tensors moved though the host owns them.
         """
         _check_fits(self, split.batch)
+        self._outdate(builder)
         return split_of_shape(self.key, split, self._as_seen(split.batch, builder), builder.agreement.requirements)
+
+    def is_outdated(self, metadata: Metadata) -> bool:
+        """
+        Whether a later build has overwritten what metadata of these buffers reads, so that it is of no step any more.
+
+        The metadata of the capture is never: a replay reads, through it, whatever was built last.
+        """
+        return metadata in self._outdated
+
+    def _outdate(self, builder: MetadataBuilder) -> None:
+        """Mark the metadata whose tensors are written now. The state's tensors serve all shapes of a builder."""
+        kept = self._latest.pop(builder, None) if self.host_owned_inputs else self.state.inputs(builder).latest
+        latest = None if kept is None else kept()
+        if latest is not None and latest.graph is not None:
+            latest.graph.outdate(latest)
+
+    def outdate(self, metadata: Metadata) -> None:
+        """Mark metadata of these buffers as overwritten."""
+        self._outdated.add(metadata)
 
     def _as_seen(self, batch: Batch, builder: MetadataBuilder) -> Batch:
         if not self.host_owned_inputs:
@@ -117,6 +140,10 @@ class GraphBuffers:
             changed = changed_fields(captured, metadata)
             if changed:
                 _refuse_changed(builder, changed)
+            if self.host_owned_inputs:
+                self._latest[builder] = ref(metadata)
+            else:
+                self.state.inputs(builder).latest = ref(metadata)
         self._kept["given", builder] = given
         return metadata
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
+    from attnplug.request.requirements import Requirements
 
 _COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
 
@@ -280,10 +281,41 @@ def _check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, de
         check_encoder(batch, agreement, device_type)
     if batch.dcp_local_seq_lens is not None or requested.dcp_size > 1:
         check_local(batch, agreement, device_type)
+    _refuse_unread(batch, requested)
     if batch.custom_mask is not None or requested.custom_mask:
         _check_mask(batch, agreement, query_lens, device_type)
     if batch.extra:
         check_extra("a batch", batch.extra, agreement)
+
+
+def _refuse_unread(batch: Batch, requested: Requirements) -> None:
+    """Refuse what the host said about a tensor that the batch does not have: nothing reads it."""
+    if batch.encoder_seq_lens is None:
+        found = "max_encoder_seq_len" if batch.max_encoder_seq_len is not None else "encoder_seq_lens_cpu"
+        if getattr(batch, found) is not None:
+            refuse_unrequested(
+                f"a batch with {found} and no encoder_seq_lens",
+                f"attn_type={requested.attn_type!r}, paged={requested.paged} was negotiated; "
+                "only paged cross attention has encoder lengths",
+                "attn_type='encoder_decoder' and paged=True",
+            )
+    if batch.dcp_local_seq_lens is None and batch.dcp_local_seq_lens_cpu is not None:
+        refuse_unrequested("a batch with dcp_local_seq_lens_cpu", "dcp_size=1 was negotiated", "dcp_size=...")
+    if requested.paged:
+        if batch.key_start_loc is None and batch.key_start_loc_cpu is not None:
+            refuse_unrequested(
+                "a batch with key_start_loc_cpu",
+                "paged=True was negotiated: keys are found through the block table",
+                "paged=False",
+            )
+        return
+    for name in ("block_table_cpu", "slot_mapping_cpu"):
+        if getattr(batch, name) is not None and getattr(batch, name.removesuffix("_cpu")) is None:
+            refuse_unrequested(
+                f"a batch with {name}",
+                "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
+                "paged=True",
+            )
 
 
 def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> None:

@@ -43,6 +43,10 @@ class StepMetadata(Protocol):
         """The batch of the step."""
 
     @property
+    def graph(self) -> Any:
+        """The graph buffers that it reads; None runs eagerly."""
+
+    @property
     def num_key_rows(self) -> int:
         """K/V rows that the call has at least."""
 
@@ -297,6 +301,12 @@ class ForwardGuard:
                 f"layer {self._name!r} was given metadata ({type(metadata).__name__}) of another builder",
                 f"its metadata is a {self._metadata_class.__name__} built for the same agreement, {self._agreement.id}",
                 "pass what a builder of this layer's backend returned: plan.groups keeps them apart",
+            )
+        if metadata.graph is not None and metadata.graph.is_outdated(metadata):
+            raise BatchError(
+                f"layer {self._name!r} was given metadata of {metadata.graph} from an earlier step",
+                "a later build has overwritten the tensors of the graph that it reads",
+                "pass what the last build returned; to keep metadata over a build, build with graph=None",
             )
         needed = metadata.batch.num_actual_tokens
         if tokens < needed:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import evolve
 
+from attnplug._shown import shown
 from attnplug.contract.guards._format import describe, dtype_name
-from attnplug.contract.guards.scales import complete_scales
+from attnplug.contract.guards.scales import NORMAL_FLOAT32, complete_scales, is_normal_float32
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 
@@ -128,24 +128,19 @@ def _inherit(layer: Layer, name: str, agreed: Any) -> Any:
         return agreed
     requested = f"{name}={agreed!r} was negotiated" if agreed is not None else f"{name} was not requested"
     raise NotNegotiatedError(
-        f"layer {layer.name!r} has {name}={given!r}",
+        f"layer {layer.name!r} has {name}={shown(given)}",
         requested,
-        f"select again with {name}={given!r} in the requirements of this layer, or leave {name} out of the layer",
+        f"select again with {name}={shown(given)} in the requirements of this layer, or leave {name} out of the layer",
     )
 
 
 def _scale(layer: Layer, requested: Requirements) -> float:
     if layer.scale is None:
         return float(requested.head_size**-0.5)
-    if (
-        isinstance(layer.scale, bool)
-        or not isinstance(layer.scale, (int, float))
-        or not isfinite(layer.scale)
-        or layer.scale <= 0
-    ):
+    if not is_normal_float32(layer.scale):
         raise LayerError(
-            f"layer {layer.name!r} has scale={layer.scale!r}",
-            "a scale is a positive finite Python number",
+            f"layer {layer.name!r} has scale={shown(layer.scale)}",
+            f"{NORMAL_FLOAT32}, and a Python number",
             f"leave it out for head_size ** -0.5 = {requested.head_size**-0.5:.6g}",
         )
     return float(layer.scale)
@@ -186,6 +181,12 @@ def _check_output_scales(layer: Layer, requested: Requirements, device: torch.de
     if scale is not None:
         shape = () if scale.ndim == 0 else (1,)
         check_tensor(layer, "output_scale", scale, shape, (torch.float32,), device)
+        if not scale.is_meta and not is_normal_float32(float(scale)):
+            raise LayerError(
+                f"layer {layer.name!r} has output_scale={float(scale)!r}",
+                NORMAL_FLOAT32,
+                "check the checkpoint's scales",
+            )
     if layer.output_block_scale is not None and not quantized:
         _refuse_unrequested(layer, "output_block_scale", "output_quant", "output_quant='nvfp4'")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug._shown import shown
 from attnplug.contract.guards._format import describe
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
+
+_LARGEST: Final = float(torch.finfo(torch.float32).max)
+NORMAL_FLOAT32: Final = "a scale is a positive finite number, normal in float32: from 2**-126 to 3.4e38"
 
 UNQUANTIZED: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 """Cache dtypes that take no scale."""
@@ -51,7 +54,7 @@ def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float
     host, tensor = getattr(layer, name), getattr(layer, f"{name}_tensor")
     if tensor is None and host in (None, 1.0):
         return 1.0, None
-    given = f"{name}={host!r}" if tensor is None else f"{name}_tensor of {describe(tensor)}"
+    given = f"{name}={shown(host)}" if tensor is None else f"{name}_tensor of {describe(tensor)}"
     if agreement.kv_cache_dtype in UNQUANTIZED:
         allowed = f"a {agreement.kv_cache_dtype} cache was negotiated, which takes no scales"
         fix = f"select again with a quantized kv_cache_dtype such as 'fp8_e4m3', or leave {name} out of the layer"
@@ -100,13 +103,16 @@ def _per_head(
     return tensor
 
 
+def is_normal_float32(value: object) -> bool:
+    """Whether a value is a positive number that float32, in which kernels scale, holds with all of its digits."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= _LARGEST
+
+
 def _check_positive(layer: Layer, name: str, values: list[float]) -> None:
     for value in values:
-        if not (isinstance(value, (int, float)) and isfinite(value) and value > 0):
+        if not is_normal_float32(value):
             raise LayerError(
-                f"layer {layer.name!r} has {name}={value!r}",
-                "a scale is a positive finite number",
-                "check the checkpoint's scales",
+                f"layer {layer.name!r} has {name}={shown(value)}", NORMAL_FLOAT32, "check the checkpoint's scales"
             )
 
 
