@@ -76,11 +76,11 @@ def test_columns_of_one_tensor_are_apart():
         call.run(output=fused[:, 60:92])
 
 
-@pytest.mark.parametrize("name", ["output", "lse", "key", "value"])
+@pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value"])
 def test_nothing_is_in_the_cache(name):
     call = Call(return_lse=True)
     memory = call.parts["kv_cache"].view(-1)
-    shape = {"output": (ROWS, WIDTH), "lse": (ROWS, HEADS)}.get(name, (ROWS, 2, 8))
+    shape = {"output": (ROWS, WIDTH), "lse": (ROWS, HEADS), "query": (ROWS, HEADS, 8)}.get(name, (ROWS, 2, 8))
     shared = memory[-1024:][: torch.Size(shape).numel()].view(shape)
     call.parts["lse"] = torch.zeros(ROWS, HEADS)
 

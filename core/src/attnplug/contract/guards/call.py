@@ -238,7 +238,7 @@ class ForwardGuard:
         if lse is not None:
             pairs += [("lse", lse, *other) for other in (("output", output), *others)]
         if self._writes:
-            pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs[1:]]
+            pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs]
         self._apart = places if _are_apart(self._name, pairs) else None
 
     def _check_cache_writable(self, kv_cache: Cache | None) -> None:
