@@ -9,7 +9,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug._shown import shown
-from attnplug.errors import SettingsError
+from attnplug.errors import SettingsError, shown
 from attnplug.manifest.memo import remember
 from attnplug.request.fields import is_plain, near, read_only
 from attnplug.request.settings import parse_flag

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import attrs
 from attrs import field, frozen
 
-from attnplug._shown import shown
+from attnplug.errors import shown
 from attnplug.negotiation.received import (
     check_received,
     is_list_of_texts,

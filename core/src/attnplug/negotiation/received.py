@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attnplug._shown import shown
-from attnplug.errors import DecisionError
+from attnplug.errors import DecisionError, shown
 from attnplug.request.fields import FIELDS, is_plain
 
 if TYPE_CHECKING:

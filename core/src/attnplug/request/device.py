@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from attrs import field, frozen
 
-from attnplug._shown import shown
-from attnplug.errors import DeviceError
+from attnplug.errors import DeviceError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from attrs import field, frozen
 
-from attnplug._shown import shown
+from attnplug.errors import shown
 from attnplug.request.device import HARDWARE, MOST, ComputeCapability, parse_capability
 
 _OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 from attrs import field, frozen
 
-from attnplug._shown import shown
-from attnplug.errors import RequirementsError
+from attnplug.errors import RequirementsError, shown
 from attnplug.request.fields import FIELDS, Field, Name, fields_of, near
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, field, frozen
 
-from attnplug._shown import shown
-from attnplug.errors import SettingsError
+from attnplug.errors import SettingsError, shown
 from attnplug.request.device import Device, foreign_device
 from attnplug.request.fields import is_plain, read_only
 from attnplug.request.settings import BackendNames, layered, parse_layout

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
-from attnplug._shown import shown
-from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
 from attnplug.negotiation.ranking import Policy, Ranked, rank

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
-from attnplug._shown import shown
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.guards.scales import NORMAL_FLOAT32, complete_scales, is_normal_float32
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
-from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug._shown import shown
 from attnplug.contract.guards._format import describe
-from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from attrs import field, frozen
 
-from attnplug._shown import shown
-from attnplug.errors import LayerError
+from attnplug.errors import LayerError, shown
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:

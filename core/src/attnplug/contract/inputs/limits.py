@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import field, frozen
 
-from attnplug._shown import shown
-from attnplug.errors import LimitsError
+from attnplug.errors import LimitsError, shown
 from attnplug.request.device import MOST
 from attnplug.request.fields import GRAPH_LEVELS
 
