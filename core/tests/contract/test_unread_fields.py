@@ -164,3 +164,12 @@ def test_a_step_in_blocks_beyond_the_cache_is_another():
     with refused(CacheError, problem="a cache of 3 blocks"):
         impl.forward(*make_qkv(backend, 5)[:3], cache, metadata, make_qkv(backend, 5)[3])
     assert not cache.any()
+
+
+@pytest.mark.parametrize("lens", [LENS.to("meta"), [5, 9, 3]], ids=["meta", "list"])
+def test_encoder_lengths_of_another_kind_are_refused(lens):
+    builder = make_builder(make_backend(attn_type="encoder_decoder"))
+    batch = make_batch(QUERIES, LENGTHS).to_dict() | {"causal": False, "encoder_seq_lens": LENS}
+
+    with pytest.raises((TensorError, BatchError)):
+        builder.build(Batch(**batch, encoder_seq_lens_cpu=lens))

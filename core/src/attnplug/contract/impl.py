@@ -241,10 +241,13 @@ class AttentionImpl(ABC):
         A profiling run has to succeed and measures memory: its output is not attention.
 
         Raises:
-            TensorError: A tensor has the wrong shape, dtype or device.
+            TensorError: A tensor has the wrong shape, dtype or device; one that is written has rows over each other,
+                shares memory with another tensor of the call, requires a gradient where gradients are recorded, or is
+                an inference tensor outside of inference mode.
             CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
             NotNegotiatedError: LSE is requested and was not negotiated.
-            BatchError: The metadata is not from a builder of this layer's agreement.
+            BatchError: The metadata is not from a builder of this layer's agreement, or a later build has overwritten
+                the graph buffers that it reads.
         """
         # The hot path: the guard reads attributes of the tensors only, and nothing else runs before the kernels.
         guard = self._guard or self._refuse_unbound()
@@ -267,7 +270,8 @@ class AttentionImpl(ABC):
         Raises:
             CacheError: Forward writes the cache itself, the layer has no separate cache, or a slot is outside it
                 (slots on the CPU).
-            TensorError: A tensor has the wrong shape, dtype or device.
+            TensorError: A tensor has the wrong shape, dtype or device, K/V are in the cache's own memory, or the cache
+                may not be written here: a gradient, an inference tensor.
         """
         guard = self._guard or self._refuse_unbound()
         if guard.check_write(key, value, kv_cache, slot_mapping):

@@ -127,7 +127,7 @@ def overrides(
     sources |= {f"options.{name}.{option}": source for name, option, _ in flat}
     layout = None if kv_layout is None else parse_layout(kv_layout, "kv_layout")
     given = {"device": device, "kv_layout": layout}
-    sources |= {name: source for name, value in given.items() if value}
+    sources |= {name: source for name, value in given.items() if value is not None}
     return Overrides(names, _device(device), flat, layout, sources)
 
 

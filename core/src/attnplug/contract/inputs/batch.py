@@ -120,7 +120,10 @@ class Batch:
     @max_encoder_seq_len.default
     def _longest_encoder(self) -> int | None:
         lens = self.encoder_seq_lens_cpu
-        return int(lens.amax()) if lens is not None and lens.numel() else None
+        if lens is None:
+            return None
+        check_tensor("encoder_seq_lens_cpu", lens)
+        return int(lens.amax()) if lens.is_cpu and lens.numel() else None  # on a device it is refused in build
 
     @dcp_local_seq_lens_cpu.default
     def _own_dcp_local_seq_lens(self) -> Tensor | None:
