@@ -24,7 +24,7 @@ from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from core.tests.negotiation.independent import REQUESTED, Variant, read
 
-COUNTS = [120, pytest.param(int(os.environ.get("RANDOM_REQUESTS", "2000")), marks=pytest.mark.slow)]
+COUNTS = [60, pytest.param(int(os.environ.get("RANDOM_REQUESTS", "2000")), marks=pytest.mark.slow)]
 SAMPLE = 500  # of so many requests one is solved by brute force
 ROOT = Path(__file__).parents[3]
 MANIFESTS = sorted(

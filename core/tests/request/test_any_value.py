@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import math
+import pickle
 from types import MappingProxyType
 
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import Layer, Limits, Parallel
-from attnplug.errors import AttnplugError, DeviceError, LimitsError, RequirementsError, SettingsError
+from attnplug.contract import GraphShape, Layer, Limits, Parallel
+from attnplug.errors import AttnplugError, CacheError, DeviceError, LimitsError, RequirementsError, SettingsError
 from attnplug.negotiation.reason import Reason, Unverified
 from attnplug.request.device import ComputeCapability, Device
 from attnplug.request.fields import FIELDS, fields_of
@@ -246,6 +248,25 @@ def test_equal_looking_tables_are_different_requests(one, other):
     assert first.block_sparse != second.block_sparse
     assert type(dict(second.block_sparse)["a"]) is type(other)
     assert Layer(name="x", block_sparse={"a": one}).block_sparse not in (second.block_sparse, {"a": other})
+
+
+def test_a_table_is_the_same_after_copies():
+    made = Requirements(**BASE, block_sparse={"b": 1, "a": True})
+
+    for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), made.evolve()):
+        assert copied == made
+        assert hash(copied) == hash(made)
+    assert made.block_sparse == {"a": True, "b": 1} == made.block_sparse
+    assert made.block_sparse != {"a": 1, "b": 1}
+    assert made.block_sparse == (("a", True), ("b", 1))
+
+
+@pytest.mark.parametrize("value", [HUGE, 10**5000, 2**31], ids=["huge", "longer", "int64"])
+def test_shapes_and_caches_have_sizes_of_int32(value):
+    with pytest.raises(LimitsError, match="GraphShape"):
+        GraphShape(1, value)
+    with pytest.raises(CacheError, match="blocks was requested"):
+        attnplug.load(Requirements(**BASE), "cpu", backend="torch/sdpa").make_cache(value)
 
 
 def test_decisions_on_equal_looking_tables_are_apart():

@@ -20,7 +20,8 @@ from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, ten
 from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
-from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError
+from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError, shown
+from attnplug.request.device import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -206,11 +207,11 @@ class Backend(ABC):
         Raises:
             CacheError: The agreement has no cache, or there are too few blocks.
         """
-        specs = self._specs(num_blocks) if type(num_blocks) is int and num_blocks >= 2 else {}
+        specs = self._specs(num_blocks) if type(num_blocks) is int and 2 <= num_blocks <= MOST else {}
         if not specs:
             raise CacheError(
-                f"a KV cache of {num_blocks!r} blocks was requested of {self.id}",
-                "a cache has at least 2 blocks, since no request gets block 0"
+                f"a KV cache of {shown(num_blocks)} blocks was requested of {self.id}",
+                f"a cache has at least 2 blocks, since no request gets block 0, and at most {MOST}"
                 if self.agreement.requirements.paged
                 else "paged=False was negotiated",
                 "pass free_bytes // (layers * backend.bytes_per_block)"

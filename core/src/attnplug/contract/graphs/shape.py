@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from attnplug.contract.inputs.phase import BatchSplit, uniform_query_lens
-from attnplug.errors import LimitsError
+from attnplug.errors import LimitsError, shown
+from attnplug.request.device import MOST
 from attnplug.request.fields import GRAPH_LEVELS
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class GraphShape:
     def __attrs_post_init__(self) -> None:
         for name in ("num_reqs", "num_tokens", "query_len", "max_seq_len"):
             value = getattr(self, name)
-            if (type(value) is not int or value < 1) and (value is not None or name in {"num_reqs", "num_tokens"}):
-                self._refuse(f"{name} is a whole number from 1 on")
+            may_be_none = name not in {"num_reqs", "num_tokens"}
+            if not (type(value) is int and 1 <= value <= MOST) and not (value is None and may_be_none):
+                self._refuse(f"{name} is a whole number from 1 to {MOST}")
         if self.num_tokens < self.num_reqs:
             self._refuse("each request has at least one token")
         if self.query_len is not None and self.num_tokens != self.num_reqs * self.query_len:
@@ -58,7 +60,7 @@ class GraphShape:
         return "single_token_decode" if self.query_len == 1 else "uniform_batch"
 
     def _refuse(self, expected: str) -> None:
-        raise LimitsError(f"{self} was given", expected, "describe the shape of a batch, its padding included")
+        raise LimitsError(f"{shown(self)} was given", expected, "describe the shape of a batch, its padding included")
 
 
 def split_of_shape(key: GraphShape, split: BatchSplit, batch: Batch, requested: Requirements) -> BatchSplit:
