@@ -252,8 +252,7 @@ class FrozenTable(tuple[tuple[str, Any], ...]):
     def __ne__(self, other: object) -> bool:  # the tuple's own compares otherwise
         return not self == other
 
-    def __hash__(self) -> int:
-        return hash(_typed(self))
+    __hash__ = tuple.__hash__  # that of the plain tuples which equal it
 
     def __repr__(self) -> str:
         return repr(dict(self))
