@@ -164,7 +164,7 @@ def test_a_layer_that_shares_a_kv_cache_refuses_row_metadata(has_keys) -> None:
     keys = torch.randn(3, 2, 64).bfloat16() if has_keys else None
 
     with pytest.raises(LayerError, match="ran with metadata of prefills"):
-        stranger.forward(query, keys, keys, harness.backend.make_cache(4), metadata, query.flatten(1))
+        stranger.forward(query, keys, keys, harness.backend.make_cache(4), metadata, torch.empty(3, 256).bfloat16())
 
 
 def test_key_rows_beyond_the_batch_are_not_passed_to_kernels() -> None:
