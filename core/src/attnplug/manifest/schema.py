@@ -13,6 +13,7 @@ from attnplug.errors import SettingsError, shown
 from attnplug.manifest.memo import remember
 from attnplug.request.fields import is_plain, near, read_only
 from attnplug.request.settings import parse_flag
+from attnplug.request.tables import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

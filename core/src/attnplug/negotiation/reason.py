@@ -19,7 +19,8 @@ from attnplug.negotiation.received import (
     refuse_received,
 )
 from attnplug.request.device import Device
-from attnplug.request.fields import FIELDS, freeze, thaw
+from attnplug.request.fields import FIELDS
+from attnplug.request.tables import freeze, thaw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

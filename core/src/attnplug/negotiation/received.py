@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnplug.errors import DecisionError, shown
-from attnplug.request.fields import FIELDS, is_plain
+from attnplug.request.fields import FIELDS
+from attnplug.request.tables import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
 from attnplug.negotiation.ranking import Policy, Ranked, rank
-from attnplug.request.fields import freeze
 from attnplug.request.requirements import Requirements
+from attnplug.request.tables import freeze
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.options import check_options
 from attnplug.selection.process import PROCESS, ProcessState, current_state

@@ -9,19 +9,12 @@ from attrs import frozen
 
 from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes
 from attnplug.contract.guards.cache import CacheGuard
-from attnplug.contract.guards.memory import (
-    check_writable,
-    has_apart_rows,
-    in_one_storage,
-    refuse_shared,
-    share_memory,
-    tensors_in,
-)
+from attnplug.contract.guards.memory import are_apart, check_writable, has_apart_rows, places_of, tensors_in
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -94,7 +87,6 @@ class ForwardGuard:
         self._query_dtype = form.query_dtype
         self._output_dtype = form.output_dtype
         self._output_width = form.output_width
-        self._output_bytes = form.output_dtype.itemsize
         self._num_q_heads = requested.num_q_heads
         self._query_heads = (requested.num_q_heads, head_size)
         self._key_heads = (kv_heads, head_size)
@@ -108,6 +100,7 @@ class ForwardGuard:
         self._host_writes = form.host_writes
         self._writes = form.forward_writes
         self._apart: tuple[Any, ...] | None = None
+        self._write_apart: tuple[Any, ...] | None = None
 
     def check_call(
         self,
@@ -207,11 +200,11 @@ class ForwardGuard:
             if tensor.requires_grad and torch.is_grad_enabled():
                 check_writable(self._name, name, tensor)
         self._check_cache_writable(kv_cache)
-        caches = tensors_in(kv_cache)
-        _are_apart(
-            self._name,
-            [("the KV cache", cache, *other) for cache in caches for other in (("key", key), ("value", value))],
-        )
+        places = (key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr(), places_of(kv_cache))
+        if places != self._write_apart:
+            inputs, caches = (("key", key), ("value", value)), tensors_in(kv_cache)
+            pairs = [("the KV cache", cache, *other) for cache in caches for other in inputs]
+            self._write_apart = places if are_apart(self._name, pairs) else None
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
             self._check_slots(slot_mapping, blocks)
         return True
@@ -239,7 +232,7 @@ class ForwardGuard:
             pairs += [("lse", lse, *other) for other in (("output", output), *others)]
         if self._writes:
             pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs]
-        self._apart = places if _are_apart(self._name, pairs) else None
+        self._apart = places if are_apart(self._name, pairs) else None
 
     def _check_cache_writable(self, kv_cache: Cache | None) -> None:
         if isinstance(kv_cache, torch.Tensor):
@@ -408,27 +401,6 @@ class ForwardGuard:
             "contract 1.0 is for inference: attention has no backward pass here",
             "call it under torch.inference_mode() or torch.no_grad()",
         )
-
-
-def places_of(kv_cache: Cache | None) -> tuple[int, ...]:
-    """Return where the storages of a cache are."""
-    return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors_in(kv_cache))
-
-
-def _are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:
-    """
-    Whether the storages of each pair are apart.
-
-    Raises:
-        TensorError: The tensors themselves are not: the first one is written.
-    """
-    apart = True
-    for written, one, read, other in pairs:
-        if in_one_storage(one, other):
-            apart = False
-            if share_memory(one, other):
-                refuse_shared(layer, written, read)
-    return apart
 
 
 def is_empty(kv_cache: Cache) -> bool:

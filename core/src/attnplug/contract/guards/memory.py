@@ -10,6 +10,8 @@ from attnplug.contract.guards._format import describe
 from attnplug.errors import TensorError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from attnplug.contract.inputs.kv_cache import Cache
@@ -84,10 +86,31 @@ def check_writable(layer: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def refuse_shared(layer: str, written: str, read: str) -> NoReturn:
+def _refuse_shared(layer: str, written: str, read: str) -> NoReturn:
     """Raise for a tensor that is written over another one."""
     raise TensorError(
         f"layer {layer!r} was given {written} and {read} that share memory",
         f"{written} is written while {read} is in use",
         f"pass {written} with memory for itself: torch.empty",
     )
+
+
+def places_of(kv_cache: Cache | None) -> tuple[int, ...]:
+    """Return where the storages of a cache are."""
+    return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors_in(kv_cache))
+
+
+def are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:
+    """
+    Whether the storages of each pair are apart.
+
+    Raises:
+        TensorError: The tensors themselves are not: the first one is written.
+    """
+    apart = True
+    for written, one, read, other in pairs:
+        if in_one_storage(one, other):
+            apart = False
+            if share_memory(one, other):
+                _refuse_shared(layer, written, read)
+    return apart

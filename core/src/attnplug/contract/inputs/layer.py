@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.request.fields import FrozenTable
+    from attnplug.request.tables import FrozenTable
 
 
 def _to_table(value: Any) -> FrozenTable | None:
