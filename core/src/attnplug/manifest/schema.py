@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 from attrs import field, frozen
 
-from attnplug._shown import shown
 from attnplug.errors import SettingsError, shown
 from attnplug.manifest.memo import remember
-from attnplug.request.fields import is_plain, near, read_only
+from attnplug.request.fields import near, read_only
 from attnplug.request.settings import parse_flag
 from attnplug.request.tables import is_plain
 

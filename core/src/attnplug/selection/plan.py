@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-<<<<<<< HEAD
-<<<<<<< HEAD
 from attnplug._escape import escaped
-=======
-from attnplug._shown import shown
->>>>>>> 9aaedd1 (A decision of another process is read value by value: what to_dict cannot have written is a DecisionError)
-from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
-=======
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, shown
->>>>>>> 52b6b2c (How messages show any value belongs to errors)
 from attnplug.negotiation.common_cache import passing_terms, share_terms
 from attnplug.negotiation.matching import build_request
 from attnplug.negotiation.received import check_received, is_list, is_list_of_texts, is_table, refuse_received
