@@ -13,6 +13,9 @@ from attnplug_transformers.engine import Engine
 from hosts.transformers.tests.models import generate, sharpen
 from hosts.transformers.tests.test_architectures import tiny
 
+SOME = {"bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mpt", "nemotron", "qwen3_moe", "stablelm"}
+"""Families of different attention modules; the others run with the slow tests."""
+
 NEW = 10
 PROMPTS = [[5, 9, 20, 33, 7, 101, 64, 3, 250, 18, 77], [12, 4, 199]]
 RECURRENT = {
@@ -64,7 +67,9 @@ def check_tokens(config, implementation="eager", **how):
     assert expected_of(made)[0] == expected  # its own attention is back
 
 
-@pytest.mark.parametrize("model_type", CAUSAL)
+@pytest.mark.parametrize(
+    "model_type", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
+)
 def test_tokens_are_those_of_generate(host, model_type):
     check_tokens(tiny(model_type), max_seq_len=32)
 

@@ -206,6 +206,7 @@ class TestEngine:
 
         self.check(made, STEP_CODE, expected, [place for place in found if place[2] < 3 or place == last[place[:2]]])
 
+    @pytest.mark.slow
     def test_an_interrupted_change_of_the_weights(self, host):
         """The prefixes of the old weights are not matched after any interrupt of the submit that evicts them."""
         made = model("llama", num_hidden_layers=1)

@@ -81,7 +81,10 @@ def test_released_blocks_of_a_failed_request_are_not_shared():
     assert not host.pool._prefixes
 
 
-@pytest.mark.parametrize(("block_size", "most"), [(1, WINDOW - 1), (2, 3), (4, 2), (8, 2)])
+@pytest.mark.parametrize(
+    ("block_size", "most"),
+    [*(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, WINDOW - 1), (2, 3), (8, 2))), (4, 2)],
+)
 def test_a_long_decode_holds_the_blocks_of_its_window(host, block_size, most):
     made, held = model("mistral", max_position_embeddings=256), []
     expected = generate(made, torch.tensor([[1, 2, 3]]), torch.ones(1, 3), 180)[0].tolist()
@@ -95,8 +98,8 @@ def test_a_long_decode_holds_the_blocks_of_its_window(host, block_size, most):
     assert max(held) == most  # of 183 / block_size
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 9])
-@pytest.mark.parametrize("max_num_tokens", [4, 7, 64])
+@pytest.mark.parametrize("window", [1, 5, 8, *(pytest.param(window, marks=pytest.mark.slow) for window in (2, 9))])
+@pytest.mark.parametrize("max_num_tokens", [4, 64, pytest.param(7, marks=pytest.mark.slow)])
 def test_chunked_prefill_with_cached_prefixes(host, window, max_num_tokens):
     made = model("mistral", sliding_window=window)
     prompts = [[*range(1, 40)], [*range(1, 30), 77, 78], [5, 6, 7]]
