@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import json
 import math
 import pickle
@@ -14,89 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import GraphShape, Layer, Limits, Parallel
-from attnplug.errors import AttnplugError, CacheError, DeviceError, LimitsError, RequirementsError, SettingsError
+from attnplug.errors import DeviceError, RequirementsError, SettingsError
 from attnplug.negotiation.reason import Reason, Unverified
 from attnplug.request.device import ComputeCapability, Device
 from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
-
-BASE = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
-HUGE = 10**400
-
-
-class Silent:
-    """Neither prints nor hashes nor compares."""
-
-    __hash__ = None
-
-    def __repr__(self):
-        raise RuntimeError
-
-    def __eq__(self, other):
-        raise RuntimeError
-
-
-def kind(value):
-    return value if isinstance(value, str) else type(value).__name__
-
-
-class Word(str, enum.Enum):
-    DTYPE = "bfloat16"
-
-
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-ODD = st.sampled_from(
-    [
-        HUGE,
-        -HUGE,
-        10**5000,
-        2**31,
-        math.nan,
-        math.inf,
-        5e-324,
-        nested(5000),
-        Silent(),
-        object(),
-        b"x",
-        set(),
-        {1: 2},
-        Word.DTYPE,
-        (9, 10**5000),
-        "9" * 5000,
-        chr(0xD800),
-        {"a": {}},
-        {"a": Silent()},
-        [["a", []]],
-        range(3),
-        1j,
-        ComputeCapability([], {}),
-        ComputeCapability(9, HUGE),
-        frozenset({"prefill"}),
-        {"b": math.nan},
-        [("a", 1)] * 2,
-    ]
-)
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-JSON = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-)
-TEXTS = st.sampled_from(["auto", "fp8", "NHD", "decoder", "cpu", "cuda", "9.0", "never", "prefill", "acme.x"])
-ANY = JSON | ODD | TEXTS
-
-
-def valid(make):
-    """Return what a constructor makes, None where it refuses; any other exception fails the test."""
-    try:
-        return make()
-    except AttnplugError as error:
-        return None if str(error) else pytest.fail("an error without a text")
+from core.tests.request.any_values import ANY, BASE, HUGE, TEXTS, Silent, kind, nested, valid
 
 
 @settings(max_examples=400)
@@ -168,50 +90,6 @@ def test_a_device_of_wrong_parts_is_refused(values):
         Device(**values)
 
 
-@settings(max_examples=300)
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            [
-                "max_num_reqs",
-                "max_num_tokens",
-                "max_seq_len",
-                "num_blocks",
-                "capture_sizes",
-                "cudagraph",
-                "max_num_splits",
-                "batch_invariant",
-            ]
-        ),
-        ANY,
-        max_size=3,
-    )
-)
-def test_limits_are_valid_or_refused(values):
-    made = valid(lambda: Limits(**{"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64, **values}))
-
-    assert made is None or isinstance(hash(made), int)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["tp_rank", "tp_size", "dcp_rank", "dcp_size", "dcp_interleave"]), ANY, min_size=1, max_size=2
-    )
-)
-def test_ranks_are_valid_or_refused(values):
-    made = valid(lambda: Parallel(**values))
-
-    assert made is None or isinstance(hash(made), int)
-
-
-@pytest.mark.parametrize(
-    "values", [{"capture_sizes": 4}, {"capture_sizes": [[]]}, {"capture_sizes": ["a", 1]}, {"num_blocks": HUGE}]
-)
-def test_limits_of_wrong_types_are_refused(values):
-    with pytest.raises(LimitsError):
-        Limits(**{"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64, **values})
-
-
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(["torch", "nobody", "torch/sdpa", 3]), st.dictionaries(TEXTS | st.just(3), ANY)))
 def test_options_are_used_or_refused(options):
@@ -222,18 +100,6 @@ def test_options_are_used_or_refused(options):
 def test_an_option_of_another_type_is_refused(value):
     with pytest.raises(SettingsError, match="options="):
         attnplug.select(Requirements(**BASE), "cpu", options={"torch": {"x": value}})
-
-
-@settings(max_examples=200)
-@given(st.dictionaries(st.text(max_size=2), PLAIN) | ANY)
-def test_a_pattern_is_valid_in_both_or_neither(table):
-    request = valid(lambda: Requirements(**BASE, block_sparse=table))
-    layer = valid(lambda: Layer(name="x", block_sparse=table))
-
-    assert (request is None) == (layer is None)
-    if request is not None and table is not None:
-        assert request.block_sparse == layer.block_sparse
-        assert dict(request.block_sparse) == dict(table)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
@@ -247,7 +113,6 @@ def test_equal_looking_tables_are_different_requests(one, other):
     assert len({first, second}) == 2
     assert first.block_sparse != second.block_sparse
     assert type(dict(second.block_sparse)["a"]) is type(other)
-    assert Layer(name="x", block_sparse={"a": one}).block_sparse not in (second.block_sparse, {"a": other})
 
 
 def test_a_table_is_the_same_after_copies():
@@ -259,14 +124,6 @@ def test_a_table_is_the_same_after_copies():
     assert made.block_sparse == {"a": True, "b": 1} == made.block_sparse
     assert made.block_sparse != {"a": 1, "b": 1}
     assert made.block_sparse == (("a", True), ("b", 1))
-
-
-@pytest.mark.parametrize("value", [HUGE, 10**5000, 2**31], ids=["huge", "longer", "int64"])
-def test_shapes_and_caches_have_sizes_of_int32(value):
-    with pytest.raises(LimitsError, match="GraphShape"):
-        GraphShape(1, value)
-    with pytest.raises(CacheError, match="blocks was requested"):
-        attnplug.load(Requirements(**BASE), "cpu", backend="torch/sdpa").make_cache(value)
 
 
 def test_decisions_on_equal_looking_tables_are_apart():
@@ -294,18 +151,6 @@ def test_decisions_and_reasons_with_tables_hash():
     assert "block_sparse={'a': 2.5, 'b': 1}" in str(reason)
     assert isinstance(hash(explanation.verdicts), int)
     assert isinstance(hash(Unverified("block_sparse", {"a": [1]}, "")), int)
-
-
-def test_a_selection_with_a_table_hashes():
-    plain = attnplug.select(Requirements(**BASE), "cpu")
-    data = plain.to_dict()
-    data["agreement"]["requirements"]["block_sparse"] = {"a": 1}
-
-    decided, again = (attnplug.Selection.from_dict(json.loads(json.dumps(data))) for _ in range(2))
-
-    assert decided == again
-    assert hash(decided) == hash(again)
-    assert decided != plain
 
 
 @pytest.mark.parametrize("value", [1e39, 3.5e38, 1e-39, 1e-46, 5e-324, HUGE, 2.0**126 * 1.01])
