@@ -30,7 +30,7 @@ pure() { # VERSION REQUIREMENT...
   "$python" -m venv "$environment" &&
     "$environment/bin/python" -m pip install -qq ${PIP_ARGS:-} "${@:2}" pytest-randomly &&
     "$environment/bin/python" -m pip install -qq --no-deps -e core &&
-    OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}"
+    OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${tests[@]}"
   status=$?
   rm -rf "$environment"
   return $status
