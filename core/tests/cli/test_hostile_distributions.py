@@ -99,7 +99,7 @@ BROKEN: dict[str, tuple[Callable[[Evil], None], str]] = {
     "large soft cap": (says(f"{EVIL}logits_soft_cap = {'9' * 400}\n"), "64 bits"),
     "large soft cap in a range": (says(f"{EVIL}logits_soft_cap = {{ max = {'9' * 400} }}\n"), "64 bits"),
     "large hexadecimal": (says(f"{EVIL}head_size_v = 0x{'f' * 5000}\n"), "64 bits"),
-    "large number in pieces": (says(f"{EVIL}head_size_v = 0b{'1_' * 100}1\n"), "64 bits"),
+    "large number with underscores": (says(f"{EVIL}head_size_v = 0b{'1_' * 100}1\n"), "64 bits"),
     "undefined marker": (says(f'{EVIL}[variants.one]\nrequires = ["{UNDEFINED}"]\n'), "PEP 508"),
     "undefined marker in a rule": (says(EVIL + RULE.format(UNDEFINED)), "PEP 508"),
     "nested marker": (says(EVIL + RULE.format(f"library; {'(' * 490}'a'=='b'{')' * 490}")), "nested too deeply"),

@@ -214,7 +214,7 @@ def change_index_form(rng, call):
 
 
 def change_count(rng, call):
-    """Another number, or one that is none."""
+    """Return another number, or a value that is not a number."""
     name = rng.choice(COUNTS)
     value = min(int(call.fields.get(name) or 0), 99)
     call.fields[name] = rng.choice([value + 1, value - 1, 0, -1, SIZE, 2**31, 10**400, float(value), True, str(value)])
@@ -259,7 +259,7 @@ CHANGES = (
 
 
 def bytes_of(tensors):
-    """Return the memory of every tensor, copied; of the device meta there is none."""
+    """Return a copy of the memory of every tensor; tensors on the device meta have no memory."""
     with torch.inference_mode():
         return {
             name: torch.tensor([], dtype=torch.uint8).set_(t.untyped_storage()).clone()
@@ -389,7 +389,7 @@ def test_mutated_calls_are_served_right_or_refused(sides, count):
         call = Call(rng.choice(sides), rng)
         changes = rng.choices(CHANGES, k=rng.choice([0, 1, 1, 1, 2, 3]))
         for change in changes:
-            with suppress(RuntimeError, IndexError):  # this change is none of this tensor: of fewer axes, say, or empty
+            with suppress(RuntimeError, IndexError):  # the change needs more axes or elements
                 change(rng, call)
         try:
             found[outcome(call)] += 1

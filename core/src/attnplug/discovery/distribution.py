@@ -103,7 +103,7 @@ class Header:
     What is read of a distribution's metadata.
 
     Attributes:
-        name: Its name; empty where there is none, or none that can be used.
+        name: Its name; empty if it is absent or too long.
         version: Its version, likewise.
         problem: What is wrong; empty where nothing is.
     """

@@ -65,7 +65,7 @@ class Profile:
     Measured times, from a file that is read when they are first needed, once.
 
     Attributes:
-        path: The file; None where there is none.
+        path: The file; None without a profile.
     """
 
     path: str | None

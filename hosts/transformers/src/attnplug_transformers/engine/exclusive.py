@@ -48,7 +48,7 @@ class ExclusiveCall:
         return self
 
     def __enter__(self) -> None:
-        pass
+        """Nothing is left to do: `enter` has admitted the call."""
 
     def __exit__(self, *_: object) -> None:
         self._remove(sys._getframe(1))  # noqa: SLF001 - likewise
