@@ -81,6 +81,13 @@ def test_a_marker_that_cannot_be_evaluated_is_refused(marker: str) -> None:
 
 def test_a_long_requirement_is_refused_before_it_is_read() -> None:
     assert check_requirement(f"torch >={'9' * 5000}") == "it has 5,008 characters, at most 1,000"
+
+
+def test_parentheses_are_bounded_whatever_the_stack_has_left() -> None:
+    accepted, refused = (f"torch; {'(' * depth}os_name == 'nt'{')' * depth}" for depth in (50, 51))
+
+    assert check_requirement(accepted) == ""
+    assert check_requirement(refused) == "its marker is nested too deeply: it has more than 50 parentheses"
     assert check_requirement(f"torch >={'9' * 900}") == ""
     assert find(f"torch >={'9' * 900}", lambda _: "2.0") == ("version", "2.0")
 

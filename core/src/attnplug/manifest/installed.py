@@ -28,6 +28,7 @@ _SIMPLE = re.compile(
 _BOUND = re.compile(rf"(>=|<=|==|!=|<|>)\s*({_RELEASE})")
 _FINAL = re.compile(r"(\d+(?:\.\d+)*)(?:\+[A-Za-z0-9._-]+)?")
 _LONGEST = 1000  # characters of a requirement or a version: Python reads no numbers of more than 4,300 digits
+_MOST_PARENTHESES = 50  # of a requirement: `packaging` recurses into them, and stacks differ
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 
 
@@ -37,12 +38,12 @@ def check_requirement(text: str) -> str:
         return f"it has {len(text):,} characters, at most {_LONGEST:,}"
     if _SIMPLE.fullmatch(text):
         return ""
+    if text.count("(") > _MOST_PARENTHESES:
+        return f"its marker is nested too deeply: it has more than {_MOST_PARENTHESES} parentheses"
     try:
         marker = _parsed(text).marker
         if marker is not None:
             marker.evaluate()  # whether its comparisons are defined is not known before
-    except RecursionError:
-        return "its marker is nested too deeply"
     except LookupError as error:
         return f"its marker names {error}, which no environment defines"
     except ValueError as error:  # also where a version or a comparison of the marker is invalid
