@@ -29,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         del os.environ[name]
     os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "no-configuration")
+    if config.pluginmanager.hasplugin("xdist"):
+        _let_workers_write_coverage()
+
+
+def _let_workers_write_coverage() -> None:
+    """Give workers two minutes to end: they write what coverage has measured, which took 10 s on a busy machine."""
+    from xdist.workermanage import NodeManager  # noqa: PLC0415 - some environments of the tests have no xdist
+
+    NodeManager.EXIT_TIMEOUT = 120
 
 
 @pytest.fixture
