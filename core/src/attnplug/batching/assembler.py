@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from array import array
 from itertools import accumulate
-from operator import add
+from operator import add, index
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from attnplug.batching.block_table import BlockTable
-from attnplug.batching.slots import POSITIONS, positions_of_new_tokens, slots_of_new_tokens
-from attnplug.batching.window import num_freeable_blocks
+from attnplug.batching.slots import POSITIONS, requests_and_positions, slots_at
+from attnplug.batching.staging import upload_together
+from attnplug.batching.window import fewest_computed_tokens, num_freeable_blocks
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
-from attnplug.contract.inputs.upload import upload as upload_pinned
 from attnplug.errors import BatchError
 from attnplug.negotiation.agreement import Agreement
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
+_NO_ROW: Final[tuple[list[int | None], int, int]] = ([], 0, -1)
+"""Of a row that was not written: it has room for no request."""
 
 _FEW: Final = 32
 """Up to so many tokens, loops are faster than tensor operations, each of which takes microseconds."""
@@ -79,8 +82,9 @@ class BatchAssembler:
         self._decode_query_len = decode_query_len
         self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
         self._frees = sliding_window is not None or attention_chunk is not None
-        self._upload = upload or self._pinned
+        self._upload = upload
         self._table = BlockTable()
+        self._rows: list[tuple[list[int | None], int, int]] = []
         self.clear()
 
     @classmethod
@@ -127,16 +131,13 @@ class BatchAssembler:
     @property
     def num_tokens(self) -> int:
         """Query tokens that were added."""
-        return self._num_tokens
+        return sum(self._query_lens)
 
     def clear(self) -> None:
         """Remove the requests of this step; `finish` does so too."""
         self._query_lens: list[int] = []
         self._computed: list[int] = []
         self._write_from: list[tuple[int, int]] = []
-        self._num_tokens = 0
-        self._longest_seq = 0
-        self._first_prefill = -1
 
     def add(
         self, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], *, write_from: int = 0
@@ -160,31 +161,29 @@ class BatchAssembler:
                 that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
         """
         if not type(query_len) is type(num_computed_tokens) is type(write_from) is int:
-            _check_whole(query_len=query_len, num_computed_tokens=num_computed_tokens, write_from=write_from)
+            query_len = _whole("query_len", query_len)
+            num_computed_tokens = _whole("num_computed_tokens", num_computed_tokens)
+            write_from = _whole("write_from", write_from)
         if query_len < 1 or num_computed_tokens < 0 or write_from < 0:
             raise _invalid_numbers(query_len, num_computed_tokens, write_from)
-        row = len(self._query_lens)
-        is_decode = query_len <= self._decode_query_len
-        if is_decode and self._first_prefill >= 0:
+        query_lens = self._query_lens
+        row = len(query_lens)
+        if row and query_len <= self._decode_query_len < query_lens[-1]:
             self._refuse_order(row, query_len)
-        seq_len = num_computed_tokens + query_len
-        try:
-            count, freed = self._table.set_row(row, blocks)
-        except TypeError:
-            raise _invalid_blocks(row, blocks) from None
-        needed = -(-seq_len // self._block_size)
-        if count < needed:
-            self._refuse_blocks(row, seq_len, count, needed)
-        if freed:
-            self._check_freed(row, num_computed_tokens, needed)
-        self._query_lens.append(query_len)
+        # A row with the blocks of the step before, and tokens that these allow, is the common case: it takes a fraction
+        # of a microsecond, and engines add hundreds of them before each step.
+        given, least, most = self._rows[row] if row < len(self._rows) else _NO_ROW
+        if (
+            type(blocks) is not list
+            or given != blocks
+            or num_computed_tokens < least
+            or num_computed_tokens + query_len > most
+        ):
+            self._set_row(row, num_computed_tokens, num_computed_tokens + query_len, blocks)
+        query_lens.append(query_len)
         self._computed.append(num_computed_tokens)
-        self._num_tokens += query_len
-        self._longest_seq = max(self._longest_seq, seq_len)
         if write_from > num_computed_tokens:
             self._write_from.append((row, write_from))
-        if not is_decode and self._first_prefill < 0:
-            self._first_prefill = row
         return row
 
     def finish(
@@ -205,61 +204,78 @@ class BatchAssembler:
         Raises:
             BatchError: Nothing was added, or more than the padded sizes hold. The assembler is not changed.
         """
+        num_tokens_added = sum(self._query_lens)
         reqs = self._padded("requests", self.num_reqs, num_reqs)
-        tokens = self._padded("tokens", self._num_tokens, num_tokens)
-        added = [0] * (reqs - self.num_reqs)
-        starts = [0, *accumulate(self._query_lens), *(self._num_tokens for _ in added)]
-        host = {
-            "query_start_loc": _int32(starts),
-            "block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs),
-            "seq_lens": _int32([*map(add, self._computed, self._query_lens), *added]),
-        }
-        computed = _int32(self._computed + added)
-        place = self._place_few if self._num_tokens <= _FEW else self._place_many
-        positions, host["slot_mapping"] = place(host, computed, tokens)
-        self._skip_unwritten(host["slot_mapping"], starts)
-        derived: dict[str, Any] = {name: self._upload(name, tensor) for name, tensor in host.items()}
+        rows = self._padded("tokens", num_tokens_added, num_tokens)
+        host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
+        fill = self._fill_few if num_tokens_added <= _FEW else self._fill_many
+        computed = fill(host, reqs, num_tokens_added, rows)
+        self._skip_unwritten(host["slot_mapping"], host["query_start_loc"])
+        derived: dict[str, Any] = self._to_device(host)
+        positions = derived.pop(POSITIONS)
+        del host[POSITIONS]
         derived |= {f"{name}_cpu": tensor for name, tensor in host.items()}
         batch = Batch(
             **derived,
             num_computed_tokens_cpu=computed,
             num_reqs=reqs,
-            num_actual_tokens=self._num_tokens,
+            num_actual_tokens=num_tokens_added,
             max_query_len=max(self._query_lens),
-            max_seq_len=self._longest_seq,
+            max_seq_len=max(map(add, self._computed, self._query_lens)),
             **fields,
         )
-        uploaded = self._upload(POSITIONS, positions)
-        batch.cached(POSITIONS, lambda: uploaded)
+        batch.cached(POSITIONS, lambda: positions)
         self.clear()
         return batch
 
-    def _place_few(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the positions and slots of the tokens, padding included, by loops."""
-        del host, computed
-        padding = [0] * (rows - self._num_tokens)
+    def _fill_few(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> Tensor:
+        """Add lengths, positions and slots, padding included, by loops; return the cached tokens of each request."""
+        added, padding = [0] * (reqs - self.num_reqs), [0] * (rows - tokens)
         positions: list[int] = []
         slots: list[int] = []
         for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
             new = range(start, start + count)
             positions += new
             slots += self._table.slots(row, new, self._block_size)
-        return _int64(positions + padding), _int64(slots + [PAD_SLOT_ID for _ in padding])
+        host["query_start_loc"] = _int32([0, *accumulate(self._query_lens), *(tokens for _ in added)])
+        host["seq_lens"] = _int32([*map(add, self._computed, self._query_lens), *added])
+        host["slot_mapping"] = _int64(slots + [PAD_SLOT_ID for _ in padding])
+        host[POSITIONS] = _int64(positions + padding)
+        return _int32(self._computed + added)
 
-    def _place_many(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the same by tensor operations."""
-        starts, sizes = host["query_start_loc"], {"num_tokens": self._num_tokens, "num_padded_tokens": rows}
-        slots = slots_of_new_tokens(host["block_table"], starts, computed, self._block_size, **sizes)
-        return positions_of_new_tokens(starts, computed, **sizes), slots
+    def _fill_many(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> Tensor:
+        """Do the same by tensor operations."""
+        count, table = self.num_reqs, self._table.tensor
+        added = [0] * (reqs - count)
+        computed = _int32(self._computed + added)
+        if tokens == count:  # one token each
+            starts = torch.arange(reqs + 1, dtype=torch.int32)
+            requests, positions = torch.arange(count), computed[:count].long()
+            seq_lens = computed + 1
+            if added:
+                starts.clamp_(max=count)
+                seq_lens[count:] = 0
+        else:
+            query_lens = _int32(self._query_lens + added)
+            starts, seq_lens = query_lens.new_zeros(reqs + 1), computed + query_lens
+            torch.cumsum(query_lens, 0, dtype=torch.int32, out=starts[1:])
+            requests, positions = requests_and_positions(starts, computed, tokens)
+        slots = slots_at(table, requests, positions, self._block_size)
+        if rows > tokens:
+            slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
+            positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
+        host |= {"query_start_loc": starts, "seq_lens": seq_lens, "slot_mapping": slots, POSITIONS: positions}
+        return computed
 
-    def _skip_unwritten(self, slots: Tensor, starts: list[int]) -> None:
+    def _skip_unwritten(self, slots: Tensor, starts: Tensor) -> None:
         for row, position in self._write_from:
-            skipped = min(position - self._computed[row], self._query_lens[row])
-            slots[starts[row] : starts[row] + skipped] = PAD_SLOT_ID
+            start, skipped = int(starts[row]), min(position - self._computed[row], self._query_lens[row])
+            slots[start : start + skipped] = PAD_SLOT_ID
 
-    def _pinned(self, name: str, host: Tensor) -> Tensor:
-        del name
-        return upload_pinned(host, self._device)
+    def _to_device(self, host: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._upload is None:
+            return upload_together(host, self._device)
+        return {name: self._upload(name, tensor) for name, tensor in host.items()}
 
     def _padded(self, what: str, count: int, padded: int | None) -> int:
         if not self._query_lens:
@@ -276,6 +292,21 @@ class BatchAssembler:
             )
         return count if padded is None else padded
 
+    def _set_row(self, row: int, computed: int, seq_len: int, blocks: Sequence[int | None]) -> None:
+        """Write a row of the block table, and check that the request's tokens are in it."""
+        try:
+            count, freed = self._table.set_row(row, blocks)
+        except TypeError:
+            raise _invalid_blocks(row, blocks) from None
+        least = fewest_computed_tokens(freed, self._block_size, **self._window)
+        most = count * self._block_size
+        self._rows[row : row + 1] = [(self._table.rows[row][0], most if least is None else least, most)]
+        needed = -(-seq_len // self._block_size)
+        if count < needed:
+            self._refuse_blocks(row, seq_len, count, needed)
+        if freed:
+            self._check_freed(row, computed, needed)
+
     def _check_freed(self, row: int, computed: int, needed: int) -> None:
         """Check that no freed block is attended to by a query of the step."""
         freed = num_freeable_blocks(computed, self._block_size, **self._window) if self._frees else 0
@@ -290,9 +321,10 @@ class BatchAssembler:
         )
 
     def _refuse_order(self, row: int, query_len: int) -> None:
+        first = next(row for row, count in enumerate(self._query_lens) if count > self._decode_query_len)
         raise BatchError(
-            f"request {row} has {query_len} query tokens and was added after request {self._first_prefill}, which has "
-            f"{self._query_lens[self._first_prefill]}",
+            f"request {row} has {query_len} query tokens and was added after request {first}, which has "
+            f"{self._query_lens[first]}",
             f"requests of at most {self._decode_query_len} query tokens (decodes) come first in every batch, also the "
             "last chunk of a prompt if it is that short",
             "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
@@ -340,8 +372,9 @@ def _invalid_blocks(row: int, blocks: object) -> BatchError:
     )
 
 
-def _check_whole(**numbers: object) -> None:
-    """Check that numbers are integers, also those of numpy or torch."""
-    for name, number in numbers.items():
-        if not hasattr(number, "__index__"):
-            raise BatchError(f"{name}={number!r} was given", f"{name} is an integer", "pass an int")
+def _whole(name: str, number: object) -> int:
+    """Return an integer of numpy or torch as one of Python."""
+    try:
+        return int(index(number))  # type: ignore[call-overload]
+    except TypeError:
+        raise BatchError(f"{name}={number!r} was given", f"{name} is an integer", "pass an int") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -14,24 +14,35 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_Row: TypeAlias = "tuple[list[int | None], int, int]"
+
 _FIRST_ROWS, _FIRST_COLUMNS = 16, 16
+_HINTS_PER_ROW = 8
 
 
 class BlockTable:
     """
     Rows of physical blocks in one growing buffer.
 
-    Most requests have the same blocks as in the step before: a row is compared, which takes a fraction of a
-    microsecond, and written only if it differs. An `array.array` is filled faster than a tensor; `to_tensor` returns
-    copies, which later steps do not change.
+    Most requests have the same blocks as in the step before, or one more: a row is compared, and only what is new in it
+    is converted. An `array.array` is filled faster than a tensor; `to_tensor` returns copies, which later steps do not
+    change.
+
+    Attributes:
+        rows: For each row its blocks as they were given, their number without freed ones at the end, and the number of
+            leading blocks up to the last freed one. The lists are copies.
     """
 
     def __init__(self) -> None:
-        self._given: list[list[int | None]] = []
-        self._counts: list[int] = []
-        self._holes: list[int] = []
+        self.rows: list[_Row] = []
+        self._row_of: dict[int, int] = {}
         self._cells = array("i", bytes(4 * _FIRST_ROWS * _FIRST_COLUMNS))
         self._tensor = _view(self._cells, _FIRST_COLUMNS)
+
+    @property
+    def tensor(self) -> Tensor:
+        """``(rows, columns)`` int32, the buffer itself: valid until a row is written, 0 after a row's blocks."""
+        return self._tensor
 
     def set_row(self, row: int, blocks: Sequence[int | None]) -> tuple[int, int]:
         """
@@ -47,19 +58,20 @@ class BlockTable:
 
         Raises:
             BatchError: A block is negative, or not an integer. The row is not changed.
+            TypeError: The blocks are not iterable.
         """
-        if row < len(self._given) and self._given[row] == blocks:
-            return self._counts[row], self._holes[row]
-        values, holes = _values(row, blocks)
-        count = len(values)
-        if row == len(self._given):
-            self._given.append([])
-            self._counts.append(0)
-            self._holes.append(0)
-        self._reserve(row + 1, count)
-        self._write(row, values, self._counts[row])
-        self._given[row], self._counts[row], self._holes[row] = list(blocks), count, holes
-        return count, holes
+        given = blocks if type(blocks) is list else list(blocks)
+        # A host passes one list per request, step after step. When a request before it ends, its row is another one.
+        # An id may be that of a list which is garbage-collected by now: it is a hint, and the blocks are compared.
+        before = self._row_of.get(id(blocks), row)
+        if not (self._continue(row, row, given) or (before != row and self._continue(before, row, given))):
+            values, holes = _values(row, given)
+            self._write(row, values)
+            self._put(row, (list(given), len(values), holes))
+        if len(self._row_of) > _HINTS_PER_ROW * len(self.rows):
+            self._row_of.clear()
+        self._row_of[id(blocks)] = row
+        return self.rows[row][1:]
 
     def has_freed(self, row: int, start: int, end: int) -> bool:
         """Whether a column of a row, in ``[start, end)``, has a freed block."""
@@ -83,7 +95,7 @@ class BlockTable:
         Raises:
             BatchError: A row is longer than `columns`.
         """
-        longest = max(self._counts[:rows], default=0)
+        longest = max([count for _, count, _ in self.rows[:rows]], default=0)
         columns = longest if columns is None else columns
         if columns < longest:
             raise BatchError(
@@ -97,11 +109,46 @@ class BlockTable:
         found[:rows, :longest] = self._tensor[:rows, :longest]
         return found
 
-    def _write(self, row: int, values: array[int], old_count: int) -> None:
-        start, count = row * self._tensor.shape[1], len(values)
+    def _continue(self, source: int, row: int, blocks: list[int | None]) -> bool:
+        """
+        Write a row that continues `source`: the same blocks, of which more may be freed at the start, and further ones.
+
+        Returns:
+            Whether it does; otherwise nothing is written.
+        """
+        if source >= len(self.rows):
+            return False
+        entry = self.rows[source]
+        if entry[0] == blocks:
+            if source != row:
+                self._write(row, self._values_of(source))
+                self._put(row, entry)
+            return True
+        change = _change(*entry, blocks)
+        if change is None:
+            return False
+        freed, added = change
+        values = self._values_of(source)
+        values[:freed] = _zeros(freed)
+        values += added
+        self._write(row, values)
+        self._put(row, (list(blocks), len(values), freed))
+        return True
+
+    def _values_of(self, row: int) -> array[int]:
+        first = row * self._tensor.shape[1]
+        return self._cells[first : first + self.rows[row][1]]
+
+    def _write(self, row: int, values: array[int]) -> None:
+        count, old_count = len(values), self.rows[row][1] if row < len(self.rows) else 0
+        self._reserve(row + 1, count)
+        start = row * self._tensor.shape[1]
         self._cells[start : start + count] = values
         if old_count > count:
-            self._cells[start + count : start + old_count] = array("i", bytes(4 * (old_count - count)))
+            self._cells[start + count : start + old_count] = _zeros(old_count - count)
+
+    def _put(self, row: int, entry: _Row) -> None:
+        self.rows[row : row + 1] = [entry]
 
     def _reserve(self, rows: int, columns: int) -> None:
         """Make room, doubling what has to grow."""
@@ -117,6 +164,34 @@ class BlockTable:
 
 def _view(cells: array[int], columns: int) -> Tensor:
     return torch.frombuffer(cells, dtype=torch.int32).view(-1, columns)
+
+
+def _zeros(count: int) -> array[int]:
+    return array("i", bytes(4 * count))
+
+
+def _change(given: list[int | None], count: int, holes: int, blocks: list[int | None]) -> tuple[int, array[int]] | None:
+    """
+    Return what is new in blocks since they were `given`: how many are freed at the start, and those that were added.
+
+    None where there are other changes, or other freed blocks than leading ones.
+    """
+    known, freed = len(given), holes
+    if count < known or len(blocks) < known or any(given[:holes]):
+        return None
+    while freed < known and _is_freed(blocks[freed]):
+        freed += 1
+    if freed == known or blocks[:holes] != given[:holes] or blocks[freed:known] != given[freed:]:
+        return None
+    try:
+        added, least = _converted(blocks[known:])
+    except (TypeError, OverflowError):
+        return None
+    return (freed, added) if least > 0 else None
+
+
+def _is_freed(block: object) -> bool:
+    return block is None or (type(block) is int and block == 0)
 
 
 def _values(row: int, blocks: Sequence[int | None]) -> tuple[array[int], int]:

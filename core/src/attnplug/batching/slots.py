@@ -122,12 +122,27 @@ def slots_of_new_tokens(
     padding = block_table.new_full((total - num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
     if not num_tokens:
         return padding
-    requests, positions = requests_and_positions(query_start_loc, num_computed_tokens, num_tokens)
+    slots = slots_at(block_table, *requests_and_positions(query_start_loc, num_computed_tokens, num_tokens), block_size)
+    return slots if total == num_tokens else torch.cat([slots, padding])
+
+
+def slots_at(block_table: Tensor, requests: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """
+    Return the slots of tokens, ``(num_tokens,)`` int64.
+
+    Args:
+        block_table: ``(num_reqs, max_blocks)`` integers, contiguous.
+        requests: ``(num_tokens,)`` int64, the request of each; at least one.
+        positions: ``(num_tokens,)`` int64, the position of each in its request.
+        block_size: Slots per block.
+
+    Raises:
+        BatchError: As for `slots_of_new_tokens`.
+    """
     columns = positions // block_size
     _check_columns(block_table, columns, block_size)
-    blocks = block_table.reshape(-1).index_select(0, requests.mul_(block_table.shape[1]).add_(columns))
-    slots = positions.add_(blocks - columns, alpha=block_size)  # block * size + position - column * size
-    return slots if total == num_tokens else torch.cat([slots, padding])
+    blocks = block_table.reshape(-1).index_select(0, torch.add(columns, requests, alpha=block_table.shape[1]))
+    return torch.add(positions, blocks - columns, alpha=block_size)  # block * size + position - column * size
 
 
 def _check_columns(block_table: Tensor, columns: Tensor, block_size: int) -> None:

@@ -40,3 +40,25 @@ def num_freeable_blocks(
     """
     first = first_attended_key(num_computed_tokens, sliding_window=sliding_window, attention_chunk=attention_chunk)
     return first // block_size
+
+
+def fewest_computed_tokens(
+    num_blocks: int, block_size: int, *, sliding_window: int | None = None, attention_chunk: int | None = None
+) -> int | None:
+    """
+    Return the fewest cached tokens at which `num_freeable_blocks` is at least `num_blocks`; None for never.
+
+    Args:
+        num_blocks: Blocks at its start that are freed.
+        block_size: Slots per block.
+        sliding_window: As for `first_attended_key`.
+        attention_chunk: Likewise.
+    """
+    first, found = num_blocks * block_size, []
+    if not first:
+        return 0
+    if sliding_window is not None:
+        found.append(first + sliding_window - 1)
+    if attention_chunk is not None:
+        found.append(-(-first // attention_chunk) * attention_chunk)
+    return min(found, default=None)
