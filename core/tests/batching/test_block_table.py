@@ -15,7 +15,7 @@ from attnplug.errors import BatchError
 
 @given(st.integers(0, 10**6), st.sampled_from([3, 40]))
 def test_hosts_may_change_their_lists_between_steps(seed, most):
-    generator, rows = random.Random(seed), BlockTable()
+    generator, rows = random.Random(seed), BlockTable(4)
     lists = [[generator.randrange(1, 99) for _ in range(generator.randint(0, most))] for _ in range(most)]
     kept = []
     for _ in range(6):
@@ -48,7 +48,7 @@ def test_hosts_may_change_their_lists_between_steps(seed, most):
 
 
 def test_a_refused_row_is_not_changed():
-    rows = BlockTable()
+    rows = BlockTable(4)
     rows.set_row(0, [1, 2])
 
     with pytest.raises(BatchError, match="the block -1"):
@@ -58,6 +58,6 @@ def test_a_refused_row_is_not_changed():
 
 
 def test_a_tuple_is_accepted():
-    rows = BlockTable()
+    rows = BlockTable(4)
 
     assert rows.set_row(0, (4, None, 5)) == rows.set_row(0, [4, None, 5]) == (3, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from itertools import accumulate
 from operator import add, index
@@ -12,7 +13,7 @@ import torch
 from attnplug.batching.block_table import BlockTable
 from attnplug.batching.slots import POSITIONS, requests_and_positions, slots_at
 from attnplug.batching.staging import upload_together
-from attnplug.batching.window import fewest_computed_tokens, num_freeable_blocks
+from attnplug.batching.window import num_freeable_blocks
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
 from attnplug.errors import BatchError
 from attnplug.negotiation.agreement import Agreement
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
-_NO_ROW: Final[tuple[list[int | None], int, int]] = ([], 0, -1)
-"""Of a row that was not written: it has room for no request."""
 
 _FEW: Final = 32
 """Up to so many tokens, loops are faster than tensor operations, each of which takes microseconds."""
@@ -83,8 +81,7 @@ class BatchAssembler:
         self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
         self._frees = sliding_window is not None or attention_chunk is not None
         self._upload = upload
-        self._table = BlockTable()
-        self._rows: list[tuple[list[int | None], int, int]] = []
+        self._table = BlockTable(block_size, **self._window)
         self.clear()
 
     @classmethod
@@ -137,6 +134,7 @@ class BatchAssembler:
         """Remove the requests of this step; `finish` does so too."""
         self._query_lens: list[int] = []
         self._computed: list[int] = []
+        self._shortest, self._longest = 1, self._decode_query_len
         self._write_from: list[tuple[int, int]] = []
 
     def add(
@@ -160,30 +158,22 @@ class BatchAssembler:
             BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, a block
                 that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
         """
-        if not type(query_len) is type(num_computed_tokens) is type(write_from) is int:
-            query_len = _whole("query_len", query_len)
-            num_computed_tokens = _whole("num_computed_tokens", num_computed_tokens)
-            write_from = _whole("write_from", write_from)
-        if query_len < 1 or num_computed_tokens < 0 or write_from < 0:
-            raise _invalid_numbers(query_len, num_computed_tokens, write_from)
         query_lens = self._query_lens
         row = len(query_lens)
-        if row and query_len <= self._decode_query_len < query_lens[-1]:
-            self._refuse_order(row, query_len)
-        # A row with the blocks of the step before, and tokens that these allow, is the common case: it takes a fraction
-        # of a microsecond, and engines add hundreds of them before each step.
-        given, least, most = self._rows[row] if row < len(self._rows) else _NO_ROW
-        if (
-            type(blocks) is not list
-            or given != blocks
-            or num_computed_tokens < least
-            or num_computed_tokens + query_len > most
+        given, least, most = self._table.rows[row]
+        # The common case, for which engines wait before each step: a decode, or a prefill after the first, with the
+        # blocks of the step before and tokens that these blocks admit.
+        if not (
+            type(query_len) is type(num_computed_tokens) is type(write_from) is int
+            and self._shortest <= query_len <= self._longest
+            and least <= num_computed_tokens <= most - query_len
+            and type(blocks) is list
+            and given == blocks
+            and write_from == 0
         ):
-            self._set_row(row, num_computed_tokens, num_computed_tokens + query_len, blocks)
+            query_len, num_computed_tokens = self._add_other(row, query_len, num_computed_tokens, blocks, write_from)
         query_lens.append(query_len)
         self._computed.append(num_computed_tokens)
-        if write_from > num_computed_tokens:
-            self._write_from.append((row, write_from))
         return row
 
     def finish(
@@ -209,7 +199,7 @@ class BatchAssembler:
         rows = self._padded("tokens", num_tokens_added, num_tokens)
         host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
         fill = self._fill_few if num_tokens_added <= _FEW else self._fill_many
-        computed = fill(host, reqs, num_tokens_added, rows)
+        computed, longest = fill(host, reqs, num_tokens_added, rows)
         self._skip_unwritten(host["slot_mapping"], host["query_start_loc"])
         derived: dict[str, Any] = self._to_device(host)
         positions = derived.pop(POSITIONS)
@@ -221,29 +211,30 @@ class BatchAssembler:
             num_reqs=reqs,
             num_actual_tokens=num_tokens_added,
             max_query_len=max(self._query_lens),
-            max_seq_len=max(map(add, self._computed, self._query_lens)),
+            max_seq_len=longest,
             **fields,
         )
         batch.cached(POSITIONS, lambda: positions)
         self.clear()
         return batch
 
-    def _fill_few(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> Tensor:
-        """Add lengths, positions and slots, padding included, by loops; return the cached tokens of each request."""
+    def _fill_few(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> tuple[Tensor, int]:
+        """Add lengths, positions and slots, padding included, by loops; return cached tokens and the longest."""
         added, padding = [0] * (reqs - self.num_reqs), [0] * (rows - tokens)
         positions: list[int] = []
         slots: list[int] = []
         for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
             new = range(start, start + count)
             positions += new
-            slots += self._table.slots(row, new, self._block_size)
+            slots += self._table.slots(row, new)
         host["query_start_loc"] = _int32([0, *accumulate(self._query_lens), *(tokens for _ in added)])
-        host["seq_lens"] = _int32([*map(add, self._computed, self._query_lens), *added])
+        seq_lens = [*map(add, self._computed, self._query_lens), *added]
+        host["seq_lens"] = _int32(seq_lens)
         host["slot_mapping"] = _int64(slots + [PAD_SLOT_ID for _ in padding])
         host[POSITIONS] = _int64(positions + padding)
-        return _int32(self._computed + added)
+        return _int32(self._computed + added), max(seq_lens)
 
-    def _fill_many(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> Tensor:
+    def _fill_many(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> tuple[Tensor, int]:
         """Do the same by tensor operations."""
         count, table = self.num_reqs, self._table.tensor
         added = [0] * (reqs - count)
@@ -265,7 +256,7 @@ class BatchAssembler:
             slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
             positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
         host |= {"query_start_loc": starts, "seq_lens": seq_lens, "slot_mapping": slots, POSITIONS: positions}
-        return computed
+        return computed, int(seq_lens.amax())
 
     def _skip_unwritten(self, slots: Tensor, starts: Tensor) -> None:
         for row, position in self._write_from:
@@ -292,20 +283,30 @@ class BatchAssembler:
             )
         return count if padded is None else padded
 
-    def _set_row(self, row: int, computed: int, seq_len: int, blocks: Sequence[int | None]) -> None:
-        """Write a row of the block table, and check that the request's tokens are in it."""
+    def _add_other(
+        self, row: int, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], write_from: int
+    ) -> tuple[int, int]:
+        """Check a request and write its row of the block table; return its numbers as Python's."""
+        query_len, computed = _whole("query_len", query_len), _whole("num_computed_tokens", num_computed_tokens)
+        write_from = _whole("write_from", write_from)
+        if query_len < 1 or computed < 0 or write_from < 0:
+            raise _invalid_numbers(query_len, computed, write_from)
+        if query_len < self._shortest:
+            self._refuse_order(row, query_len)
         try:
             count, freed = self._table.set_row(row, blocks)
         except TypeError:
             raise _invalid_blocks(row, blocks) from None
-        least = fewest_computed_tokens(freed, self._block_size, **self._window)
-        most = count * self._block_size
-        self._rows[row : row + 1] = [(self._table.rows[row][0], most if least is None else least, most)]
-        needed = -(-seq_len // self._block_size)
+        needed = -(-(computed + query_len) // self._block_size)
         if count < needed:
-            self._refuse_blocks(row, seq_len, count, needed)
-        if freed:
+            self._refuse_blocks(row, computed + query_len, count, needed)
+        if computed < self._table.rows[row][1]:
             self._check_freed(row, computed, needed)
+        if query_len > self._decode_query_len:
+            self._shortest, self._longest = self._decode_query_len + 1, sys.maxsize
+        if write_from > computed:
+            self._write_from.append((row, write_from))
+        return query_len, computed
 
     def _check_freed(self, row: int, computed: int, needed: int) -> None:
         """Check that no freed block is attended to by a query of the step."""

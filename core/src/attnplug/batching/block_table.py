@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug.batching.window import fewest_computed_tokens
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_Row: TypeAlias = "tuple[list[int | None], int, int]"
+_NO_ROW: Final[tuple[list[int | None], int, int]] = ([], 0, -1)
+"""Of a row that was not written: it has room for no request."""
 
 _FIRST_ROWS, _FIRST_COLUMNS = 16, 16
 _HINTS_PER_ROW = 8
@@ -22,19 +24,28 @@ _HINTS_PER_ROW = 8
 
 class BlockTable:
     """
-    Rows of physical blocks in one growing buffer.
+    Rows of physical blocks in one growing buffer, written from the first on in each step.
 
     Most requests have the same blocks as in the step before, or one more: a row is compared, and only what is new in it
     is converted. An `array.array` is filled faster than a tensor; `to_tensor` returns copies, which later steps do not
     change.
 
+    Args:
+        block_size: Slots per block.
+        window: `sliding_window` and `attention_chunk`, as for `num_freeable_blocks`.
+
     Attributes:
-        rows: For each row its blocks as they were given, their number without freed ones at the end, and the number of
-            leading blocks up to the last freed one. The lists are copies.
+        rows: For each row, and for the next one, its blocks as they were given, and the tokens that they are enough
+            for: the fewest computed ones, as no block behind the freed ones is attended to, and the most in all. The
+            lists are copies.
     """
 
-    def __init__(self) -> None:
-        self.rows: list[_Row] = []
+    def __init__(self, block_size: int, **window: int | None) -> None:
+        self._block_size = block_size
+        self._window = window
+        self.rows: list[tuple[list[int | None], int, int]] = [_NO_ROW]
+        self._counts: list[int] = []
+        self._holes: list[int] = []
         self._row_of: dict[int, int] = {}
         self._cells = array("i", bytes(4 * _FIRST_ROWS * _FIRST_COLUMNS))
         self._tensor = _view(self._cells, _FIRST_COLUMNS)
@@ -49,7 +60,7 @@ class BlockTable:
         Write the blocks of one request into a row: an existing one, or the next.
 
         Args:
-            row: The row.
+            row: The row. Later ones are of steps before: their order may change.
             blocks: Physical blocks, None or 0 for a freed one.
 
         Returns:
@@ -61,27 +72,27 @@ class BlockTable:
             TypeError: The blocks are not iterable.
         """
         given = blocks if type(blocks) is list else list(blocks)
-        # A host passes one list per request, step after step. When a request before it ends, its row is another one.
+        # A host passes one list per request, step after step. When a request before it ends, its row is an earlier one.
         # An id may be that of a list which is garbage-collected by now: it is a hint, and the blocks are compared.
         before = self._row_of.get(id(blocks), row)
-        if not (self._continue(row, row, given) or (before != row and self._continue(before, row, given))):
+        if not (self._continue(row, given) or (row < before < len(self._counts) and self._take(before, row, given))):
             values, holes = _values(row, given)
             self._write(row, values)
-            self._put(row, (list(given), len(values), holes))
+            self._put(row, given.copy(), len(values), holes)
         if len(self._row_of) > _HINTS_PER_ROW * len(self.rows):
             self._row_of.clear()
         self._row_of[id(blocks)] = row
-        return self.rows[row][1:]
+        return self._counts[row], self._holes[row]
 
     def has_freed(self, row: int, start: int, end: int) -> bool:
         """Whether a column of a row, in ``[start, end)``, has a freed block."""
         first = row * self._tensor.shape[1]
         return 0 in self._cells[first + start : first + end]
 
-    def slots(self, row: int, positions: range, block_size: int) -> list[int]:
+    def slots(self, row: int, positions: range) -> list[int]:
         """Return the slots of positions in the blocks of a row."""
-        cells, first = self._cells, row * self._tensor.shape[1]
-        return [cells[first + one // block_size] * block_size + one % block_size for one in positions]
+        cells, first, size = self._cells, row * self._tensor.shape[1], self._block_size
+        return [cells[first + one // size] * size + one % size for one in positions]
 
     def to_tensor(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
         """
@@ -95,7 +106,7 @@ class BlockTable:
         Raises:
             BatchError: A row is longer than `columns`.
         """
-        longest = max([count for _, count, _ in self.rows[:rows]], default=0)
+        longest = max(self._counts[:rows], default=0)
         columns = longest if columns is None else columns
         if columns < longest:
             raise BatchError(
@@ -109,46 +120,72 @@ class BlockTable:
         found[:rows, :longest] = self._tensor[:rows, :longest]
         return found
 
-    def _continue(self, source: int, row: int, blocks: list[int | None]) -> bool:
+    def _continue(self, row: int, blocks: list[int | None]) -> bool:
         """
-        Write a row that continues `source`: the same blocks, of which more may be freed at the start, and further ones.
+        Write what is new in a row: freed blocks behind those at the start, and blocks at the end.
 
         Returns:
-            Whether it does; otherwise nothing is written.
+            Whether nothing else is new; otherwise the row is not changed.
         """
-        if source >= len(self.rows):
+        if row >= len(self._counts):
             return False
-        entry = self.rows[source]
-        if entry[0] == blocks:
-            if source != row:
-                self._write(row, self._values_of(source))
-                self._put(row, entry)
+        given, count, holes = self.rows[row][0], self._counts[row], self._holes[row]
+        if given == blocks:
             return True
-        change = _change(*entry, blocks)
-        if change is None:
+        known = len(given)
+        if count < known or len(blocks) < known or not known or blocks[known - 1] != given[known - 1]:
             return False
-        freed, added = change
-        values = self._values_of(source)
-        values[:freed] = _zeros(freed)
-        values += added
-        self._write(row, values)
-        self._put(row, (list(blocks), len(values), freed))
+        freed = _end_of_freed(blocks, holes, known)
+        try:
+            added, least = _converted(blocks[known:])
+        except (TypeError, OverflowError):
+            return False
+        if least < 1 or not _amend(given, blocks, holes, freed):
+            return False
+        self._reserve(row + 1, len(blocks))
+        first = row * self._tensor.shape[1]
+        self._cells[first + holes : first + freed] = _zeros(freed - holes)
+        self._cells[first + count : first + len(blocks)] = added
+        self._put(row, given, len(blocks), freed)
         return True
 
-    def _values_of(self, row: int) -> array[int]:
-        first = row * self._tensor.shape[1]
-        return self._cells[first : first + self.rows[row][1]]
+    def _take(self, source: int, row: int, blocks: list[int | None]) -> bool:
+        """Exchange a row with a later one if that continues in it; return whether it does."""
+        if self.rows[source][0][:1] != blocks[:1] and self._holes[source] == 0:
+            return False
+        self._exchange(source, row)
+        if self._continue(row, blocks):
+            return True
+        self._exchange(source, row)
+        return False
+
+    def _exchange(self, one: int, other: int) -> None:
+        columns = self._tensor.shape[1]
+        width = max(self._counts[one], self._counts[other])
+        here = slice(one * columns, one * columns + width)
+        there = slice(other * columns, other * columns + width)
+        self._cells[here], self._cells[there] = self._cells[there], self._cells[here]
+        for values in (self.rows, self._counts, self._holes):
+            values[one], values[other] = values[other], values[one]  # type: ignore[index]
 
     def _write(self, row: int, values: array[int]) -> None:
-        count, old_count = len(values), self.rows[row][1] if row < len(self.rows) else 0
+        count, old_count = len(values), self._counts[row] if row < len(self._counts) else 0
         self._reserve(row + 1, count)
         start = row * self._tensor.shape[1]
         self._cells[start : start + count] = values
         if old_count > count:
             self._cells[start + count : start + old_count] = _zeros(old_count - count)
 
-    def _put(self, row: int, entry: _Row) -> None:
-        self.rows[row : row + 1] = [entry]
+    def _put(self, row: int, given: list[int | None], count: int, holes: int) -> None:
+        """Record a row that was written."""
+        most = count * self._block_size
+        least = fewest_computed_tokens(holes, self._block_size, **self._window) if holes else 0
+        if row == len(self._counts):
+            self.rows.append(_NO_ROW)
+            self._counts.append(0)
+            self._holes.append(0)
+        self.rows[row] = (given, most if least is None else least, most)
+        self._counts[row], self._holes[row] = count, holes
 
     def _reserve(self, rows: int, columns: int) -> None:
         """Make room, doubling what has to grow."""
@@ -170,24 +207,31 @@ def _zeros(count: int) -> array[int]:
     return array("i", bytes(4 * count))
 
 
-def _change(given: list[int | None], count: int, holes: int, blocks: list[int | None]) -> tuple[int, array[int]] | None:
-    """
-    Return what is new in blocks since they were `given`: how many are freed at the start, and those that were added.
+def _end_of_freed(blocks: list[int | None], start: int, end: int) -> int:
+    """Return where the freed blocks from `start` on end, at most `end`."""
+    while start < min(end, len(blocks)) and _is_freed(blocks[start]):
+        start += 1
+    return start
 
-    None where there are other changes, or other freed blocks than leading ones.
+
+def _amend(given: list[int | None], blocks: list[int | None], start: int, end: int) -> bool:
     """
-    known, freed = len(given), holes
-    if count < known or len(blocks) < known or any(given[:holes]):
-        return None
-    while freed < known and _is_freed(blocks[freed]):
-        freed += 1
-    if freed == known or blocks[:holes] != given[:holes] or blocks[freed:known] != given[freed:]:
-        return None
+    Make `given` equal to `blocks`, which differ in a range and by further ones; return whether nothing else differs.
+
+    In place: a copy of a list touches each of its numbers, which takes microseconds where they are not in the caches.
+    If more differs, it is left as it was.
+    """
+    known, replaced = len(given), given[start:end]
+    same = False
     try:
-        added, least = _converted(blocks[known:])
-    except (TypeError, OverflowError):
-        return None
-    return (freed, added) if least > 0 else None
+        given[start:end] = blocks[start:end]
+        given += blocks[known:]
+        same = given == blocks
+    finally:
+        if not same:
+            del given[known:]
+            given[start:end] = replaced
+    return same
 
 
 def _is_freed(block: object) -> bool:

@@ -122,7 +122,9 @@ def slots_of_new_tokens(
     padding = block_table.new_full((total - num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
     if not num_tokens:
         return padding
-    slots = slots_at(block_table, *requests_and_positions(query_start_loc, num_computed_tokens, num_tokens), block_size)
+    requests, positions = requests_and_positions(query_start_loc, num_computed_tokens, num_tokens)
+    _check_columns(block_table, positions, block_size)
+    slots = slots_at(block_table, requests, positions, block_size)
     return slots if total == num_tokens else torch.cat([slots, padding])
 
 
@@ -132,24 +134,20 @@ def slots_at(block_table: Tensor, requests: Tensor, positions: Tensor, block_siz
 
     Args:
         block_table: ``(num_reqs, max_blocks)`` integers, contiguous.
-        requests: ``(num_tokens,)`` int64, the request of each; at least one.
-        positions: ``(num_tokens,)`` int64, the position of each in its request.
+        requests: ``(num_tokens,)`` int64, the request of each.
+        positions: ``(num_tokens,)`` int64, the position of each in its request, which has a block.
         block_size: Slots per block.
-
-    Raises:
-        BatchError: As for `slots_of_new_tokens`.
     """
     columns = positions // block_size
-    _check_columns(block_table, columns, block_size)
     blocks = block_table.reshape(-1).index_select(0, torch.add(columns, requests, alpha=block_table.shape[1]))
     return torch.add(positions, blocks - columns, alpha=block_size)  # block * size + position - column * size
 
 
-def _check_columns(block_table: Tensor, columns: Tensor, block_size: int) -> None:
+def _check_columns(block_table: Tensor, positions: Tensor, block_size: int) -> None:
     """Check tensors on the CPU. A device would be waited for: there the builder's guards check the CPU copies."""
-    if block_table.device.type == "cpu" and int(columns.max()) >= block_table.shape[1]:
+    if block_table.device.type == "cpu" and (column := int(positions.max()) // block_size) >= block_table.shape[1]:
         raise BatchError(
-            f"a request needs its logical block {int(columns.max())}",
+            f"a request needs its logical block {column}",
             f"the block table has {block_table.shape[1]} columns of {block_size} slots",
             "allocate the request's blocks before its step",
         )
