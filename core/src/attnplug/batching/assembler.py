@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug.batching.block_table import BlockTable
-from attnplug.batching.slots import POSITIONS, requests_and_positions, slots_at
+from attnplug.batching.slots import POSITIONS, slots_at
 from attnplug.batching.staging import upload_together
 from attnplug.batching.window import num_freeable_blocks
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_FEW: Final = 32
+_FEW: Final = 16
 """Up to so many tokens, loops are faster than tensor operations, each of which takes microseconds."""
 
 
@@ -236,22 +236,23 @@ class BatchAssembler:
 
     def _fill_many(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> tuple[Tensor, int]:
         """Do the same by tensor operations."""
-        count, table = self.num_reqs, self._table.tensor
-        added = [0] * (reqs - count)
+        count, added = self.num_reqs, [0] * (reqs - self.num_reqs)
         computed = _int32(self._computed + added)
-        if tokens == count:  # one token each
-            starts = torch.arange(reqs + 1, dtype=torch.int32)
-            requests, positions = torch.arange(count), computed[:count].long()
-            seq_lens = computed + 1
+        if tokens == count:  # one each
+            starts, seq_lens = torch.arange(reqs + 1, dtype=torch.int32, device="cpu"), computed + 1
+            requests, positions = torch.arange(count, device="cpu"), computed.long()
             if added:
                 starts.clamp_(max=count)
                 seq_lens[count:] = 0
+                positions = positions[:count]
         else:
             query_lens = _int32(self._query_lens + added)
             starts, seq_lens = query_lens.new_zeros(reqs + 1), computed + query_lens
             torch.cumsum(query_lens, 0, dtype=torch.int32, out=starts[1:])
-            requests, positions = requests_and_positions(starts, computed, tokens)
-        slots = slots_at(table, requests, positions, self._block_size)
+            requests = torch.repeat_interleave(query_lens.long(), output_size=tokens)
+            shifts = computed - starts[:-1]
+            positions = torch.arange(tokens, device="cpu").add_(shifts.index_select(0, requests))
+        slots = slots_at(self._table.tensor, requests, positions, self._block_size)
         if rows > tokens:
             slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
             positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
@@ -294,7 +295,7 @@ class BatchAssembler:
         if query_len < self._shortest:
             self._refuse_order(row, query_len)
         try:
-            count, freed = self._table.set_row(row, blocks)
+            count, _ = self._table.set_row(row, blocks)
         except TypeError:
             raise _invalid_blocks(row, blocks) from None
         needed = -(-(computed + query_len) // self._block_size)

@@ -116,7 +116,7 @@ class BlockTable:
             )
         if columns == longest and padded_rows in {None, rows}:
             return self._tensor[:rows, :longest].clone(memory_format=torch.contiguous_format)
-        found = torch.zeros(rows if padded_rows is None else padded_rows, columns, dtype=torch.int32)
+        found = torch.zeros(rows if padded_rows is None else padded_rows, columns, dtype=torch.int32, device="cpu")
         found[:rows, :longest] = self._tensor[:rows, :longest]
         return found
 

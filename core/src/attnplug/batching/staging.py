@@ -29,7 +29,7 @@ def upload_together(host: Mapping[str, Tensor], device: torch.device) -> dict[st
     """
     if device.type == "cpu":
         return dict(host)
-    staging = torch.empty(_size(host), dtype=torch.int64, pin_memory=True)
+    staging = torch.empty(_size(host), dtype=torch.int64, device="cpu", pin_memory=True)
     for name, part in parts_of(staging, host).items():
         part.copy_(host[name])
     return parts_of(staging.to(device, non_blocking=True), host)
