@@ -206,11 +206,74 @@ def test_a_refused_change_leaves_the_row_of_the_next_step():
     assembler, blocks = BatchAssembler(4), [1, 2, 3]
     decodes(assembler, [blocks], [9])
 
-    for wrong in ([1, 2, 3, -4], [1, 2, 3, 1.5], [None, 2, 3, 4], [1, 2, 3, None, 4]):
+    for wrong in ([1, 2, 3, -4], [1, 2, 3, 1.5], [None, 2, 3, 4], [1, 2, 3, None, 4], [1, -2, 3, 7], [1, 9, 3, "a"]):
         with pytest.raises(BatchError):
             assembler.add(1, 12, wrong)
 
     assert decodes(assembler, [blocks], [10]).block_table.tolist() == [[1, 2, 3]]
+    assert decodes(assembler, [[1, 2, 3, 7]], [12]).block_table.tolist() == [[1, 2, 3, 7]]
+
+
+def test_a_refused_change_frees_no_block():
+    assembler = BatchAssembler(4, sliding_window=4)
+    decodes(assembler, [[1, 2, 3, 4]], [15])
+
+    with pytest.raises(BatchError, match="the block -3"):
+        assembler.add(1, 15, [None, 2, -3, 4])
+
+    assert decodes(assembler, [[None, 2, 3, 4]], [15]).block_table.tolist() == [[0, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "said"),
+    [
+        ((1, 10), {}, "without a block that its step attends to"),
+        ((2, 15), {}, "4 blocks for 17 tokens"),
+        ((1, 16), {}, "4 blocks for 17 tokens"),
+        ((1, -1), {}, "num_computed_tokens=-1"),
+        ((0, 13), {}, "query_len=0"),
+        ((1, 13), {"write_from": -1}, "write_from=-1"),
+    ],
+)
+def test_a_known_row_is_checked_against_the_request(request_, options, said):
+    assembler, blocks = BatchAssembler(4, sliding_window=4, decode_query_len=2), [None, None, 3, 4]
+    decodes(assembler, [blocks], [14])
+
+    with pytest.raises(BatchError, match=said):
+        assembler.add(*request_, blocks, **options)
+
+    assert decodes(assembler, [blocks], [15]).seq_lens.tolist() == [16]
+
+
+def test_a_known_row_is_a_decode_or_a_prefill():
+    assembler = BatchAssembler(4)
+    decodes(assembler, [[1], [2], [3]], [0, 0, 0])
+    for query_len, blocks in ((2, [1]), (2, [2])):
+        assembler.add(query_len, 0, blocks)
+
+    with pytest.raises(BatchError, match="request 2 has 1 query tokens and was added after request 0"):
+        assembler.add(1, 0, [3])
+
+    assert assembler.add(3, 0, [3]) == 2
+
+
+def test_write_from_counts_for_a_known_row():
+    assembler = BatchAssembler(4)
+    decodes(assembler, [[1]], [1])
+    assembler.add(1, 2, [1], write_from=3)
+
+    assert assembler.finish().slot_mapping.tolist() == [PAD_SLOT_ID]
+
+
+@pytest.mark.parametrize("prefill", [1, 30])
+def test_many_requests_are_padded(prefill):
+    host, assembler = Host(None, 4, None, None), BatchAssembler(4)
+    for row in range(40):
+        request = Request([100 * row + column + 1 for column in range(9)], row // 8, prefill if row == 39 else 1)
+        host.requests.append(request)
+        assembler.add(request.query, request.cached, request.blocks)
+
+    assert found_fields(assembler.finish(48, 99)) == host.expected(8, 99 - 39 - prefill, 9)
 
 
 @pytest.mark.parametrize("number", [1.0, 0.0, None, "0"])

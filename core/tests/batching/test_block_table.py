@@ -57,6 +57,18 @@ def test_a_refused_row_is_not_changed():
     assert rows.to_tensor(1).tolist() == [[1, 2]]
 
 
+def test_a_refused_row_takes_no_other_row():
+    rows, blocks = BlockTable(4), [3, 4]
+    rows.set_row(0, [1, 2])
+    rows.set_row(1, blocks)
+    blocks[1] = -4
+
+    with pytest.raises(BatchError, match="the block -4"):
+        rows.set_row(0, blocks)
+
+    assert rows.to_tensor(2).tolist() == [[1, 2], [3, 4]]
+
+
 def test_a_tuple_is_accepted():
     rows = BlockTable(4)
 
