@@ -211,6 +211,15 @@ def test_a_refused_change_leaves_the_row_of_the_next_step():
             assembler.add(1, 12, wrong)
 
     assert decodes(assembler, [blocks], [10]).block_table.tolist() == [[1, 2, 3]]
+
+
+def test_a_refused_change_adds_no_block():
+    assembler = BatchAssembler(4)
+    decodes(assembler, [[1, 2, 3]], [9])
+
+    with pytest.raises(BatchError, match="the block -2"):
+        assembler.add(1, 12, [1, -2, 3, 7])
+
     assert decodes(assembler, [[1, 2, 3, 7]], [12]).block_table.tolist() == [[1, 2, 3, 7]]
 
 

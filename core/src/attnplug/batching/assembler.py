@@ -374,9 +374,9 @@ def _invalid_blocks(row: int, blocks: object) -> BatchError:
     )
 
 
-def _whole(name: str, number: object) -> int:
+def _whole(name: str, number: Any) -> int:
     """Return an integer of numpy or torch as one of Python."""
     try:
-        return int(index(number))  # type: ignore[call-overload]
+        return int(index(number))
     except TypeError:
         raise BatchError(f"{name}={number!r} was given", f"{name} is an integer", "pass an int") from None

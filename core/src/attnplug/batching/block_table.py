@@ -165,8 +165,9 @@ class BlockTable:
         here = slice(one * columns, one * columns + width)
         there = slice(other * columns, other * columns + width)
         self._cells[here], self._cells[there] = self._cells[there], self._cells[here]
-        for values in (self.rows, self._counts, self._holes):
-            values[one], values[other] = values[other], values[one]  # type: ignore[index]
+        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
+        self._counts[one], self._counts[other] = self._counts[other], self._counts[one]
+        self._holes[one], self._holes[other] = self._holes[other], self._holes[one]
 
     def _write(self, row: int, values: array[int]) -> None:
         count, old_count = len(values), self._counts[row] if row < len(self._counts) else 0
