@@ -37,6 +37,9 @@ class BatchAssembler:
     the order in which it adds requests, and a batch in another order would be wrong without an error.
     `reorder_batch_to_split_decodes_and_prefills` returns the order to add them in.
 
+    It is fastest for a host that passes the same list of a request in each step, and changes it in place: blocks that
+    were there in the step before are compared, not converted, also where the request is in an earlier row now.
+
         assembler = BatchAssembler(block_size=16)
         assembler.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
         assembler.add(20, 32, blocks=[3, 4, 8, 9]) # a prefill with 32 tokens in the prefix cache
@@ -49,7 +52,8 @@ class BatchAssembler:
         sliding_window: The group's window in tokens, a token itself included; blocks left of it may be freed.
         attention_chunk: The group's tokens per chunk; blocks before the current chunk may be freed.
         upload: Returns the device copy of a CPU tensor, given the name of the batch's field (or ``"positions"``), for
-            hosts that manage their memory; the CPU tensor is not changed afterwards. None uses pinned memory.
+            hosts that manage their memory; the CPU tensor is not changed afterwards. None copies all tensors at once, through
+            pinned memory.
 
     Raises:
         BatchError: The block size is not positive, or another number is negative.
