@@ -52,8 +52,8 @@ class BatchAssembler:
         sliding_window: The group's window in tokens, a token itself included; blocks left of it may be freed.
         attention_chunk: The group's tokens per chunk; blocks before the current chunk may be freed.
         upload: Returns the device copy of a CPU tensor, given the name of the batch's field (or ``"positions"``), for
-            hosts that manage their memory; the CPU tensor is not changed afterwards. None copies all tensors at once, through
-            pinned memory.
+            hosts that manage their memory; the CPU tensor is not changed afterwards. None copies all tensors at once,
+            through pinned memory.
 
     Raises:
         BatchError: The block size is not positive, or another number is negative.
@@ -292,8 +292,10 @@ class BatchAssembler:
         self, row: int, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], write_from: int
     ) -> tuple[int, int]:
         """Check a request and write its row of the block table; return its numbers as Python's."""
-        query_len, computed = _whole("query_len", query_len), _whole("num_computed_tokens", num_computed_tokens)
-        write_from = _whole("write_from", write_from)
+        computed = num_computed_tokens
+        if not type(query_len) is type(computed) is type(write_from) is int:
+            query_len, computed = _whole("query_len", query_len), _whole("num_computed_tokens", computed)
+            write_from = _whole("write_from", write_from)
         if query_len < 1 or computed < 0 or write_from < 0:
             raise _invalid_numbers(query_len, computed, write_from)
         if query_len < self._shortest:
