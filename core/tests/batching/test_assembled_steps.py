@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.batching import BatchAssembler, num_freeable_blocks, positions_of
-from attnplug.batching.staging import parts_of
+from attnplug.batching.staging import parts_of, upload_together
 from attnplug.batching.window import fewest_computed_tokens
 from attnplug.contract import PAD_SLOT_ID
 from attnplug.errors import BatchError
@@ -330,3 +330,24 @@ def test_parts_of_one_allocation_are_aligned_and_apart(sizes):
         assert torch.equal(part, tensors[name])
         assert (part.dtype, part.stride()) == (tensors[name].dtype, tensors[name].stride())
         assert part.storage_offset() * part.element_size() % 128 == 0
+
+
+def test_a_device_gets_all_tensors_by_one_copy(monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def without_pinning(*sizes, pin_memory, **options):
+        pinned.append(pin_memory)
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", without_pinning)
+    host = {"lengths": torch.ones(3, dtype=torch.int32), "table": torch.ones(3, 5, dtype=torch.int32)}
+    host["slots"] = torch.ones(7, dtype=torch.int64)
+
+    found = upload_together(host, torch.device("meta"))
+
+    assert pinned == [True]
+    assert [(name, one.shape, one.dtype) for name, one in found.items()] == [
+        (name, one.shape, one.dtype) for name, one in host.items()
+    ]
+    assert {one.device.type for one in found.values()} == {"meta"}
+    assert len({one.untyped_storage()._cdata for one in found.values()}) == 1
