@@ -217,14 +217,3 @@ def test_every_plan_key_has_a_plan():
     assert make_builder(backend, impls[0]).build(make_batch([1], [3])).plans
     with pytest.raises(PluginContractError, match=r"no plan for layer 'layers.1', 'layers.2'"):
         make_builder(backend, *impls).build(make_batch([1], [3]))
-
-
-def test_a_shared_state_has_room_for_all():
-    class Working(ToyBackend):
-        def workspace_bytes(self, limits):
-            return (self.agreement.requirements.sliding_window or 1) * limits.max_num_reqs
-
-    small, large = make_backend(Working), make_backend(Working, sliding_window=8)
-    assert small.make_builder([make_layer(small)], large.make_state(limits())).state.workspace.numel() == 128
-    with refused(LimitsError, problem="a workspace of 16 bytes", expected="needs 128", fix="needs most"):
-        large.make_builder([make_layer(large)], small.make_state(limits()))

@@ -17,7 +17,7 @@ from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import FEATURES, Case, Scene, cases, check_replays, materialize, padded_for
 from core.tests.torch_backend.tiers import in_two_tiers
 
-SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "custom_mask", "cascade"})
+SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "cascade"})
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=5)
 
 
@@ -113,9 +113,8 @@ def test_padding_gives_no_nan():
     assert not ran.output.isnan().any()
 
 
-@pytest.mark.parametrize("wanted", [{"paged": False}, {"custom_mask": True}])
-def test_what_graphs_cannot_hold_is_refused(wanted):
-    requested = Case(query_lens=(1,), context_lens=(5,)).requirements(block_size=None).evolve(**wanted)
+def test_what_graphs_cannot_hold_is_refused():
+    requested = Case(query_lens=(1,), context_lens=(5,)).requirements(block_size=None).evolve(paged=False)
     with pytest.raises(NoBackendError, match=r"a\s+graph's\s+are\s+fixed"):
         attnplug.load(requested.evolve(cudagraph="single_token_decode"), Device.cpu(), backend="torch/sdpa")
     backend = attnplug.load(requested, Device.cpu(), backend="torch/sdpa")

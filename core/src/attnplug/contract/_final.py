@@ -32,6 +32,7 @@ _INSTEAD: Final = {
     "forward": "run",
     "write_kv": "update_kv_cache",
     "build": "plan_batch",
+    "prepare": "prepare_in_graph",
     "can_run_in_cudagraph": "can_capture",
     "update_block_table": "replan_block_table",
     "advance_step": "plan_next_step",

@@ -280,8 +280,16 @@ class Backend(ABC):
         """
         Return the builder for layers that share a block table.
 
+        Args:
+            impls: The layers.
+            state: What this backend's `make_state` returned, or that of another agreement of this backend, variant and
+                device: builders of several agreements share workspace, graph buffers and limits, and one
+                `State.begin_forward` builds for all of them.
+
         Raises:
             LayerError: There are none, or one was not made by this backend's agreement.
+            LimitsError: The state is of another backend, its limits contradict this agreement, or graphs hold its
+                workspace and this agreement needs a larger one.
             PluginContractError: The plugin's builder is not whole, or supports no graphs though they were negotiated.
         """
         if not impls:
@@ -305,9 +313,11 @@ class Backend(ABC):
                 "name each layer once",
             )
         self._check_state(state)
+        state.reserve_workspace(self)
         builder = self.builder_class(self, impls, state)
         check_made(builder, MetadataBuilder)
         check_supports_graphs(builder)
+        state.join(self.agreement)
         return builder
 
     # --- machinery ---
@@ -346,13 +356,6 @@ class Backend(ABC):
                 "pass the state that this backend's make_state returned",
             )
         check_limits(state.limits, state.parallel, self.agreement, supports_splits=self.supports_max_num_splits)
-        needed, given = self.workspace_bytes(state.limits), state.backend.workspace_bytes(state.limits)
-        if needed > given:
-            raise LimitsError(
-                f"a builder of {self.id} was given a state with a workspace of {given} bytes",
-                f"this agreement needs {needed}",
-                "make the state with the backend object that needs most: max(backends, key=workspace_bytes)",
-            )
 
 
 class Decision(Protocol):

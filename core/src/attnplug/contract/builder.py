@@ -12,6 +12,7 @@ from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
 from attnplug.contract.calls.cascade import cascade_pays
 from attnplug.contract.graphs.buffers import GraphBuffers
+from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
@@ -134,6 +135,33 @@ class MetadataBuilder:
         del metadata
         return self.plan_batch(batch, split, fast=True, graph=None)
 
+    def prepare_in_graph(self, metadata: Metadata) -> None:
+        """
+        Compute on the device what a replay reads and what follows from its inputs: index tensors from lengths, say.
+
+        The default has nothing to compute. An override launches work that reads the tensors of the metadata's batch,
+        and writes tensors that `per_graph` keeps. It reads no CPU copy and no number that differs between steps, keeps
+        no new tensor, and does not wait for the device: a graph may record it.
+
+        `build` calls it for each step of a graph, after `plan_batch`. A host that calls `prepare` inside the capture
+        records it: then each replay runs it, and `build` does not.
+
+        Args:
+            metadata: What `build` returns for a graph.
+        """
+        del metadata
+
+    @property
+    def replays_without_build(self) -> bool:
+        """
+        Whether `prepare_in_graph` computes all that changes from step to step, from the tensors of the batch alone.
+
+        Then a graph that records `prepare` may be replayed again without a `build`, after its input tensors changed on
+        the device: several decode steps in a row, or lengths that the CPU does not know yet. The default is False:
+        `plan_batch` reads CPU copies.
+        """
+        return False
+
     def can_capture(self, batch: Batch) -> bool:
         """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
         del batch
@@ -240,7 +268,40 @@ class MetadataBuilder:
         _check_covered(self, graph, batch)
         split = graph.take(split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        return graph.seal(assemble(self, split, fields, graph), self, batch)
+        metadata = graph.seal(assemble(self, split, fields, graph), self, batch)
+        if not graph.prepares_itself(self):
+            self.prepare_in_graph(metadata)
+        return metadata
+
+    @final
+    def prepare(self, metadata: Metadata) -> None:
+        """
+        Prepare a replay on the device, from inside the graph. Optional, and right in every place.
+
+        A host calls it before the first layer, inside the capture, once for each builder. From then on each replay
+        prepares itself, from what the input tensors hold at that time, and `build` leaves that work out. Outside a
+        capture it repeats what `build` did; for eager metadata there is nothing to do.
+
+        Args:
+            metadata: What this builder's last build for the graph returned.
+
+        Raises:
+            BatchError: The metadata is of another builder, of an earlier step, or of a graph that was released.
+        """
+        _check_own(self, metadata)
+        graph = metadata.graph
+        if graph is None:
+            return
+        _check_graph(self, graph)
+        if not graph.is_current(metadata, self):
+            raise BatchError(
+                f"metadata of {graph} was given to prepare",
+                "its graph reads the tensors of another builder, or a later build has overwritten them",
+                "pass what the last build of this builder returned, or that of the capture",
+            )
+        if is_capturing(self.state.device):
+            graph.keep_prepared(self)
+        self.prepare_in_graph(metadata)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,14 +14,14 @@ from attrs import frozen
 from attnplug.contract._final import keep_attributes
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
-from attnplug.contract.graphs.shape import check_key, graph_level
+from attnplug.contract.graphs.shape import allows_graphs, check_key
 from attnplug.contract.guards.batch import check_batches
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.contract.metadata import Metadata
+    from attnplug.negotiation.agreement import Agreement
 
 
 @frozen(eq=False)
@@ -49,6 +51,20 @@ class Step:
         return f"Step(graph={self.graph}, built by {', '.join(map(repr, self.metadata))})"
 
 
+@frozen(eq=False)
+class Capture:
+    """
+    An active capture.
+
+    Attributes:
+        max_batch_size: Most requests of its batches.
+        marks: What the buffers from before it held when it began.
+    """
+
+    max_batch_size: int
+    marks: Mapping[GraphBuffers, frozenset[Hashable]]
+
+
 class State:
     """
     Owns the workspace and the graph buffers that all builders of one backend share. Plugins subclass it for what else
@@ -56,8 +72,11 @@ class State:
     separate states. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
     request pads to the null block in a separate tensor.
 
+    Several agreements of one backend and variant may share a state: windowed and full layers of one cache group, say.
+    Its workspace has the size that any of them needs.
+
     Attributes:
-        backend: The backend that it serves.
+        backend: The backend that made it.
         limits: The most that batches will need.
         parallel: The ranks that share the model.
         device: Where its tensors are.
@@ -69,10 +88,13 @@ class State:
     device: torch.device
     parallel: Parallel
     _workspace: Tensor | None
+    _workspace_bytes: int | None
+    _agreements: tuple[Agreement, ...]
     _graphs: dict[GraphShape, GraphBuffers]
     _inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs]
-    _max_batch_size: int
-    _is_capturing: bool
+    _most_reqs: int
+    _capture: Capture | None
+    _lock: Any
 
     def __init__(
         self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None
@@ -82,10 +104,13 @@ class State:
         self.device = device
         self.parallel = Parallel() if parallel is None else parallel
         self._workspace = None
+        self._workspace_bytes = None
+        self._agreements = (backend.agreement,)
         self._graphs = {}
         self._inputs = WeakKeyDictionary()  # a builder that is garbage-collected frees its graphs' inputs
-        self._max_batch_size = 0
-        self._is_capturing = False
+        self._most_reqs = 0
+        self._capture = None
+        self._lock = Lock()
         keep_attributes(self)
 
     def __repr__(self) -> str:
@@ -96,11 +121,16 @@ class State:
 
     @property
     def workspace(self) -> Tensor:
-        """``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order."""
+        """
+        ``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order.
+
+        It has the size that the agreements of all builders need. A builder for an agreement that needs more replaces
+        it by a larger one, as long as no graph holds it: what a plugin keeps of it stays valid, and large enough for
+        the plugin's agreement.
+        """
         if self._workspace is None:
-            size = self.backend.workspace_bytes(self.limits)
             with outside_inference_mode():
-                self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+                self._workspace = torch.zeros(self._workspace_size(), dtype=torch.uint8, device=self.device)
         return self._workspace
 
     # --- what a host calls ---
@@ -132,38 +162,82 @@ class State:
         found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def begin_capture(self, max_batch_size: int) -> None:
         """
-        Make graph buffers inside this context, and capture with them. They are kept afterwards, until `release_graphs`.
+        Open a capture: until `end_capture` or `abort_capture`, `graph` makes buffers.
 
-        If the body raises, the buffers that it made are released.
+        Buffers that are held stay as they are, so that a host may capture more shapes later, one at a time. Captures do
+        not nest. Of several threads that begin at once, one succeeds.
 
         Args:
-            max_batch_size: Most requests of a captured batch.
+            max_batch_size: Most requests of a batch captured from here on. While buffers are held, at most what the
+                first of their captures named.
 
         Raises:
             NotNegotiatedError: No graph level was agreed on.
-            LimitsError: `max_batch_size` is beyond the limits, differs from that of buffers that are still held, or a
-                capture is active.
+            LimitsError: `max_batch_size` is beyond the limits, or beyond what buffers that are still held were made
+                for, or a capture is active.
         """
-        self._check_capture(max_batch_size)
-        before = set(self._graphs)
-        self._max_batch_size, self._is_capturing = max_batch_size, True
-        _ = self.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
+        if not allows_graphs(self._agreements, self.limits):
+            raise NotNegotiatedError(
+                "a graph capture was begun",
+                f"{self.backend.id} runs without CUDA graphs in this agreement",
+                "select again with the cudagraph level that you need",
+            )
+        if type(max_batch_size) is not int or not 1 <= max_batch_size <= self.limits.max_num_reqs:
+            _refuse(max_batch_size, f"the state was made for max_num_reqs={self.limits.max_num_reqs}")
+        with self._lock:
+            if self._capture is not None:
+                _refuse(max_batch_size, "another capture of this state is active")
+            if self._graphs and max_batch_size > self._most_reqs:
+                _refuse(max_batch_size, f"its graph buffers were made for {self._most_reqs}, and are still held")
+            _ = self.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
+            if not self._graphs:
+                self._inputs.clear()  # made for batches of another size
+                self._most_reqs = max_batch_size
+            self._capture = Capture(max_batch_size, {graph: graph.mark() for graph in self._graphs.values()})
+
+    def end_capture(self) -> None:
+        """Close the capture and keep its buffers, until `release_graphs`. Without an active capture, do nothing."""
+        self._capture = None
+
+    def abort_capture(self) -> None:
+        """
+        Close the capture and release what it made: its buffers, and what it added to buffers from before.
+
+        Graphs that were captured with them cannot be replayed. Buffers from before the capture stay as they were.
+        Without an active capture, do nothing: a host calls it wherever a capture may have failed.
+        """
+        with self._lock:
+            capture, self._capture = self._capture, None
+            if capture is None:
+                return
+            self._graphs = {key: graph for key, graph in self._graphs.items() if graph in capture.marks}
+            for graph, mark in capture.marks.items():
+                graph.roll_back(mark)
+            if not self._graphs:
+                self._inputs.clear()  # the next capture may be of larger batches
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        """
+        Make graph buffers inside this context: `begin_capture`, then `end_capture`, or `abort_capture` if the body
+        raises.
+
+        Args:
+            max_batch_size: As for `begin_capture`, which may raise too.
+        """
+        self.begin_capture(max_batch_size)
         try:
             yield
         except BaseException:
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key in before}
-            if not self._graphs:
-                self._inputs.clear()  # the next capture may be of larger batches
+            self.abort_capture()
             raise
-        finally:
-            self._is_capturing = False
+        self.end_capture()
 
     def graph(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
-        Return the buffers of a shape; inside `graph_capture` it is made if need be.
+        Return the buffers of a shape; while a capture is active they are made if need be.
 
         Args:
             key: The shape.
@@ -173,19 +247,15 @@ class State:
         Raises:
             LimitsError: There is none outside a capture, or the agreed level or the limits do not allow the shape.
         """
-        found = self._graphs.get(key)
+        found = self._graphs.get(key) or self._make_graph(key, host_owned_inputs=bool(host_owned_inputs))
         if found is not None and host_owned_inputs in (None, found.host_owned_inputs):
             return found
-        if found is not None or not self._is_capturing:
-            raise LimitsError(
-                f"graph buffers for {key} were requested"
-                + (f" with host_owned_inputs={host_owned_inputs}" if found else ""),
-                "they were made with the other value" if found else "graph buffers are made inside State.graph_capture",
-                "enter state.graph_capture(max_batch_size) first, and request each shape with one value",
-            )
-        check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
-        self._graphs[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
-        return self._graphs[key]
+        raise LimitsError(
+            f"graph buffers for {key} were requested"
+            + (f" with host_owned_inputs={host_owned_inputs}" if found else ""),
+            "they were made with the other value" if found else "graph buffers are made while a capture is active",
+            "call state.begin_capture(max_batch_size) first, and request each shape with one value",
+        )
 
     @property
     def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
@@ -203,35 +273,61 @@ class State:
         """Return the tensors that the graphs of a builder read."""
         if builder not in self._inputs:  # agreements that share a state may differ in their block size
             with outside_inference_mode():
-                made = PersistentInputs(builder.agreement, self.limits, self._max_batch_size, self.device)
+                made = PersistentInputs(builder.agreement, self.limits, self._most_reqs, self.device)
             self._inputs[builder] = made
         return self._inputs[builder]
 
-    def _check_capture(self, max_batch_size: int) -> None:
-        level = graph_level(self.backend.agreement, self.limits)
-        if level == "never":
-            raise NotNegotiatedError(
-                "a graph capture was begun",
-                f"{self.backend.id} runs without CUDA graphs in this agreement",
-                "select again with the cudagraph level that you need",
-            )
-        if type(max_batch_size) is not int or not 1 <= max_batch_size <= self.limits.max_num_reqs:
-            self._refuse(max_batch_size, f"the state was made for max_num_reqs={self.limits.max_num_reqs}")
-        if self._is_capturing:
-            self._refuse(max_batch_size, "another capture of this state is active")
-        if self._graphs and max_batch_size != self._max_batch_size:
-            self._refuse(max_batch_size, f"its graph buffers were made for {self._max_batch_size}, and are still held")
+    def reserve_workspace(self, backend: Backend) -> None:
+        """
+        Make the workspace as large as a further agreement needs it. `Backend.make_builder` calls it.
 
-    def _refuse(self, max_batch_size: int, expected: str) -> None:
-        raise LimitsError(
-            f"graph_capture({max_batch_size!r}) was entered",
-            expected,
-            "capture all shapes at once, largest batch named; release_graphs() frees those there are",
-        )
+        Raises:
+            LimitsError: Graphs hold the workspace, and it is too small.
+        """
+        needed, given = backend.workspace_bytes(self.limits), self._workspace_size()
+        if needed <= given:
+            return
+        with self._lock:
+            if self._graphs or self._capture is not None:
+                raise LimitsError(
+                    f"a builder of {backend.id} was given a state with a workspace of {given} bytes, which graphs hold",
+                    f"this agreement needs {needed}",
+                    "make all builders of a state before its first capture, or release_graphs() first",
+                )
+            self._workspace_bytes, self._workspace = needed, None
+
+    def join(self, agreement: Agreement) -> None:
+        """Let the builders of another agreement share this state. `Backend.make_builder` calls it."""
+        with self._lock:
+            if agreement not in self._agreements:
+                self._agreements = (*self._agreements, agreement)
+
+    def _workspace_size(self) -> int:
+        if self._workspace_bytes is None:
+            self._workspace_bytes = self.backend.workspace_bytes(self.limits)
+        return self._workspace_bytes
+
+    def _make_graph(self, key: GraphShape, *, host_owned_inputs: bool) -> GraphBuffers | None:
+        """Make the buffers of a shape, once; return None outside a capture."""
+        with self._lock:
+            if self._capture is None:
+                return None
+            if key not in self._graphs:
+                check_key(key, self._agreements, self.limits, self._capture.max_batch_size)
+                self._graphs[key] = GraphBuffers(self, key, host_owned_inputs=host_owned_inputs)
+            return self._graphs[key]
 
 
 def _serves(graph: GraphBuffers, batches: Mapping[MetadataBuilder, Batch]) -> bool:
     return all(
         graph.is_captured(builder) and graph.fits(batch) and builder.can_run_in_cudagraph(batch)
         for builder, batch in batches.items()
+    )
+
+
+def _refuse(max_batch_size: int, expected: str) -> NoReturn:
+    raise LimitsError(
+        f"a capture with max_batch_size={max_batch_size!r} was begun",
+        expected,
+        "name the largest batch in the first capture, and end each one; release_graphs() frees those there are",
     )

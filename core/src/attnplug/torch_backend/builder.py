@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.phase import BatchSplit
+    from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
     from attnplug.negotiation.agreement import Agreement
     from attnplug.torch_backend.plan import Plan
@@ -53,15 +54,28 @@ class TorchBuilder(MetadataBuilder):
         return (*lengths, most)
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
-        """Make one plan per plan key; those of a graph are written into its buffers."""
+        """Make one plan per plan key. Those of a graph are made once, and `prepare_in_graph` writes each step."""
         del split, fast
         return {"plans": {key: self._plan(key, params, batch, graph) for key, params in self._params.items()}}
 
+    def prepare_in_graph(self, metadata: Metadata) -> None:
+        """Write the step into the plans of its graph."""
+        if metadata.graph is not None:
+            for key in self._params:
+                self._captured(key, metadata.graph).write(metadata.batch)
+
+    @property
+    def replays_without_build(self) -> bool:
+        """Yes: plans follow from lengths and pages on the device. A custom mask comes with each build."""
+        return not self.agreement.requirements.custom_mask
+
     def _plan(self, key: Hashable, params: PlanParams, batch: Batch, graph: GraphBuffers | None) -> Plan:
-        device = batch.query_start_loc.device
         if graph is None:
-            return make_plan(params, batch, device)
-        return self.per_graph(graph, key, lambda: CapturedPlan(params, graph, device)).write(batch)
+            return make_plan(params, batch, batch.query_start_loc.device)
+        return self._captured(key, graph).plan
+
+    def _captured(self, key: Hashable, graph: GraphBuffers) -> CapturedPlan:
+        return self.per_graph(graph, key, lambda: CapturedPlan(self._params[key], graph, self.state.device))
 
 
 class FlexBuilder(TorchBuilder):

@@ -30,6 +30,9 @@ class CapturedPlan:
         params: The layers' parameters.
         graph: The graph buffers.
         device: Where the tensors are made.
+
+    Attributes:
+        plan: The plan: the same object for all replays.
     """
 
     def __init__(self, params: PlanParams, graph: GraphBuffers, device: torch.device) -> None:
@@ -39,14 +42,13 @@ class CapturedPlan:
             _CapturedGroup(params, first, min(num_reqs, first + most), cast("int", graph.key.query_len), keys, device)
             for first in range(0, num_reqs, most)
         )
-        self._plan = Plan(params.kernel, tuple(one.group for one in self._groups), ())
+        self.plan = Plan(params.kernel, tuple(one.group for one in self._groups), ())
 
-    def write(self, batch: Batch) -> Plan:
-        """Return the plan, after this step's lengths and pages are written into it."""
+    def write(self, batch: Batch) -> None:
+        """Write a step's lengths, pages and mask, all from device tensors: a graph may record it."""
         lens = batch.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
         for one in self._groups:
-            one.write(lens, cast("Tensor", batch.block_table))
-        return self._plan
+            one.write(lens, cast("Tensor", batch.block_table), batch.custom_mask)
 
 
 class _CapturedGroup:
@@ -77,8 +79,15 @@ class _CapturedGroup:
             members,
         )
 
-    def write(self, lens: Tensor, block_table: Tensor) -> None:
-        """Write slots, mask and distances, given ``(num_reqs,)`` keys and ``(num_reqs, columns)`` blocks of a batch."""
+    def write(self, lens: Tensor, block_table: Tensor, custom_mask: Tensor | None) -> None:
+        """
+        Write slots, mask and distances of a step.
+
+        Args:
+            lens: ``(num_reqs,)`` keys per request.
+            block_table: ``(num_reqs, columns)``.
+            custom_mask: ``(num_reqs, query_len, max_seq_len)`` bool, or None.
+        """
         lens = lens[self._requests].long()
         self._write_slots(lens, block_table[self._requests].long())
         params, group = self._params, self.group
@@ -86,6 +95,8 @@ class _CapturedGroup:
         visible = params.visibility.in_group(relative, lens)
         if params.chunk is not None:
             visible &= self._same_chunk(lens, params.chunk)
+        if custom_mask is not None:  # keys beyond the longest sequence are hidden already
+            visible[..., : custom_mask.shape[-1]] &= custom_mask[self._requests]
         torch.logical_not(visible.any(-1), out=self._fully_masked)
         visible |= self._fully_masked.unsqueeze(2)
         self._mask.copy_(additive_mask(visible.repeat_interleave(params.ratio, 1), self._mask.dtype).unsqueeze(1))

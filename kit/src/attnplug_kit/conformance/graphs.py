@@ -25,6 +25,7 @@ _FEATURES: Final = (
     "logits_soft_cap",
     "alibi",
     "sinks",
+    "custom_mask",
     "kv_cache_dtype",
     "kv_layout",
     "return_lse",

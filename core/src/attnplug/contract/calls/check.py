@@ -35,6 +35,7 @@ _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
         (
             "__init__",
             "plan_batch",
+            "prepare_in_graph",
             "can_capture",
             "replan_block_table",
             "plan_next_step",

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from attrs import evolve
 
 from attnplug.contract.graphs.invariants import changed_fields, snapshots
+from attnplug.contract.graphs.masks import GraphMask
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
 from attnplug.contract.graphs.shape import query_range, split_of_shape
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
@@ -96,6 +97,14 @@ class GraphBuffers:
         self._outdate(builder)
         return split_of_shape(self.key, split, self._as_seen(split.batch, builder), builder.agreement.requirements)
 
+    def mark(self) -> frozenset[Hashable]:
+        """Return the names of what is kept here now, for `roll_back`."""
+        return frozenset(self._kept)
+
+    def roll_back(self, mark: frozenset[Hashable]) -> None:
+        """Release what was added since the mark was made: a builder whose capture failed has not captured."""
+        self._kept = {name: value for name, value in self._kept.items() if name in mark}
+
     def is_outdated(self, metadata: Metadata) -> bool:
         """
         Whether a later build has overwritten what metadata of these buffers reads, so that it is of no step any more.
@@ -116,10 +125,24 @@ class GraphBuffers:
         self._outdated.add(metadata)
 
     def _as_seen(self, batch: Batch, builder: MetadataBuilder) -> Batch:
-        if not self.host_owned_inputs:
-            return self.state.inputs(builder).write(batch, self.key, self.max_seq_len)
-        check_unmoved(self.share(("addresses", builder), lambda: addresses(batch)), batch)
-        return as_captured(batch, self.key, self.max_seq_len)
+        if self.host_owned_inputs:
+            check_unmoved(self.share(("addresses", builder), lambda: addresses(batch)), batch)
+            seen = as_captured(batch, self.key, self.max_seq_len)
+        else:
+            seen = self.state.inputs(builder).write(batch, self.key, self.max_seq_len)
+        if batch.custom_mask is None:
+            return seen
+        kept: GraphMask = self.share(("mask", builder), lambda: self._make_mask(builder))
+        return evolve(seen, custom_mask=kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens))
+
+    def _make_mask(self, builder: MetadataBuilder) -> GraphMask:
+        """Return the mask of this shape, in the memory of another shape where that is large enough."""
+        others = (graph.mask_of(builder) for graph in self.state.graphs.values())
+        return GraphMask(self.key, self.max_seq_len, [mask for mask in others if mask is not None], self.state.device)
+
+    def mask_of(self, builder: MetadataBuilder) -> GraphMask | None:
+        """Return the mask that a builder has in these buffers, None where it has none."""
+        return self._kept.get(("mask", builder))
 
     def seal(self, metadata: Metadata, builder: MetadataBuilder, given: Batch) -> Metadata:
         """
@@ -136,6 +159,7 @@ class GraphBuffers:
         captured = self._kept.get(("captured", builder))
         if captured is None:
             self._kept["captured", builder] = snapshots(metadata)
+            self._kept["metadata", builder] = ref(metadata)
         else:
             changed = changed_fields(captured, metadata)
             if changed:
@@ -146,6 +170,19 @@ class GraphBuffers:
                 self.state.inputs(builder).latest = ref(metadata)
         self._kept["given", builder] = given
         return metadata
+
+    def is_current(self, metadata: Metadata, builder: MetadataBuilder) -> bool:
+        """Whether metadata is that of the builder's capture, or of its last build, into these buffers."""
+        latest = self._latest.get(builder) if self.host_owned_inputs else self.state.inputs(builder).latest
+        return any(kept is not None and kept() is metadata for kept in (self._kept.get(("metadata", builder)), latest))
+
+    def prepares_itself(self, builder: MetadataBuilder) -> bool:
+        """Whether the graph has recorded the builder's `prepare_in_graph`."""
+        return ("prepared", builder) in self._kept
+
+    def keep_prepared(self, builder: MetadataBuilder) -> None:
+        """Note that the graph records the builder's `prepare_in_graph`."""
+        self._kept["prepared", builder] = True
 
     def given(self, builder: MetadataBuilder) -> Batch:
         """Return the batch that this builder last built into these buffers, as the host gave it."""
@@ -181,8 +218,8 @@ def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
         yield from _query_misfits(key.query_len, batch)
     if batch.common_prefix_len:
         yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
-    if batch.custom_mask is not None:
-        yield "a custom_mask", "its size differs from step to step"
+    if batch.custom_mask is not None and key.query_len is None:
+        yield "a custom_mask", "a mask is in graphs of one query length only, which fixes its size"
     if batch.extra:
         yield f"extra {', '.join(map(repr, batch.extra))}", "values of open features are not in the graph"
     if batch.encoder_seq_lens is not None:

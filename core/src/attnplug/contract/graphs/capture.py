@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from threading import local
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _T = TypeVar("_T")
+_EMULATED: Final = local()  # `active` while this thread records a call without CUDA
 
 
 def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -> tuple[_T, Callable[[], object]]:
@@ -29,8 +31,7 @@ def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -
         pool: Memory to share with other graphs, as `torch.cuda.graph` takes it; such graphs replay one at a time.
     """
     if device.type != "cuda":
-        result = call()
-        return result, lambda: _copy(result, call())
+        return _emulated(call)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -41,6 +42,22 @@ def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = call()
     return result, partial(_replay, graph, call)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph records what this thread launches. Without CUDA: whether `capture` runs."""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return getattr(_EMULATED, "active", False)
+
+
+def _emulated(call: Callable[[], _T]) -> tuple[_T, Callable[[], object]]:
+    before, _EMULATED.active = getattr(_EMULATED, "active", False), True
+    try:
+        result = call()
+    finally:
+        _EMULATED.active = before
+    return result, lambda: _copy(result, call())
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:

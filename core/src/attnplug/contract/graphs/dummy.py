@@ -46,6 +46,7 @@ def dummy_batch_of(
     Return a valid batch of these lengths that writes no slot. With pages, all keys are in the null block.
 
     Cross attention gets encoders of one token, and DCP the largest share that any rank holds with an interleave of 1.
+    A custom mask shows every key.
 
     Args:
         agreement: What was negotiated.
@@ -55,6 +56,9 @@ def dummy_batch_of(
         fields: Further fields of `Batch`, by name.
     """
     requested, seq_lens = agreement.requirements, query_lens if seq_lens is None else seq_lens
+    if requested.custom_mask:
+        size = sum(query * keys for query, keys in zip(query_lens, seq_lens, strict=True))
+        fields = {"custom_mask": torch.ones(size, dtype=torch.bool, device=device), **fields}
     fields = {"device": device, "causal": bool(requested.causal), **fields}
     if not requested.paged:
         return Batch.from_lengths(query_lens, seq_lens, **fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from attrs import frozen
 
@@ -12,6 +12,8 @@ from attnplug.request.device import MOST
 from attnplug.request.fields import GRAPH_LEVELS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -99,19 +101,27 @@ def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
     return shortest == longest <= most
 
 
-def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
+def allows_graphs(agreements: Iterable[Agreement], limits: Limits) -> bool:
+    """Whether any of these agreements, which share a state, has graphs."""
+    return any(graph_level(agreement, limits) != "never" for agreement in agreements)
+
+
+def check_key(key: GraphShape, agreements: Iterable[Agreement], limits: Limits, max_batch_size: int) -> None:
     """
     Check a shape that is to be captured.
 
+    Args:
+        key: The shape.
+        agreements: Those that share the state. One that allows it is enough: `build` checks each builder's.
+        limits: How large batches become.
+        max_batch_size: Most requests of a captured batch.
+
     Raises:
-        LimitsError: The level does not allow it, or it is larger than the limits.
+        LimitsError: No agreement allows it, or it is larger than the limits.
     """
-    level = graph_level(agreement, limits)
-    requested = agreement.requirements
-    if GRAPH_LEVELS.index(key.level) > GRAPH_LEVELS.index(level):
-        _refuse(key, f"it needs the graph level {key.level!r}, and {level!r} is in use")
-    if key.query_len is not None and level != "always" and key.query_len > requested.decode_query_len:
-        _refuse(key, f"decode_query_len={requested.decode_query_len} was negotiated")
+    objections = [_objection(key, agreement, limits) for agreement in agreements]
+    if None not in objections:
+        _refuse(key, cast("str", objections[0]))
     for name, given, most in (
         ("max_batch_size", key.num_reqs, max_batch_size),
         ("max_num_tokens", key.num_tokens, limits.max_num_tokens),
@@ -119,6 +129,16 @@ def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_s
     ):
         if given > most:
             _refuse(key, f"{name}={most}")
+
+
+def _objection(key: GraphShape, agreement: Agreement, limits: Limits) -> str | None:
+    """Return why an agreement does not allow a shape; None where it does."""
+    level, requested = graph_level(agreement, limits), agreement.requirements
+    if GRAPH_LEVELS.index(key.level) > GRAPH_LEVELS.index(level):
+        return f"it needs the graph level {key.level!r}, and {level!r} is in use"
+    if key.query_len is not None and level != "always" and key.query_len > requested.decode_query_len:
+        return f"decode_query_len={requested.decode_query_len} was negotiated"
+    return None
 
 
 def _refuse(key: GraphShape, expected: str) -> None:

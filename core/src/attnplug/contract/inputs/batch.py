@@ -63,7 +63,8 @@ class Batch:
         key_start_loc_cpu: CPU copy.
         derived: What `once` has derived from this batch.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
-            another, True where a key is attended to.
+            another, True where a key is attended to. In metadata of a graph:
+            ``(num_reqs, query_len, max_seq_len)`` of the graph, False beyond a request's sequence and for padding.
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
         extra: Values of open features, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
