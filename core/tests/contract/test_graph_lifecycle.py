@@ -183,7 +183,7 @@ CALLS = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(CALLS, max_size=14))
 def test_any_order_of_calls_keeps_the_books(calls):
-    """A model beside the state: sizes held, sizes since the capture began, and the most requests there is memory for."""
+    """A model beside the state: sizes held, those before the capture, and the most requests that memory is for."""
     _, _, builder = world()
     state, held, most, before, limit = builder.state, set(), 0, None, 0
     for name, *given_ in calls:

@@ -311,6 +311,16 @@ def test_extras_run_eagerly():
         builder.build(batch, graph=graph)
 
 
+def test_mixed_shapes_hold_no_mask():
+    builder = make_builder(make_backend(CapturingBackend, agreed_graphs="always", custom_mask=True))
+    batch = make_batch([1, 2], [3, 4], custom_mask=torch.ones(11, dtype=torch.bool))
+    with builder.state.graph_capture(2):
+        graph = builder.state.graph(GraphShape(2, 8))
+        assert not graph.fits(batch)
+        with refused(BatchError, problem="custom_mask", expected="one query length"):
+            builder.build(batch, graph=graph)
+
+
 def test_per_graph_keeps_for_one_builder():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
