@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attnplug.contract import GraphShape, Layer
+from attnplug.errors import LimitsError
 from tests.backends.checks import check_advanced_replays
-from tests.backends.harness import BLOCK, Harness
+from tests.backends.harness import BLOCK, Harness, uncached
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 
@@ -227,3 +228,55 @@ def test_shared_prefixes_and_prefills_run_eagerly(load_fake) -> None:
     assert harness.builder.can_run_in_cudagraph(batch)
     assert not harness.builder.can_run_in_cudagraph(shared)
     assert not harness.builder.can_run_in_cudagraph(harness.batch([1, 5], [9, 5]))
+
+
+def test_windowed_and_full_layers_share_a_state(load_fake) -> None:
+    """One step plans both agreements in one set of graph buffers, each with its wrapper and its pages."""
+    full, windowed = graphs(load_fake), graphs(load_fake, num_q_heads=8, sliding_window=16)
+    needed = [each.backend.workspace_bytes(full.limits) for each in (full, windowed)]
+    state = windowed.state = full.state
+    windowed.builder = windowed.backend.make_builder(windowed.impls, state)
+    assert state.workspace.numel() == max(needed)
+    both = (full, windowed)
+    with state.graph_capture(4):
+        graph = state.graph(GraphShape(4, 4, 1, 64))
+        captured = [each.builder.build(graph.dummy_batch(each.builder), graph=graph) for each in both]
+
+    for lens in ([40, 33, 5], [64], [17, 18, 19, 20]):
+        batches = {each.builder: each.batch([1] * len(lens), lens) for each in both}
+        assert state.begin_forward(batches).graph is graph
+        for each, metadata in zip(both, captured, strict=True):
+            eager = each.forward(each.builder.build(uncached(batches[each.builder])))
+            rows = len(lens) * each.backend.agreement.requirements.num_q_heads
+            assert eager.numel() == rows * 64
+            replayed = replay_rows(each, metadata, len(lens))
+            torch.testing.assert_close(replayed, eager)
+
+
+def replay_rows(harness: Harness, metadata, count: int):
+    """Return the rows of a captured step, run on the rows that an eager step of `count` tokens draws."""
+    requirements, generator = harness.backend.agreement.requirements, torch.Generator().manual_seed(3)
+    given = [
+        torch.randn(count, heads, 64, generator=generator).bfloat16()
+        for heads in (requirements.num_q_heads, requirements.num_kv_heads, requirements.num_kv_heads)
+    ]
+    padded = [torch.cat((rows, rows.new_zeros(4 - count, *rows.shape[1:]))) for rows in given]
+    output = padded[0].new_empty(4, harness.impls[0].output_width)
+    harness.impls[0].forward(*padded, harness.backend.make_cache(64), metadata, output)
+    return output[:count]
+
+
+def test_a_workspace_grows_before_graphs_only(load_fake) -> None:
+    small, large = graphs(load_fake), graphs(load_fake, num_q_heads=64, num_kv_heads=1, head_size=256)
+    sizes = [each.backend.workspace_bytes(small.limits) for each in (small, large)]
+    assert sizes[0] < sizes[1]
+    state = small.state
+    graph = small.graph()
+    with pytest.raises(LimitsError, match="which graphs hold"):
+        large.backend.make_builder(large.impls, state)
+    small.builder.build(small.batch([1], [5]), graph=graph)
+
+    state.release_graphs()
+    large.backend.make_builder(large.impls, state)
+    assert state.workspace.numel() == sizes[1]
+    small.forward(small.builder.build(small.batch([1, 1], [9, 20])))

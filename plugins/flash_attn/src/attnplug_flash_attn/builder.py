@@ -13,8 +13,18 @@ from attnplug_flash_attn.cascade import after_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import VarlenCall
 from attnplug_flash_attn.packing import packed, rows_of_shard
-from attnplug_flash_attn.passes import KernelPass, Plan, Rows, adapted, call_of, leftpad_of, num_splits
-from attnplug_flash_attn.schedule import Schedules, carried_over
+from attnplug_flash_attn.passes import (
+    KernelPass,
+    Plan,
+    Rows,
+    adapted,
+    call_of,
+    cumulative,
+    leftpad_of,
+    num_splits,
+    write_cumulative,
+)
+from attnplug_flash_attn.schedule import Schedules, calls_of, carried_over
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -65,6 +75,19 @@ class FlashAttentionBuilder(MetadataBuilder):
             return {"plans": dict.fromkeys(self._params, plan)}
         add = self._schedules.add
         return {"plans": {key: add(plan, key, params, graph) for key, params in self._params.items()}}
+
+    def prepare_in_graph(self, metadata: Metadata) -> None:
+        """Write the cumulative lengths of keys, where the library reads those."""
+        if self._kernels.cumulative_keys:
+            plan = next(iter(metadata.plans.values()))  # plan keys differ in their schedules alone
+            for _, call in calls_of(plan):
+                if call.seqused_k is not None and call.cu_seqlens_k is not None:
+                    write_cumulative(call.seqused_k, call.cu_seqlens_k)
+
+    @property
+    def replays_without_build(self) -> bool:
+        """Where no schedule, and no share of a rank, is made of the lengths before the replay."""
+        return not self._kernels.schedules and self._ranks is None
 
     def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> dict[str, Any]:
         """Keep the schedules, which depend on lengths only. Those of another builder may be for other layers."""
@@ -142,9 +165,13 @@ class FlashAttentionBuilder(MetadataBuilder):
         return KernelPass(self._adapted(call, graph, name), rows.first, rows.last)
 
     def _adapted(self, call: VarlenCall, graph: GraphBuffers | None, name: str) -> VarlenCall:
-        return adapted(
-            call, self._kernels, self._leftpad, lambda kind, tensor: self.persist(graph, (name, kind), tensor)
-        )
+        if graph is None:
+            return adapted(call, self._kernels, self._leftpad)
+
+        def key_starts(lens: Tensor) -> Tensor:
+            return self.per_graph(graph, (name, "cu_seqlens_k"), lambda: cumulative(lens))
+
+        return adapted(call, self._kernels, self._leftpad, key_starts)
 
     def _with_fixed_sizes(self, call: VarlenCall, name: str) -> VarlenCall:
         """Fix the maximum lengths for batch invariance, since libraries choose tiles by them."""

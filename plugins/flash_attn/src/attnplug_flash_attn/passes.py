@@ -124,7 +124,7 @@ def leftpad_of(kernels: Kernels, requests: int, device: torch.device) -> Tensor 
 
 
 def adapted(
-    call: VarlenCall, kernels: Kernels, leftpad: Tensor | None, keep: Callable[[str, Tensor], Tensor]
+    call: VarlenCall, kernels: Kernels, leftpad: Tensor | None, key_starts: Callable[[Tensor], Tensor] | None = None
 ) -> VarlenCall:
     """
     Return a call with the arguments that a library with paged kernels expects.
@@ -133,13 +133,14 @@ def adapted(
         call: From `call_of`.
         kernels: The kernel library.
         leftpad: From `leftpad_of`, for at least the requests of the call.
-        keep: Returns a tensor of this step, by name, at an address that a graph may read.
+        key_starts: Returns the cumulative lengths of keys; None computes them. In a graph, memory that is written when
+            the graph is prepared.
     """
     if leftpad is not None:
         call = evolve(call, leftpad_k=leftpad[: call.cu_seqlens_q.shape[0] - 1])
     if call.seqused_k is None or not kernels.cumulative_keys:
         return call
-    return evolve(call, cu_seqlens_k=keep("cu_seqlens_k", cumulative(call.seqused_k)))
+    return evolve(call, cu_seqlens_k=(key_starts or cumulative)(call.seqused_k))
 
 
 LIBRARY_CHOICE: Final = 0
@@ -177,5 +178,10 @@ def cumulative(lens: Tensor) -> Tensor:
         ``(requests + 1,)`` int32, from 0.
     """
     starts = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
-    torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
+    write_cumulative(lens, starts)
     return starts
+
+
+def write_cumulative(lens: Tensor, starts: Tensor) -> None:
+    """Write the cumulative lengths of requests, ``(requests + 1,)`` int32; the first stays 0."""
+    torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])

@@ -92,7 +92,7 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
         plan: The new plan, for the same requests in other pages.
         before: The plan with schedules. That of another builder may read pages where this one reads new K/V.
     """
-    calls = dict(_calls(before))
+    calls = dict(calls_of(before))
 
     def with_schedule(name: str, call: VarlenCall) -> VarlenCall:
         old = calls[name].scheduler_metadata
@@ -105,7 +105,7 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
 def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_context: int) -> Plan:
     """Return a plan with changed calls. The context pass of DCP has the query heads of all ranks."""
     made: dict[str, Any] = {}
-    for name, call in _calls(plan):
+    for name, call in calls_of(plan):
         if name == "context" and plan.dcp is not None:
             made["dcp"] = evolve(plan.dcp, context=change(name, call, *heads_of_context))
         else:
@@ -113,7 +113,7 @@ def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_context: in
     return evolve(plan, **made)
 
 
-def _calls(plan: Plan) -> Iterator[tuple[str, VarlenCall]]:
+def calls_of(plan: Plan) -> Iterator[tuple[str, VarlenCall]]:
     """Yield the calls, by name. The pass over new tokens of DCP has no schedule."""
     for name in _PASSES:
         found: KernelPass | None = getattr(plan, name)

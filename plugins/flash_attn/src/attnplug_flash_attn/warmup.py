@@ -49,7 +49,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     cached = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
     keys, values = cache.unbind(0)
     if backend.kernels.paged:
-        context = adapted(cached, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, tensor: tensor)
+        context = adapted(cached, backend.kernels, leftpad_of(backend.kernels, 2, device))
     else:
         context = evolve(cached, cu_seqlens_k=starts, seqused_k=None, block_table=None)
         keys, values = key, value  # packed keys have the same form
