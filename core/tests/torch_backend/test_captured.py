@@ -46,12 +46,12 @@ def scenes_of(case: Case, steps: list[list[int]], query_len: int, num_reqs: int)
     return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
 
 
-def check_steps(case, steps, query_len, spare, longer, layout, return_lse):
+def check_steps(case, steps, query_len, spare, longer, layout, return_lse, prepares):
     num_reqs = max(map(len, steps)) + spare
     longest = max(max(lens) for lens in steps) + query_len + longer
     scenes = scenes_of(case, steps, query_len, num_reqs)
     backend = load(scenes[0].case, layout, return_lse=return_lse)
-    check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=longest)
+    check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=longest, prepares=prepares)
 
 
 test_replays, test_replays_at_length = in_two_tiers(
@@ -62,6 +62,7 @@ test_replays, test_replays_at_length = in_two_tiers(
     st.integers(0, 2),
     st.sampled_from([0, 1, 30]),
     st.sampled_from(["NHD", "HND"]),
+    st.booleans(),
     st.booleans(),
     fast=40,
     full=120,

@@ -66,6 +66,19 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "mixes_requests": ("test_requests_are_independent[*]", "NaN in the first request's cache reached rows"),
     "lse_of_prefills_alone": ("test_rows[*]", "rows of the LSE are not written"),
     "stale_replay": ("test_replays[*cudagraph=uniform_batch]", "a replay: output: "),
+    "freezes_mask": (
+        "test_replays[*custom_mask=True cudagraph=uniform_batch]",
+        "custom_mask=True*: a replay: output: ",
+    ),
+    "prepares_in_build": ("test_replays_without_build[*cudagraph=uniform_batch]", "a replay without a build: output: "),
+    "shares_graph_plans": (
+        "test_agreements_of_one_state[*sliding_window=7]",
+        "sliding_window=7: with a plain agreement in one state: output: ",
+    ),
+    "keeps_first_workspace": (
+        "test_agreements_of_one_state[*head_size=128]",
+        "head_size=128*: with a plain agreement in one state: an eager step: output: ",
+    ),
     "shares_scratch": ("test_threads[*]", "a thread among others: output: "),
     "advances_original": ("test_advance_step[*]", "step 1 of an advanced batch: output: "),
     "uses_plan_up": ("test_forward_twice[*]", "a layer after another one: output: "),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
 from attrs import evolve
 
+from attnplug.contract import GraphShape
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.tier import Tier, over
-from attnplug_kit.oracle import check_replays, materialize
+from attnplug_kit.oracle import check_replays, check_replays_without_build, check_shared_state, materialize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
@@ -31,6 +34,7 @@ _FEATURES: Final = (
     "return_lse",
     "block_sparse",
 )
+_SIZES: Final = ("num_kv_heads", "gqa_ratio", "head_size", "block_size")
 _STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2))  # context lengths of the requests of each replay
 _REQUESTS: Final = 5
 _MIXED: Final = (((1, 1, 9), (5, 30, 0)), ((4,), (17,)), ((1, 2, 7, 11), (17, 2, 0, 40)))  # query and context lengths
@@ -51,6 +55,27 @@ def _levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
     return found
 
 
+def _plain_levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
+    """Return each level alone."""
+    return {name: found for name, found in _levels(subject).items() if name.startswith("cudagraph")}
+
+
+def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]]:
+    """Return pairs of agreements: the plainest with pages, and one that differs in a field, at the highest level."""
+    declared = field_values_of(subject)
+    level = declared.values().get("cudagraph", ("never",))[-1]
+    fields = {"paged": True} if level == "never" else {"cudagraph": level}
+    plain = declared.spec(**fields)
+    if plain is None or not plain.fields.get("paged", True):
+        return {}
+    found: dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]] = {}
+    for item in declared.specs:
+        if item.field in (*_FEATURES, *_SIZES):
+            other = declared.spec(**{**fields, item.field: item.value})
+            found |= {} if other is None else {str(item): (level, (plain, other))}
+    return found
+
+
 class Graphs(Tier):
     """CUDA graphs. Without CUDA a replay is the captured call, repeated with the same tensors and numbers."""
 
@@ -58,14 +83,53 @@ class Graphs(Tier):
     def test_replays(self, subject: Subject, record: Record, point: Any) -> None:
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
         level, spec = point
-        decode = 1 if level == "single_token_decode" else _longest_decode(subject)
-        query_len = max(decode, 3) if level == "always" else decode
-        uniform = spec.evolve(decode_query_len=decode if decode > 1 else None)
-        steps = [((query_len,) * len(lens), lens) for lens in _STEPS]
+        uniform, steps, query_len = _uniform(subject, spec, level)
         _check(subject, uniform, steps, _REQUESTS * query_len)
-        if level == "always":
+        if level == "always" and not spec.fields.get("custom_mask"):  # whose graphs have one query length
             _check(subject, spec, _MIXED, _TOKENS, num_tokens=_TOKENS)
         record.exercised("cudagraph", level)
+
+    @over(_plain_levels)
+    def test_prepared_replays(self, subject: Subject, point: Any) -> None:
+        """A graph that prepares itself needs from a build what `plan_batch` writes, and computes the rest."""
+        level, spec = point
+        uniform, steps, query_len = _uniform(subject, spec, level)
+        _check(subject, uniform, steps, _REQUESTS * query_len, prepares=True)
+
+    @over(_plain_levels)
+    def test_replays_without_build(self, subject: Subject, point: Any) -> None:
+        """Replays follow lengths and pages that change on the device, where the builder says so."""
+        level, spec = point
+        uniform, _, query_len = _uniform(subject, spec, level)
+        contexts = [(*lens, 9, 33, 1, 18, 2)[:_REQUESTS] for lens in _STEPS]
+        scenes = _scenes(uniform, [((query_len,) * _REQUESTS, lens) for lens in contexts], _REQUESTS * query_len)
+        with _naming(subject, uniform, "a replay without a build"):
+            backend = load_for(subject, uniform, scenes[0].case)
+            if not check_replays_without_build(backend, scenes, max_seq_len=max(map(max, contexts)) + query_len + 7):
+                pytest.skip(f"{subject}: its builder needs a build for each replay (replays_without_build)")
+
+    @over(_pairs)
+    def test_agreements_of_one_state(self, subject: Subject, point: Any) -> None:
+        """Layers of two agreements share workspace and graph buffers, and keep their own plans."""
+        level, specs = point
+        each = [_uniform(subject, spec, level) for spec in specs]
+        query_len = each[0][2]
+        rows = _REQUESTS * query_len
+        scenes = [_scenes(uniform, steps, rows) for uniform, steps, _ in each]
+        shape = GraphShape(_REQUESTS, rows, query_len, max(map(max, _STEPS)) + query_len + 7)
+        with _naming(subject, each[1][0], "with a plain agreement in one state"):
+            backends = [
+                load_for(subject, uniform, one[0].case) for (uniform, _, _), one in zip(each, scenes, strict=True)
+            ]
+            check_shared_state(backends, scenes, shape)
+
+
+def _uniform(subject: Subject, spec: RequestSpec, level: str) -> tuple[RequestSpec, list[_Step], int]:
+    """Return the request for decodes of one length, the steps, and that length."""
+    decode = 1 if level in {"never", "single_token_decode"} else _longest_decode(subject)
+    query_len = max(decode, 3) if level == "always" else decode
+    uniform = spec.evolve(decode_query_len=decode if decode > 1 else None)
+    return uniform, [((query_len,) * len(lens), lens) for lens in _STEPS], query_len
 
 
 def _longest_decode(subject: Subject) -> int:
@@ -74,16 +138,28 @@ def _longest_decode(subject: Subject) -> int:
     return next((tokens for tokens in (3, 2) if declared is not None and declared.allows(tokens)), 1)
 
 
-def _check(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **shape: int) -> None:
+def _check(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **how: Any) -> None:
     """Replay steps that are padded to so many rows."""
-    scenes = [_scene(spec, seed, step, rows) for seed, step in enumerate(steps)]
-    scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+    scenes = _scenes(spec, steps, rows)
     longest = max(sum(each) for step in steps for each in zip(*step, strict=True)) + 7
-    try:
+    with _naming(subject, spec, "a replay"):
         backend = load_for(subject, spec, scenes[0].case)
-        check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **shape)
+        check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **how)
+
+
+@contextmanager
+def _naming(subject: Subject, spec: RequestSpec, what: str) -> Iterator[None]:
+    """Say in a failure what was tested."""
+    try:
+        yield
     except AssertionError as error:
-        raise AssertionError(f"{subject} with {spec}: a replay: {error}") from error
+        raise AssertionError(f"{subject} with {spec}: {what}: {error}") from error
+
+
+def _scenes(spec: RequestSpec, steps: Sequence[_Step], rows: int) -> list[Scene]:
+    """Return the scenes of one layer's steps."""
+    scenes = [_scene(spec, seed, step, rows) for seed, step in enumerate(steps)]
+    return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
 
 
 def _scene(spec: RequestSpec, seed: int, step: _Step, rows: int) -> Scene:

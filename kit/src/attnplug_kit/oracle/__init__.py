@@ -14,18 +14,21 @@ What the author of a backend tests with: a float64 oracle, and a generator of ca
     backend = attnplug.load(decodes.requirements(cudagraph="uniform_batch"), backend="torch")
     check_replays(backend, [materialize(padded_for(decodes, spare=3))], num_reqs=5, max_seq_len=64)
 
+`check_replays_without_build` writes the steps into a host's own tensors on the device, and `check_shared_state` runs
+several agreements in one state.
+
 `cases` is a hypothesis strategy of the same cases.
 """
 
 from attnplug_kit.oracle.attention import OracleResult, attend, seen_by
 from attnplug_kit.oracle.case import FEATURES, Case, cases, random_case
 from attnplug_kit.oracle.closeness import Tolerance, assert_close, tolerance
+from attnplug_kit.oracle.replaying import check_replays, check_replays_without_build, check_shared_state
 from attnplug_kit.oracle.rounding import by_channel, nearest, paged_tensors
 from attnplug_kit.oracle.running import (
     RunResult,
     SceneRunner,
     check,
-    check_replays,
     compare,
     limits_of,
     padded_for,
@@ -50,6 +53,8 @@ __all__ = [
     "cases",
     "check",
     "check_replays",
+    "check_replays_without_build",
+    "check_shared_state",
     "compare",
     "limits_of",
     "materialize",

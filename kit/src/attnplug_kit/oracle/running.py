@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.contract import GraphShape, Limits, capture
+from attnplug.contract import Limits
 from attnplug_kit.oracle.closeness import assert_close
-from attnplug_kit.oracle.rounding import paged_tensors
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attnplug.contract import Backend, Layer, Metadata
+    from attnplug.contract import Backend, Layer, Metadata, State
     from attnplug_kit.oracle.case import Case
     from attnplug_kit.oracle.scene import Scene
 
@@ -50,6 +46,7 @@ class SceneRunner:
         layer: The layer; None for the scene's.
         host_writes: Whether new K/V go into the cache by `write_kv`, before `forward`.
         limits: The limits of the steps.
+        state: A state to share; None makes one with these limits.
     """
 
     def __init__(
@@ -60,11 +57,12 @@ class SceneRunner:
         layer: Layer | None = None,
         host_writes: bool = False,
         limits: Limits = _LIMITS,
+        state: State | None = None,
     ) -> None:
         self.backend = backend
         writer, scales = "host" if host_writes else None, backend.impl_class.static_scales
         self.impl = backend.make_impl(layer or scene.layer(device=backend.device, cache_write=writer, scales=scales))
-        self.state = backend.make_state(limits)
+        self.state = state or backend.make_state(limits)
         self.builder = backend.make_builder([self.impl], self.state)
 
     def call(self, scene: Scene) -> Dense | Paged:
@@ -161,79 +159,3 @@ def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
 def padded_for(case: Case, spare: int) -> Case:
     """Return a case of equally long queries, padded with the rows of so many more requests."""
     return evolve(case, num_padding_tokens=spare * case.query_lens[0])
-
-
-def check_replays(
-    backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int, num_tokens: int | None = None
-) -> list[RunResult]:
-    """
-    Capture one shape, replay it for every scene, and compare each result with the oracle's.
-
-    On a CUDA device the forward is captured in a graph. Elsewhere it is called again with the metadata of the capture,
-    and so it reads what a graph would read: the tensors and the numbers of that time.
-
-    Args:
-        backend: Loaded for the requirements of the scenes, with a graph level.
-        scenes: Batches whose cases differ in lengths only, padded to the rows of the captured shape.
-        num_reqs: Requests of the captured shape.
-        max_seq_len: The longest sequence of the captured shape.
-        num_tokens: Query tokens of a shape for batches of any kind. None for the shape of uniform batches, in which
-            all queries are as long as the first one (`padded_for`).
-
-    Raises:
-        AssertionError: A result differs.
-    """
-    first, query_len = scenes[0], scenes[0].case.query_lens[0]
-    shape = GraphShape(num_reqs, num_tokens or num_reqs * query_len, None if num_tokens else query_len, max_seq_len)
-    limits = Limits(max_num_reqs=num_reqs, max_num_tokens=shape.num_tokens, max_seq_len=max_seq_len)
-    runner = SceneRunner(backend, first, limits=limits)
-    calls = [_padded_call(scene, backend, shape.num_tokens) for scene in scenes]
-    static = _padded_call(max(scenes, key=lambda scene: scene.num_blocks), backend, shape.num_tokens)
-    with runner.state.graph_capture(num_reqs):
-        graph = runner.state.graph(shape)
-        metadata = runner.builder.build(graph.dummy_batch(), graph=graph)
-        _, replay = capture(_forward_of(runner, static, metadata), backend.device)
-    results = []
-    for scene, call in zip(scenes, calls, strict=True):
-        _copy_inputs(call, static)
-        runner.builder.build(call.batch, graph=graph)
-        replay()
-        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-        ran = RunResult(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())
-        compare(ran, backend, scene)
-        results.append(ran)
-    return results
-
-
-def _forward_of(runner: SceneRunner, call: Paged, metadata: Metadata) -> Any:
-    """Return the forward alone: a host's own cache write is not part of the graph."""
-    lse = call.lse if runner.backend.agreement.requirements.return_lse else None
-    return lambda: runner.impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output, lse=lse)
-
-
-def _padded_call(scene: Scene, backend: Backend, rows: int) -> Paged:
-    call = scene.paged(backend, backend.device)
-    if call.query.shape[0] != rows:
-        raise AssertionError(
-            f"the scene has {call.query.shape[0]} rows, and the captured shape {rows}: pad its case to as many"
-        )
-    return call
-
-
-def _copy_inputs(call: Paged, static: Paged) -> None:
-    """Copy a scene into the tensors that the graph reads: rows, and pages into the front of the largest cache."""
-    static.output.fill_(CANARY)
-    static.lse.fill_(CANARY)
-    for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value)):
-        if mine is not None and theirs is not None:
-            mine.copy_(theirs)
-    for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
-        mine[: theirs.shape[0]].copy_(theirs)
-    if isinstance(static.cache, Mapping) and isinstance(call.cache, Mapping) and "v_scale" in static.cache:
-        static.cache["v_scale"].copy_(call.cache["v_scale"])
-
-
-def _pages(cache: Any) -> list[Tensor]:
-    """Return tensors with blocks first, those of narrow floats as bytes: torch copies no part of these."""
-    tensors = paged_tensors(cache).values()
-    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Replays the plan of the capture instead of the step's."""
+"""Prepares a graph once, and replays the step of the capture."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, graph):
-        if graph is None:
-            return super()._plan(key, shape, batch, graph)
-        return self.per_graph(graph, ("plan", key), lambda: super(MutantBuilder, self)._plan(key, shape, batch, graph))
+    def prepare_in_graph(self, metadata):
+        self.per_graph(metadata.graph, "prepared", lambda: super(MutantBuilder, self).prepare_in_graph(metadata) or 1)
 
 
 class MutantBackend(TorchBackend):

@@ -31,7 +31,7 @@ class GraphMask:
     def __init__(self, key: GraphShape, max_seq_len: int, others: Iterable[GraphMask], device: torch.device) -> None:
         size = key.num_tokens * max_seq_len
         shared = next((mask.memory for mask in others if mask.memory.numel() >= size), None)
-        self.memory = torch.zeros(size, dtype=torch.bool, device=device) if shared is None else shared
+        self.memory: Tensor = torch.zeros(size, dtype=torch.bool, device=device) if shared is None else shared
         self._mask = self.memory[:size].view(key.num_reqs, key.query_len or 1, max_seq_len)
         self._positions = torch.arange(max_seq_len, device=device)
 
