@@ -71,7 +71,7 @@ class Backend(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, on {self.device})"
 
-    # --- what a plugin overrides ---
+    # --- what a plugin overrides, and a host calls ---
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """
@@ -97,15 +97,19 @@ class Backend(ABC):
         widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
         return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
 
+    # --- what a plugin overrides ---
+
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the workspace that batches within these limits need."""
+        """Return the size of the workspace that batches within these limits need. The default is 0."""
         del limits
         return 0
 
     @property
     def supports_max_num_splits(self) -> bool:
-        """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
+        """Whether `Limits.max_num_splits` is kept. Where it is not, as by default, limits that name one are refused."""
         return False
+
+    # --- what a plugin overrides, and a host calls ---
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""

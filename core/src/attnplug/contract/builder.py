@@ -151,6 +151,17 @@ class MetadataBuilder:
         """
         del metadata
 
+    def can_capture(self, batch: Batch) -> bool:
+        """
+        Whether the kernels' launches are the same for every batch of this shape.
+
+        The default is True. Override it to exclude some.
+        """
+        del batch
+        return True
+
+    # --- what a plugin overrides, and a host calls ---
+
     @property
     def replays_without_build(self) -> bool:
         """
@@ -161,11 +172,6 @@ class MetadataBuilder:
         `plan_batch` reads CPU copies.
         """
         return False
-
-    def can_capture(self, batch: Batch) -> bool:
-        """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
-        del batch
-        return True
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:

@@ -140,6 +140,8 @@ class AttentionImpl(ABC):
             "override update_kv_cache, or declare cache_write='forward'",
         )
 
+    # --- what a plugin overrides, and a host calls ---
+
     def init_cache(self, kv_cache: Any) -> None:
         """
         Write what is this layer's own into its fresh cache: roles that belong to no block, such as static scales.
@@ -147,6 +149,8 @@ class AttentionImpl(ABC):
         `Backend.make_cache` calls it where it is given the implementation. The default has nothing to write.
         """
         del kv_cache
+
+    # --- what a plugin overrides ---
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -170,6 +174,8 @@ class AttentionImpl(ABC):
             requested.dtype,
             self.agreement.kv_cache_dtype,
         )
+
+    # --- what a plugin overrides, and a host calls ---
 
     @property
     def query_dtype(self) -> torch.dtype:

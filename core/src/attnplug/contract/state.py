@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import frozen
 
-from attnplug.contract._final import keep_attributes
+from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import allows_graphs, check_key
@@ -135,6 +135,7 @@ class State:
 
     # --- what a host calls ---
 
+    @final
     def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
         """
         Pick a graph, or none, and build the step.
@@ -152,6 +153,7 @@ class State:
         graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
         return Step(graph, {builder: builder.build(batch, graph=graph) for builder, batch in batches.items()})
 
+    @final
     def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
         """
         Return the smallest graph that all these builders have captured and all their batches fit, or None.
@@ -162,6 +164,7 @@ class State:
         found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
+    @final
     def begin_capture(self, max_batch_size: int) -> None:
         """
         Open a capture: until `end_capture` or `abort_capture`, `graph` makes buffers.
@@ -197,10 +200,12 @@ class State:
                 self._most_reqs = max_batch_size
             self._capture = Capture(max_batch_size, {graph: graph.mark() for graph in self._graphs.values()})
 
+    @final
     def end_capture(self) -> None:
         """Close the capture and keep its buffers, until `release_graphs`. Without an active capture, do nothing."""
         self._capture = None
 
+    @final
     def abort_capture(self) -> None:
         """
         Close the capture and release what it made: its buffers, and what it added to buffers from before.
@@ -218,6 +223,7 @@ class State:
             if not self._graphs:
                 self._inputs.clear()  # the next capture may be of larger batches
 
+    @final
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
         """
@@ -235,6 +241,7 @@ class State:
             raise
         self.end_capture()
 
+    @final
     def graph(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
         Return the buffers of a shape; while a capture is active they are made if need be.
@@ -258,10 +265,12 @@ class State:
         )
 
     @property
+    @final
     def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
         """The buffers of all captured graphs, by their shape."""
         return MappingProxyType(self._graphs)
 
+    @final
     def release_graphs(self) -> None:
         """Release all graph buffers and what they hold. The graphs that were captured with them cannot be replayed."""
         self._graphs.clear()

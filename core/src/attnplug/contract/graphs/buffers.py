@@ -56,6 +56,8 @@ class GraphBuffers:
     def __repr__(self) -> str:
         return f"GraphBuffers({self.key}, of {self.state.backend.id})"
 
+    # --- what a plugin uses ---
+
     def share(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """
         Return `make()`, called once in the life of these buffers.
@@ -66,6 +68,8 @@ class GraphBuffers:
             with outside_inference_mode():
                 self._kept[key] = make()
         return cast("_T", self._kept[key])
+
+    # --- what a host calls ---
 
     def dummy_batch(self, builder: MetadataBuilder | None = None) -> Batch:
         """
@@ -80,6 +84,8 @@ class GraphBuffers:
     def fits(self, batch: Batch) -> bool:
         """Whether a batch can be padded to this shape."""
         return next(_misfits(self, batch), None) is None
+
+    # --- machinery ---
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into these buffers."""
