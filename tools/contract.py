@@ -264,7 +264,8 @@ def _is_documented(member: Any) -> bool:
 def _sections(cls: type) -> dict[str, str]:
     """Return the section of each member below the first section comment."""
     source = textwrap.dedent(inspect.getsource(cls))
-    comments = [(line, found) for line, text in enumerate(source.splitlines(), 1) if (found := _SECTION.match(text))]
+    matches = ((line, _SECTION.match(text)) for line, text in enumerate(source.splitlines(), 1))
+    comments = [(line, match) for line, match in matches if match]
     if not comments:
         return {}
     (body,) = ast.parse(source).body

@@ -139,7 +139,9 @@ class GraphBuffers:
         if batch.custom_mask is None:
             return seen
         kept: GraphMask = self.share(("mask", builder), lambda: self._make_mask(builder))
-        return evolve(seen, custom_mask=kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens))
+        running = batch.num_reqs - getattr(batch, "num_padded_reqs", 0)
+        mask = kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens, running)
+        return evolve(seen, custom_mask=mask)
 
     def _make_mask(self, builder: MetadataBuilder) -> GraphMask:
         """Return the mask of this shape, in the memory of another shape where that is large enough."""

@@ -35,7 +35,7 @@ class GraphMask:
         self._mask = self.memory[:size].view(key.num_reqs, key.query_len or 1, max_seq_len)
         self._positions = torch.arange(max_seq_len, device=device)
 
-    def write(self, ragged: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+    def write(self, ragged: Tensor, query_start_loc: Tensor, seq_lens: Tensor, num_reqs: int) -> Tensor:
         """
         Write a step's mask, and return it as the graph reads it. Nothing waits for the device.
 
@@ -45,8 +45,10 @@ class GraphMask:
             ragged: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another (`Batch.custom_mask`).
             query_start_loc: ``(num_reqs + 1,)``, as the graph reads it: a padded request has no query.
             seq_lens: ``(num_reqs,)``, as the graph reads them.
+            num_reqs: Requests before the padding that a host counts; whatever those behind them hold is no mask.
         """
         lens = seq_lens * (query_start_loc.diff() > 0)
         inside = (self._positions < lens.unsqueeze(1)).unsqueeze(1)
+        inside[num_reqs:] = False
         # True places are filled in memory order, which is that of the ragged mask: requests, then queries, then keys.
         return self._mask.zero_().masked_scatter_(inside, ragged)
