@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from threading import Barrier, Thread
 
 import pytest
@@ -126,6 +128,24 @@ def test_an_aborted_capture_leaves_older_buffers_alone():
     batch = make_batch([1], [5])
     assert builder.state.find_graph({builder: batch}) is graph
     assert builder.state.find_graph({late: batch}) is None
+
+
+def test_an_aborted_capture_frees_the_inputs_that_it_made():
+    backend, impl, builder = world()
+    (kept,) = capture_plainly(builder, 4, SMALL)
+    late = backend.make_builder([impl], builder.state)
+    builder.state.begin_capture(4)
+    graph = builder.state.graph(GraphShape(4, 4, 1))
+    made = late.build(graph.dummy_batch(late), graph=graph)
+    gone = weakref.ref(made.batch.seq_lens)
+
+    builder.state.abort_capture()
+    del made, graph
+    gc.collect()
+
+    assert gone() is None
+    builder.state.begin_forward({builder: make_batch([1], [5])})
+    assert kept.batch.seq_lens.tolist() == [5, 0]
 
 
 def test_no_graph_without_a_capture():

@@ -59,10 +59,12 @@ class Capture:
     Attributes:
         max_batch_size: Most requests of its batches.
         marks: What the buffers from before it held when it began.
+        builders: Those that had inputs in graphs when it began.
     """
 
     max_batch_size: int
     marks: Mapping[GraphBuffers, frozenset[Hashable]]
+    builders: frozenset[MetadataBuilder]
 
 
 class State:
@@ -198,7 +200,8 @@ class State:
             if not self._graphs:
                 self._inputs.clear()  # made for batches of another size
                 self._most_reqs = max_batch_size
-            self._capture = Capture(max_batch_size, {graph: graph.mark() for graph in self._graphs.values()})
+            marks = {graph: graph.mark() for graph in self._graphs.values()}
+            self._capture = Capture(max_batch_size, marks, frozenset(self._inputs))
 
     @final
     def end_capture(self) -> None:
@@ -220,8 +223,8 @@ class State:
             self._graphs = {key: graph for key, graph in self._graphs.items() if graph in capture.marks}
             for graph, mark in capture.marks.items():
                 graph.roll_back(mark)
-            if not self._graphs:
-                self._inputs.clear()  # the next capture may be of larger batches
+            for builder in set(self._inputs) - (capture.builders if self._graphs else set()):
+                del self._inputs[builder]
 
     @final
     @contextmanager
