@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import GraphShape, Limits, capture
+from attnplug.contract import Batch, GraphShape, Limits, capture
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, assert_close, materialize
 
@@ -172,3 +172,38 @@ def test_a_wrong_mask_leaves_the_graph_alone():
             graph=engine.builder.state.graph(next(iter(engine.graphs))),
         )
     assert torch.equal(metadata.batch.custom_mask, before)
+
+
+@pytest.mark.skipif(not hasattr(Batch, "num_padded_reqs"), reason="batches do not count padded requests yet")
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_host_pads_masked_batches(owned):
+    """The last requests are padding with a real length: they have no mask, and touch the null block alone."""
+    engine = Engine(2, 4, 16)
+    scene = trees([5, 9], 2, 0)
+    call = scene.paged(engine.backend)
+    table = torch.cat((call.batch.block_table, torch.zeros_like(call.batch.block_table)))
+    table[table > 100] = 0
+    batch = Batch.from_lengths(
+        [2, 2, 2, 2],
+        [7, 11, 7, 7],
+        block_table=table,
+        slot_mapping=torch.cat((call.batch.slot_mapping, torch.full((4,), -1))),
+        custom_mask=call.batch.custom_mask,
+        num_padded_reqs=2,
+    )
+    state, key = engine.builder.state, GraphShape(4, 8, 2, 16)
+    with state.graph_capture(4):
+        graph = state.graph(key, host_owned_inputs=owned)
+        metadata = engine.builder.build(batch if owned else graph.dummy_batch(), graph=graph)
+    assert state.begin_forward({engine.builder: batch}).graph is graph
+    assert not metadata.batch.custom_mask[2:].any()
+    assert torch.equal(metadata.batch.custom_mask[1, :, :11], scene.masks[1])
+
+    engine.cache[:, : call.cache.shape[1]].copy_(call.cache)
+    engine.cache[:, 0] = 0
+    for mine, theirs in zip(engine.inputs, (call.query, call.key, call.value), strict=True):
+        mine.zero_()[:4].copy_(theirs)
+    engine.impl.forward(*engine.inputs, engine.cache, metadata, engine.output)
+    found = engine.output[:4].view(4, engine.impl.num_q_heads, -1)
+    assert_close(found, scene.expected().output, dtype=found.dtype, scale=scene.largest_value)
+    assert not engine.cache[:, 0].any()

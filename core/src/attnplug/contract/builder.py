@@ -285,8 +285,9 @@ class MetadataBuilder:
         Prepare a replay on the device, from inside the graph. Optional, and right in every place.
 
         A host calls it before the first layer, inside the capture, once for each builder. From then on each replay
-        prepares itself, from what the input tensors hold at that time, and `build` leaves that work out. Outside a
-        capture it repeats what `build` did; for eager metadata there is nothing to do.
+        prepares itself, from what the input tensors hold at that time, and `build` leaves that work out. A graph that
+        is captured again has to record it again. Outside a capture it repeats what `build` did; for eager metadata
+        there is nothing to do.
 
         Args:
             metadata: What this builder's last build for the graph returned.
