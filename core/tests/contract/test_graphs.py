@@ -490,7 +490,7 @@ def test_shapes_name_their_level():
     ]
 
 
-@pytest.mark.parametrize("requested", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}])
+@pytest.mark.parametrize("requested", [{}, {"attn_type": "encoder_decoder"}, {"custom_mask": True}])
 def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
     backend, impl, builder = world("uniform_batch", decode_query_len=3, **requested)
     for key in (GraphShape(3, 3, 1), GraphShape(3, 9, 3), GraphShape(3, 9, 3, 3)):
@@ -501,6 +501,14 @@ def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
         query, key, value, _ = make_qkv(backend, 9)
         _, cache = run(impl, metadata, query, key, value, pages)
         assert not cache.any()
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_the_dummy_batch_of_masked_layers_has_a_mask(paged):
+    backend = make_backend(custom_mask=True, paged=paged)
+    metadata = make_builder(backend).build(backend.dummy_batch(GraphShape(2, 5)))
+    lens = metadata.batch.query_start_loc.diff() * metadata.batch.seq_lens
+    assert metadata.batch.custom_mask.tolist() == [True] * int(lens.sum())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
