@@ -490,7 +490,9 @@ def test_shapes_name_their_level():
     ]
 
 
-@pytest.mark.parametrize("requested", [{}, {"attn_type": "encoder_decoder"}, {"custom_mask": True}])
+@pytest.mark.parametrize(
+    "requested", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}, {"custom_mask": True}]
+)
 def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
     backend, impl, builder = world("uniform_batch", decode_query_len=3, **requested)
     for key in (GraphShape(3, 3, 1), GraphShape(3, 9, 3), GraphShape(3, 9, 3, 3)):
