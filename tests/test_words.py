@@ -193,6 +193,7 @@ def test_a_phrase_is_found_over_any_break(example: tuple[str, str], data: st.Dat
         ("WAY_OUT = 1", "way out"),
         ("class WayOut:", "way out"),
         ("def test_a_prompt_in_pieces_through_a_cache():", "in pieces"),
+        ("#: The prompts\n#: in pieces", "in pieces"),
         ('calls.count("_prompt_by_roles")', "by roles"),
         ("prompts.by_descriptors", "by descriptors"),
         ('standing="lacks_dependency"', "lacks dependency"),

@@ -39,7 +39,8 @@ _BEFORE: Final = re.compile(rf"(?<![A-Za-z0-9])|(?<=\\[nrt])|{_HUMP}")
 _AFTER: Final = rf"(?:(?![A-Za-z0-9])|{_HUMP})"
 # What a pattern consists of: escapes and heads of groups, classes, letters.
 _TOKEN: Final = re.compile(r"(?P<kept>\\.|\(\?(?:[:!=]|<[!=]))|(?P<klass>\[[^\]]*\])|(?P<letter>[A-Za-z])|(?P<gap> )")
-_SENTENCE_END: Final = re.compile(r"[.:;!?|](?=\s)|\n[ \t]*\n")
+# The colon of a comment's marker (#:) ends none.
+_SENTENCE_END: Final = re.compile(r"(?<!#)[.:;!?|](?=\s)|\n[ \t]*\n")
 # A changelog keeps the words of its releases.
 _RELEASE: Final = re.compile(r"^## \[\d", re.MULTILINE)
 
