@@ -15,10 +15,11 @@ from attnplug.errors import DeviceError, NoBackendError, RequirementsError, Sett
 from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import process
+from attnplug.selection import process, select
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.selection import Selection
 from core.tests.selection.conftest import FLASH
+from tests.threads import together
 
 
 def statuses(explanation):
@@ -404,6 +405,130 @@ class TestMemory:
 
         assert (first.id, second.id) == ("generic/default", "flash/hopper")
         assert attnplug.select(request_of()) is second
+
+
+DEVICES = [Device.cuda("10.0"), "cuda:10.0"]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The requests that are decided, and not repeated from the table of the fast path."""
+    found = []
+    decide = select._explain
+    monkeypatch.setattr(select, "_explain", lambda *args, **kwargs: found.append(args) or decide(*args, **kwargs))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=["object", "text"])
+class TestRepeatedWithDevice:
+    """A request with a device is repeated from the fast path, which nothing that a decision depends on outlives."""
+
+    def test_the_same_decision_is_returned_undecided(self, both, request_of, counted, device):
+        wanted = request_of()
+        first = attnplug.select(wanted, device=device)
+
+        assert attnplug.select(wanted, device) is attnplug.select(wanted, device=device) is first
+        assert attnplug.select(request_of(), device=device) is first
+        assert len(counted) == 1
+        assert first.id == "flash/new"
+        assert attnplug.select(wanted).id == "flash/hopper"  # this process's own device has another decision
+
+    def test_a_scope_is_seen_and_leaves_nothing(self, both, request_of, device):
+        wanted = request_of()
+        first = attnplug.select(wanted, device=device)
+        with attnplug.using(backend="flash/old"):
+            assert attnplug.select(wanted, device=device).id == "flash/old"
+            assert attnplug.select(request_of(sinks=True), device=device, backend=["auto"]).id == "flash/new"
+        with attnplug.using(kv_layout="HND"):
+            assert attnplug.select(wanted, device=device).id == "generic/default"
+        with attnplug.using(device="cuda:8.0"):
+            assert attnplug.select(wanted, device=device) is first
+
+        assert attnplug.select(wanted, device=device) is first
+
+    def test_a_scope_s_device_is_not_remembered_as_another(self, both, request_of, device):
+        with attnplug.using(device=device):
+            assert attnplug.select(request_of()).id == "flash/new"
+        assert attnplug.select(request_of()).id == "flash/hopper"
+
+    def test_keywords_are_seen_and_leave_nothing(self, both, request_of, device):
+        wanted = request_of()
+        first = attnplug.select(wanted, device=device)
+
+        assert attnplug.select(wanted, device=device, backend="flash/old").id == "flash/old"
+        splits = attnplug.select(wanted, device=device, options={"flash": {"splits": 2}})
+        assert splits.agreement.options["splits"] == 2
+        assert attnplug.select(wanted, device=device) is first
+
+    def test_settings_that_are_read_again_decide_again(self, installed, request_of, monkeypatch, device):
+        attnplug.refresh()
+        first = attnplug.select(request_of(), device=device)
+        monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/old")
+
+        assert attnplug.select(request_of(), device=device) is first  # until refresh, as without a device
+        attnplug.refresh()
+        assert attnplug.select(request_of(), device=device).id == "flash/old"
+
+    def test_a_registration_decides_again(self, both, request_of, tmp_path, device):
+        first = attnplug.select(request_of(), device=device)
+        manifest = FLASH.replace('"flash"', '"a_new_one"', 1).replace('["FLASH"]', "[]")
+        (tmp_path / "attnplug.toml").write_text(manifest)
+        attnplug.register("notebook", manifest=tmp_path / "attnplug.toml")
+
+        second = attnplug.select(request_of(), device=device)
+
+        assert first.id == "flash/new"
+        assert second.backend == "a_new_one"
+
+    def test_a_new_generation_decides_again(self, both, request_of, device):
+        first = attnplug.select(request_of(), device=device)
+        both.mark_broken(first.id, attnplug.Reason("broken", first.id, None, "it failed"))
+
+        assert attnplug.select(request_of(), device=device).id == "flash/old"
+
+    def test_memory_is_bounded(self, both, request_of, monkeypatch, device):
+        monkeypatch.setattr(process, "_MOST_DECISIONS", 8)
+        for window in range(1, 30):
+            attnplug.select(request_of(sliding_window=window), device=device)
+            attnplug.select(request_of(sliding_window=window))
+
+        assert len(process.current_state().hot) <= 8
+        assert attnplug.select(request_of(sliding_window=1), device=device).requirements.sliding_window == 1
+
+    def test_many_threads_get_one_decision(self, both, request_of, device):
+        found = []
+        wanted = [request_of(sliding_window=window) for window in range(1, 6)]
+
+        def repeat():
+            found.extend(attnplug.select(one, device=device) for _ in range(50) for one in wanted)
+
+        together(repeat, repeat, repeat, repeat)
+
+        assert len({id(selection) for selection in found}) == 5
+
+
+def test_the_current_device_by_text_is_looked_up_each_time(world, request_of, monkeypatch):
+    world("flash", "generic")
+    seen = iter([Device.cuda("8.0"), Device.cuda("10.0")])
+    monkeypatch.setattr(Device, "current", lambda: next(seen))
+    wanted = request_of()
+
+    assert [attnplug.select(wanted, device="current").id for _ in range(2)] == ["flash/old", "flash/new"]
+
+
+@pytest.mark.parametrize("device", [["cuda:9.0"], 0, b"cpu"], ids=["list", "index", "bytes"])
+def test_no_device_reaches_the_table(both, request_of, device):
+    attnplug.select(request_of(), device="cuda:9.0")
+    with pytest.raises(DeviceError):
+        attnplug.select(request_of(), device=device)
+
+
+def test_a_device_hashes_after_transport():
+    device = Device.cuda("9.0", name="made up")
+    hash(device)
+
+    assert hash(pickle.loads(pickle.dumps(device))) == hash(Device.from_dict(device.to_dict())) == hash(device)
+    assert hash(evolve(device, name=None)) == hash(Device.cuda("9.0"))
 
 
 class TestTransport:

@@ -125,7 +125,7 @@ def _to_capability(value: Any) -> ComputeCapability | None:
         ) from None
 
 
-@frozen
+@frozen(cache_hash=True)
 class Device:
     """
     A device, as far as a selection depends on it.

@@ -77,7 +77,8 @@ class ProcessState:
         registry: The installed backends.
         settings: The environment and the configuration file.
         generation: The registry's generation when `hot` and `decisions` were begun.
-        hot: Decisions on this process's device without any keyword: the path of every repeated request.
+        hot: Decisions without any keyword but a device: the path of every repeated request. The key is the requirements
+            for this process's device, and for others (requirements, device), the device as the call has named it.
         decisions: All decisions, by requirements, device and settings.
         own_device: The device of this process, once it is known.
         profile: The measured times that the settings name.
@@ -87,7 +88,7 @@ class ProcessState:
     registry: Registry
     settings: Settings
     generation: int
-    hot: dict[Requirements, Selection] = field(factory=dict)
+    hot: dict[Requirements | tuple[Requirements, Device | str], Selection] = field(factory=dict)
     decisions: dict[Hashable, Explanation] = field(factory=dict)
     own_device: Device | None = None
     profile: Profile = field()
@@ -121,10 +122,10 @@ class ProcessState:
             _forget_oldest(self.decisions)
         return kept
 
-    def repeat(self, requirements: Requirements, selection: Selection) -> None:
+    def repeat(self, key: Requirements | tuple[Requirements, Device | str], selection: Selection) -> None:
         """Let the fast path of `select` repeat a decision."""
         with _lock:
-            self.hot[requirements] = selection
+            self.hot[key] = selection
             _forget_oldest(self.hot)
 
 

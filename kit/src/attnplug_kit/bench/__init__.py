@@ -86,7 +86,7 @@ measurements:
   list          `attnplug list --json`, the whole process
   first-select  the first selection of a process, with 5 plugins: settings, discovery, manifests, decision
   uncached      a new request, with 50 candidates and every reason
-  cached        the same request again, with the same object and with an equal copy
+  cached        the same request again, with the same object, with an equal copy, and with a device
   build         the metadata of a step: 256 decodes, a mixed batch, prefills; the check and the assembly by themselves;
                 over the plan of the backend's library, where it has one
   forward       a layer through the contract, over direct library calls that compute the same, measured in turn; on

@@ -66,7 +66,12 @@ _NEW_FIELDS: Final = {
     "block_size": (None, 16, 64, 128),
 }
 _REPEATED: Final = "from attnplug_kit.bench.selecting import print_repeated; print_repeated({})"
-_REPEATED_BUDGETS: Final = {"the same object": 0.3, "an equal copy": 0.8}
+_REPEATED_BUDGETS: Final = {
+    "the same object": 0.3,
+    "an equal copy": 0.8,
+    "the same object and the same device, which is not this process's own": 0.5,
+    "the same object and the device as a text": 0.5,
+}
 _LOOPS: Final = 50_000
 
 
@@ -177,9 +182,17 @@ def print_repeated(repeats: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the made-up plugin serves the CPU, whatever is installed
     requirements = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
     copy = Requirements.from_dict(requirements.to_dict())
-    select(requirements)
-    loops = [
-        repeat("select(one)", globals={"select": select, "one": one}, number=_LOOPS, repeat=repeats)
-        for one in (requirements, copy)
-    ]
+    other = Device("cpu", name="another CPU")
+    calls: tuple[tuple[Requirements, Device | str | None], ...] = (
+        (requirements, None),
+        (copy, None),
+        (requirements, other),
+        (requirements, "cpu"),
+    )
+    loops = []
+    for one, device in calls:
+        select(one, device=device)
+        call = "select(one)" if device is None else "select(one, device=device)"
+        names = {"select": select, "one": one, "device": device}
+        loops.append(repeat(call, globals=names, number=_LOOPS, repeat=repeats))
     say_json([[seconds / _LOOPS for seconds in samples] for samples in loops])
