@@ -83,7 +83,7 @@ def test_requested_names_the_fields_that_are_not_neutral(requirements):
 def test_the_vocabulary_is_the_class():
     fields = {attribute.name for attribute in attrs.fields(Requirements) if not attribute.name.startswith("_")}
 
-    assert fields == {item.name for item in fields_of("model", "engine")}
+    assert fields == {item.name for item in fields_of("model", "engine", "selection")}
     assert all(item.help for item in FIELDS.values())
 
 

@@ -122,12 +122,24 @@ class Constraint:
         near = [found for a in self.alternatives for found in _around(self.domain, a, value)]
         return min(near, key=lambda found: _distance(self.domain, found, value), default=None)
 
+    def dump(self) -> list[Any]:
+        """Return the alternatives as JSON carries them, and as a manifest writes them."""
+        return [_dump(self.domain, alternative) for alternative in self.alternatives]
+
     def __str__(self) -> str:
         texts = [
             ", ".join(map(str, a.value)) if isinstance(a, Exact) and isinstance(a.value, tuple) else str(a)
             for a in self.alternatives
         ]
         return ", ".join(texts) if texts else "nothing"
+
+
+def _dump(domain: Domain, alternative: Alternative) -> Any:
+    if isinstance(alternative, Exact):
+        return domain.dump(alternative.value)
+    bounds = {"min": alternative.min, "max": alternative.max}
+    dumped = {name: domain.dump(bound) for name, bound in bounds.items() if bound is not None}
+    return dumped if alternative.multiple_of is None else {**dumped, "multiple_of": alternative.multiple_of}
 
 
 def _admits(domain: Domain, alternative: Alternative, value: Any) -> bool:

@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug.errors import ManifestError, shown
+from attnplug.manifest.supports import parse_constraint
 from attnplug.negotiation.received import (
     are_options,
     check_received,
+    is_list_or_none,
     is_name,
     is_table,
     is_value_of,
+    refuse_received,
 )
-from attnplug.request.fields import read_only
+from attnplug.request.fields import FIELDS, read_only
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from attnplug.manifest.constraint import Constraint
 
 
 @frozen
@@ -29,11 +35,15 @@ class Agreement:
         backend: Name of the backend.
         variant: Name of the variant.
         requirements: What was requested; all of it is served.
-        block_size: Tokens per KV-cache block; None without a paged cache.
-        kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache.
+        block_size: Tokens per KV-cache block; None without a paged cache, and while it is late.
+        kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache, and where it depends on a late block size.
         kv_cache_dtype: Dtype of the KV cache, canonical.
         cudagraph: The highest graph level that is supported, at least the requested one.
         options: The plugin's own settings, complete.
+        block_sizes: The block sizes that it holds for while the block size is late, most preferred first; None
+            otherwise. ``str`` of it is ``"16, multiples of 32"``, `Constraint.alternatives` the same as data.
+
+    While `requirements.late` names fields, the agreement is unbound: `Selection.bind` settles them.
     """
 
     backend: str
@@ -44,6 +54,7 @@ class Agreement:
     kv_cache_dtype: str
     cudagraph: str
     options: Mapping[str, Any] = field(factory=dict, converter=read_only, hash=False)
+    block_sizes: Constraint | None = None
 
     @property
     def id(self) -> str:
@@ -61,6 +72,7 @@ class Agreement:
             "kv_cache_dtype": self.kv_cache_dtype,
             "cudagraph": self.cudagraph,
             "options": dict(self.options),
+            "block_sizes": None if self.block_sizes is None else self.block_sizes.dump(),
         }
 
     @classmethod
@@ -73,10 +85,24 @@ class Agreement:
             RequirementsError: The requirements are invalid.
         """
         check_received("the agreement", data, _CHECKS)
-        return cls(**{**data, "requirements": Requirements.from_dict(data["requirements"])})
+        requirements = Requirements.from_dict(data["requirements"])
+        sizes = None if data["block_sizes"] is None else _read_block_sizes(data["block_sizes"])
+        if (sizes is not None) != ("block_size" in requirements.late) or None not in (sizes, data["block_size"]):
+            refuse_received(f"block_size={data['block_size']} and block_sizes={shown(data['block_sizes'])}")
+        return cls(**{**data, "requirements": requirements, "block_sizes": sizes})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Agreement.from_dict, (self.to_dict(),)  # a read-only view does not pickle
+
+
+def _read_block_sizes(data: Any) -> Constraint:
+    def fail(where: object, problem: str, expected: str, fix: str) -> ManifestError:
+        return ManifestError(problem, expected, fix, str(where))
+
+    try:
+        return parse_constraint(fail, FIELDS["block_size"], data, ())
+    except ManifestError:
+        refuse_received(f"block_sizes={shown(data)} of the agreement")
 
 
 _CHECKS = {
@@ -88,4 +114,5 @@ _CHECKS = {
     "kv_cache_dtype": is_value_of("kv_cache_dtype"),
     "cudagraph": is_value_of("cudagraph"),
     "options": are_options,
+    "block_sizes": is_list_or_none,
 }

@@ -81,12 +81,12 @@ class Candidate:
     @cached_property
     def fixed_rules(self) -> tuple[Rule, ...]:
         """The rules that do not depend on what the negotiation settles."""
-        return tuple(rule for rule in self.rules if not _mentions(rule, FREE))
+        return tuple(rule for rule in self.rules if not mentions(rule, FREE))
 
     @cached_property
     def free_rules(self) -> tuple[Rule, ...]:
         """The rules about block size or layout."""
-        return tuple(rule for rule in self.rules if _mentions(rule, FREE))
+        return tuple(rule for rule in self.rules if mentions(rule, FREE))
 
     @cached_property
     def graph_levels(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class Candidate:
     @cached_property
     def has_graph_rules(self) -> bool:
         """Whether a rule is about the graph level."""
-        return any(_mentions(rule, frozenset({"cudagraph"})) for rule in self.rules)
+        return any(mentions(rule, frozenset({"cudagraph"})) for rule in self.rules)
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
@@ -220,5 +220,6 @@ def _instruction(text: str, variant: Variant) -> str:
     return "" if instruction is None else f"install {text}: {instruction}"
 
 
-def _mentions(rule: Rule, names: frozenset[str]) -> bool:
+def mentions(rule: Rule, names: frozenset[str]) -> bool:
+    """Whether a rule is about one of these fields."""
     return any(condition.field in names for condition in (*rule.when, *rule.need))

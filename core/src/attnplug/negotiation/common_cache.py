@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from attnplug.negotiation.cache_terms import CacheTerms, as_facts, passing_terms
 from attnplug.negotiation.evaluation import find_refusal
-from attnplug.negotiation.matching import Request, judge_terms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.evaluation import Evaluation
-
-CacheTerms = tuple["int | None", "str | None"]
-"""A block size and a layout; None for both without a paged cache."""
-
-
-def passing_terms(candidate: Candidate, request: Request) -> tuple[CacheTerms, ...]:
-    """
-    Return every (block size, layout) that a candidate accepts for a request that it can serve, most preferred first.
-
-    Block sizes beyond 1024 tokens are considered only where the manifest names them.
-    """
-    wanted = request.requirements
-    if not wanted.paged:
-        return ()
-    sizes = (wanted.block_size,) if wanted.block_size is not None else _members(candidate, "block_size")
-    layouts = (wanted.kv_layout,) if wanted.kv_layout is not None else _members(candidate, "kv_layout")
-    return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, request, _as_facts(terms)))
-
+    from attnplug.negotiation.matching import Request
 
 def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
     """
@@ -49,14 +31,12 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
     if picked is None:
         return None
     evaluations, shared = picked
+    paged = [each for each in evaluations if each.request.requirements.paged]
+    if not all("block_size" in each.request.requirements.late for each in paged):
+        shared = shared[:1] if shared else shared  # one layer's block size is settled now, and holds for the late ones
     # The first of the shared terms is the one that the first request, with most layers, prefers.
-    terms = _as_facts(shared[0] if shared else (None, None))
-    return [each.with_terms(terms) if each.request.requirements.paged else each for each in evaluations]
-
-
-def _as_facts(terms: CacheTerms) -> Mapping[str, Any]:
-    """Return terms under the names of their fields."""
-    return {"block_size": terms[0], "kv_layout": terms[1]}
+    terms = as_facts(shared[0] if shared else (None, None))
+    return [each.with_terms(terms, shared or ()) if each in paged else each for each in evaluations]
 
 
 def _search(
@@ -98,9 +78,4 @@ def _refused_terms(candidate: Candidate, request: Request) -> frozenset[CacheTer
     """Return the terms of those agreements on a request that the candidate's probe has refused."""
     refused = (each.agreement for each in candidate.refusals or ())
     terms = {(agreement.block_size, agreement.kv_layout) for agreement in refused if agreement is not None}
-    return frozenset(pair for pair in terms if find_refusal(candidate, request, _as_facts(pair)) is not None)
-
-
-def _members(candidate: Candidate, name: str) -> tuple[Any, ...]:
-    constraint = candidate.supports(name)
-    return constraint.members() if constraint is not None else ()
+    return frozenset(pair for pair in terms if find_refusal(candidate, request, as_facts(pair)) is not None)

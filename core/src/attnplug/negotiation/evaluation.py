@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve, frozen
 
+from attnplug.negotiation.cache_terms import agree_unbound
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request, agree, negotiate
 from attnplug.negotiation.reason import Fix
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.cache_terms import CacheTerms
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.probe_refusals import ProbeRefusal
     from attnplug.negotiation.reason import Reason, Unverified
     from attnplug.negotiation.verdict import Status
     from attnplug.request.device import Device
+    from attnplug.request.requirements import Requirements
 
 
 class EvidenceSource(Protocol):
@@ -43,6 +46,7 @@ class Evaluation:
         terms: The settled free fields, where nothing does.
         refusal: What the candidate's probe has refused before, and is refused here too.
         evidence: Where to look up what is unverified.
+        common: The terms that all layers of a model accept, where their block size is late.
     """
 
     candidate: Candidate
@@ -51,6 +55,7 @@ class Evaluation:
     terms: Mapping[str, Any] | None = None
     refusal: ProbeRefusal | None = None
     evidence: EvidenceSource | None = None
+    common: tuple[CacheTerms, ...] = ()
 
     @property
     def serves(self) -> bool:
@@ -86,7 +91,11 @@ class Evaluation:
     @cached_property
     def agreement(self) -> Agreement | None:
         """What is agreed on, where it can serve."""
-        return agree(self.candidate, self.request, self.terms) if self.serves and self.terms is not None else None
+        if not self.serves or self.terms is None:
+            return None
+        if self.request.requirements.late:
+            return agree_unbound(self.candidate, self.request, self.terms, self.common)
+        return agree(self.candidate, self.request, self.terms)
 
     @cached_property
     def fix(self) -> Fix | None:
@@ -105,9 +114,9 @@ class Evaluation:
             return ()
         return self.evidence.find_unverified(self.candidate, self.agreement, self.request.device)
 
-    def with_terms(self, terms: Mapping[str, Any]) -> Evaluation:
+    def with_terms(self, terms: Mapping[str, Any], common: tuple[CacheTerms, ...] = ()) -> Evaluation:
         """Return it with other terms that pass: those that the layers of a model share."""
-        return evolve(self, terms=terms)
+        return evolve(self, terms=terms, common=common)
 
     def verdict(self, *, chosen: bool = False) -> Verdict:
         """Return what selection reports of it."""
@@ -161,8 +170,30 @@ def find_refusal(candidate: Candidate, request: Request, terms: Mapping[str, Any
     """
     if candidate.refusals is None:
         return None
-    agreement = None if terms is None else agree(candidate, request, terms)
-    return candidate.refusals.find(agreement, request.device)
+    late = request.requirements.late
+    agreement = None if terms is None or late else agree(candidate, request, terms)
+    found = candidate.refusals.find(agreement, request.device)
+    if found is not None or terms is None or not late:
+        return found
+    # A refusal of one binding counts for the unbound request: what a library lacks is rarely the block size.
+    options = candidate.manifest.options_under(request.settings) if candidate.manifest else {}
+    wanted = _without(request.requirements, late)
+    return next(
+        (
+            each
+            for each in candidate.refusals
+            if each.agreement is not None
+            and each.device == request.device
+            and each.agreement.options == options
+            and _without(each.agreement.requirements, late) == wanted
+        ),
+        None,
+    )
+
+
+def _without(requirements: Requirements, late: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that are not late."""
+    return {name: value for name, value in requirements.to_dict().items() if name not in late and name != "late"}
 
 
 def _with_origin(reason: Reason, origins: Mapping[str, str]) -> Reason:

@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import FREE, Candidate
+from attnplug.negotiation.candidate import FREE, Candidate, mentions
 from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
@@ -44,6 +44,7 @@ class Request:
             what everyone serves who declares none, and who declares one serves that one.
         requested_names: The fields that request something.
         requested_terms: Those of the free fields that are not left open.
+        unknown: The fields without a value until the host binds its head counts. Rules about them wait until then.
     """
 
     requirements: Requirements
@@ -54,6 +55,7 @@ class Request:
     requested: tuple[tuple[str, Any], ...] = field(init=False)
     requested_names: frozenset[str] = field(init=False)
     requested_terms: tuple[tuple[str, Any], ...] = field(init=False)
+    unknown: frozenset[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         device = self.device.facts()
@@ -65,6 +67,9 @@ class Request:
         put(self, "requested", (*requested, *phases))
         terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
         put(self, "requested_terms", tuple(term for term in terms if term[1] is not None))
+        late = self.requirements.late
+        heads = frozenset(late) - FREE if late else frozenset[str]()
+        put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
 
 
 def build_request(requirements: Requirements, device: Device, settings: Settings) -> Request:
@@ -98,7 +103,7 @@ class Outcome:
 def negotiate(candidate: Candidate, request: Request) -> Outcome:
     """Negotiate with one candidate. What is installed plays no part here but for rules about installed versions."""
     objections = candidate.objections(request.requested)  # a new list: rules append to it
-    for rule in candidate.fixed_rules:
+    for rule in candidate.fixed_rules if not request.unknown else _known_rules(candidate.fixed_rules, request):
         _apply(rule, candidate, request, request.facts, objections)
     terms, objection = _settle(candidate, request)
     return Outcome((*objections, *objection), terms)
@@ -178,7 +183,7 @@ def _plain(condition: Condition, facts: dict[str, Any]) -> Any:
 
 def _settle(candidate: Candidate, request: Request) -> tuple[Mapping[str, Any], list[Reason]]:
     """Return the first terms that pass, or the objections to the first ones."""
-    rules = _live_rules(candidate, request)
+    rules = live_rules(candidate, request)
     if not rules:  # then the first terms pass if any do: only requested terms can be refused
         objections = candidate.objections(request.requested_terms)
         return ({} if objections else next(_all_terms(candidate, request))), objections
@@ -196,7 +201,7 @@ def judge_terms(candidate: Candidate, request: Request, terms: Mapping[str, Any]
     Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged
     cache.
     """
-    return _judge(candidate, request, terms, _live_rules(candidate, request))
+    return _judge(candidate, request, terms, live_rules(candidate, request))
 
 
 def _judge(candidate: Candidate, request: Request, terms: Mapping[str, Any], rules: Sequence[Rule]) -> list[Reason]:
@@ -208,9 +213,15 @@ def _judge(candidate: Candidate, request: Request, terms: Mapping[str, Any], rul
     return objections
 
 
-def _live_rules(candidate: Candidate, request: Request) -> list[Rule]:
+def live_rules(candidate: Candidate, request: Request) -> list[Rule]:
     """Return the rules about free fields that apply under some terms: whose other conditions hold."""
-    return [rule for rule in candidate.free_rules if _is_live(rule, candidate, request)]
+    rules = candidate.free_rules if not request.unknown else _known_rules(candidate.free_rules, request)
+    return [rule for rule in rules if _is_live(rule, candidate, request)]
+
+
+def _known_rules(rules: Sequence[Rule], request: Request) -> list[Rule]:
+    """Return the rules that are about nothing unknown."""
+    return [rule for rule in rules if not mentions(rule, request.unknown)]
 
 
 def _is_live(rule: Rule, candidate: Candidate, request: Request) -> bool:

@@ -85,6 +85,11 @@ def is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def is_list_or_none(value: object) -> bool:
+    """Whether a value is a list, or None."""
+    return value is None or is_list(value)
+
+
 def is_list_of_texts(value: object) -> bool:
     """Whether a value is a list of texts."""
     return isinstance(value, (list, tuple)) and all(map(is_text, value))

@@ -293,7 +293,7 @@ def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _LONGEST_NAME: Final = 200
 
-Kind = Literal["model", "engine", "device", "derived"]
+Kind = Literal["model", "engine", "selection", "device", "derived"]
 
 
 @frozen
@@ -304,6 +304,7 @@ class Field:
     Attributes:
         name: Its name.
         kind: What decides it: the *model*, the *engine*, the *device*, or other fields (*derived*, for rules only).
+            *selection* says what the selection leaves open; no manifest and no rule is about it.
         domain: The values that it can have.
         help: What it requests, with units.
         neutral: The value that requests nothing: every backend serves it without declaring the field.
@@ -435,9 +436,20 @@ FIELDS: Final[Mapping[str, Field]] = MappingProxyType({item.name: item for item 
 """Every field by name, in the order in which they are reported."""
 
 
+LATE: Final = Field(
+    "late",
+    "selection",
+    Names(each=Name(values=("block_size", "num_q_heads", "num_kv_heads"))),
+    "fields that are bound after the selection, with `Selection.bind`",
+    neutral=(),
+    free=True,
+)
+"""Which fields the host binds later. It is not in `FIELDS`: a manifest declares nothing about it."""
+
+
 def fields_of(*kinds: Kind) -> tuple[Field, ...]:
     """Return the fields of these kinds, in table order."""
-    return tuple(item for item in _ALL if item.kind in kinds)
+    return tuple(item for item in (*_ALL, LATE) if item.kind in kinds)
 
 
 def near(name: str, names: Mapping[str, object] | tuple[str, ...] | list[str] | set[str] | frozenset[str]) -> str:

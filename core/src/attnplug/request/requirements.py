@@ -10,7 +10,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.errors import RequirementsError, shown
-from attnplug.request.fields import FIELDS, Field, Name, fields_of, near
+from attnplug.request.fields import FIELDS, LATE, Field, Name, fields_of, near
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +44,10 @@ def _named_fields_only(cls: _C) -> _C:
             )
         for name in given:
             _check_known(name)
+        late = given.get("late", ())
+        bound_later = late if isinstance(late, (tuple, list, set, frozenset)) else ()
         for item in _REQUESTED:
-            if item.required and item.name not in given:
+            if item.required and item.name not in given and item.name not in bound_later:
                 raise RequirementsError(
                     f"no {item.name!r} was given",
                     f"{item.name} is {item.help}: {item.domain.text}",
@@ -85,13 +87,16 @@ class Requirements:
     no fix ever changes it. The second group belongs to the *engine*. `block_size` and `kv_layout` may be left None: the
     negotiation settles them.
 
+    `late` names what the engine does not know yet: ``"block_size"``, ``"num_q_heads"``, ``"num_kv_heads"``. Such a field
+    is not given, and is None: the request is for any value that the variant serves, and `Selection.bind` settles it.
+
     Raises:
         RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
     """
 
     head_size: int
-    num_q_heads: int
-    num_kv_heads: int
+    num_q_heads: int = field(default=None)  # required, unless late; None while it is not bound
+    num_kv_heads: int = field(default=None)  # likewise
     dtype: str
     head_size_v: int | None = None
     sliding_window: int | None = None
@@ -120,6 +125,7 @@ class Requirements:
     per_head_scales: bool = False
     output_quant: str | None = None
     features: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
 
     _key: tuple[Any, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
@@ -127,8 +133,9 @@ class Requirements:
 
     def __attrs_post_init__(self) -> None:
         put = object.__setattr__  # of a frozen class; values are canonical before anything compares or hashes them
+        put(self, "late", late := _canonical(LATE, self.late, ()))
         for item in _REQUESTED:
-            put(self, item.name, _canonical(item, getattr(self, item.name)))
+            put(self, item.name, _canonical(item, getattr(self, item.name), late))
         for name, settle in _DEPENDENT.items():
             if getattr(self, name) in (None, "auto"):
                 put(self, name, settle(self))
@@ -152,9 +159,9 @@ class Requirements:
         return self._hash
 
     @property
-    def gqa_ratio(self) -> int:
-        """Query heads per key and value head."""
-        return self.num_q_heads // self.num_kv_heads
+    def gqa_ratio(self) -> int | None:
+        """Query heads per key and value head; None where a head count is late."""
+        return None if _has_late_heads(self) else self.num_q_heads // self.num_kv_heads
 
     def requested(self) -> tuple[tuple[str, Any], ...]:
         """
@@ -217,8 +224,8 @@ def neutral(name: str, facts: Mapping[str, Any]) -> Any:
 _OF_TORCH = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
-def _canonical(item: Field, value: Any) -> Any:
-    if value is None and (item.is_optional() or item.name in _DEPENDENT):
+def _canonical(item: Field, value: Any, late: tuple[str, ...]) -> Any:
+    if value is None and (item.is_optional() or item.name in _DEPENDENT or item.name in late):
         return None
     try:
         return item.domain.canonical(value)
@@ -247,7 +254,7 @@ def _default(requirements: Requirements, item: Field) -> Any:
 
 
 def _is_requested(requirements: Requirements, item: Field, value: Any) -> bool:
-    if item.free:
+    if item.free or item.name in requirements.late:
         return False
     facts = {"head_size": requirements.head_size, "dtype": requirements.dtype, "attn_type": requirements.attn_type}
     return item.required or bool(value != neutral(item.name, facts))
@@ -263,7 +270,11 @@ def _is_encoder(r: Requirements) -> bool:
     return r.attn_type in ("encoder", "encoder_only")
 
 
-_REQUESTED = fields_of("model", "engine")
+def _has_late_heads(r: Requirements) -> bool:
+    return "num_q_heads" in r.late or "num_kv_heads" in r.late
+
+
+_REQUESTED = fields_of("model", "engine", "selection")
 _NAMES = frozenset(item.name for item in _REQUESTED)
 
 _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
@@ -275,7 +286,19 @@ _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
 
 _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
     (
-        lambda r: r.num_q_heads % r.num_kv_heads != 0,
+        lambda r: any(getattr(r, name) is not None for name in r.late),
+        lambda r: f"late={r.late} and {', '.join(f'{n}={getattr(r, n)}' for n in r.late)} were given",
+        "what is late has no value yet: Selection.bind gives it one",
+        "leave the value out, or take its name out of late",
+    ),
+    (
+        lambda r: not r.paged and "block_size" in r.late,
+        lambda r: f"paged=False and late={r.late} were given",
+        "only a paged KV cache has a block size to bind later",
+        "take 'block_size' out of late, or request paged=True",
+    ),
+    (
+        lambda r: not _has_late_heads(r) and r.num_q_heads % r.num_kv_heads != 0,
         lambda r: f"num_q_heads={r.num_q_heads} and num_kv_heads={r.num_kv_heads} were given",
         "num_q_heads is a multiple of num_kv_heads: each KV head serves a whole group of query heads",
         "pass the head counts of one tensor-parallel rank",

@@ -13,6 +13,7 @@ from attnplug._escape import escaped
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
@@ -123,9 +124,12 @@ def detail(verdict: Verdict) -> Iterator[str]:
     """Yield a verdict's terms, emulations, what is unverified, reasons and fix, a line each."""
     if verdict.agreement is not None:
         terms = verdict.agreement
-        if terms.block_size is not None:
+        if terms.requirements.paged:
             shown = ("block_size", "kv_layout", "kv_cache_dtype", "cudagraph")
-            yield " ".join(f"{name}={getattr(terms, name)}" for name in shown)
+            values = {name: getattr(terms, name) for name in shown}
+            yield " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        if terms.requirements.late:
+            yield f"left to bind: {', '.join(_left_to_bind(terms))}"
     for name, text in verdict.emulated.items():
         yield f"emulates {name}: {text}"
     for item in verdict.unverified:
@@ -134,6 +138,11 @@ def detail(verdict: Verdict) -> Iterator[str]:
         yield f"- {reason}"
     if verdict.fix is not None:
         yield f"fix: {verdict.fix}"
+
+
+def _left_to_bind(terms: Agreement) -> Iterator[str]:
+    for name in terms.requirements.late:
+        yield name if terms.block_sizes is None or name != "block_size" else f"{name} ({terms.block_sizes})"
 
 
 def _assigned(values: Mapping[str, Any]) -> str:

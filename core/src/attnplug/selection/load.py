@@ -15,6 +15,7 @@ from attnplug.discovery.plugin import BY_HAND
 from attnplug.errors import (
     AttnplugError,
     NoBackendError,
+    NotNegotiatedError,
     PluginContractError,
     PluginError,
     PluginLoadError,
@@ -28,6 +29,7 @@ from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import is_unseen
+from attnplug.request.requirements import Requirements
 from attnplug.selection.process import current_state, registry
 from attnplug.selection.scope import overrides
 from attnplug.selection.select import context, select
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
     from attnplug.negotiation.candidate import Candidate
     from attnplug.request.device import Device
-    from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
 _log: Final = logging.getLogger("attnplug")
@@ -66,12 +67,15 @@ def load(
 
     Raises:
         RequirementsError: A decision was given with keywords that could change it.
+        NotNegotiatedError: Fields are late: they are bound first.
         NoBackendError: Nothing can serve, or everything that could has failed to load.
         PluginError: The one named backend, or any under the strict setting, failed to load; or torch does not import.
     """
     if isinstance(requirements, Selection):
         _check_decided(requirements, device=device, backend=backend, options=options)
         return load_selection(requirements)
+    if isinstance(requirements, Requirements):
+        _check_bound("a backend for these requirements", requirements.late)
     if is_unseen():
         _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
     failure: PluginError | None = None
@@ -106,6 +110,17 @@ def _check_decided(selection: Selection, **keywords: object) -> None:
         )
 
 
+def _check_bound(what: str, late: tuple[str, ...]) -> None:
+    """Refuse to load what has late fields: a backend is constructed from a complete agreement."""
+    if late:
+        arguments = ", ".join(f"{name}=..." for name in late)
+        raise NotNegotiatedError(
+            f"{what} was to be loaded with late={late}",
+            "a backend is loaded for a complete agreement; until then agreement.block_sizes says what it takes",
+            f"bind them first: select(requirements).bind({arguments}).load()",
+        )
+
+
 def load_selection(selection: Selection) -> Backend:
     """
     Load exactly this decision, which may come from another process.
@@ -114,9 +129,11 @@ def load_selection(selection: Selection) -> Backend:
     is remembered as far as the probe's reason goes: later selections of that, and of nothing else, leave it out.
 
     Raises:
+        NotNegotiatedError: Fields are late.
         PluginLoadError: The plugin is not here as it was decided on, does not import, or its probe refuses.
         PluginContractError: It does not keep the contract.
     """
+    _check_bound(f"the decision for {selection.id!r}", selection.late)
     plugin = _same_plugin(selection)
     _import_contract(repr(selection.id))
     try:
@@ -235,17 +252,7 @@ def _torch_fix(error: BaseException) -> str:
 
 def _same_plugin(selection: Selection) -> Plugin:
     """Return the plugin here, which is the one that was decided on and agrees to the same terms."""
-    try:
-        plugin = registry().plugin(selection.backend)
-    except AttnplugError as error:
-        raise PluginLoadError(
-            f"{selection.id!r} is not installed here: {error.problem}",
-            error.expected,
-            "call attnplug.register in this process too"
-            if selection.distribution == BY_HAND
-            else f"install {selection.distribution or 'it'}",
-        ) from error
-    candidate = _same_candidate(selection, plugin)
+    plugin, candidate = same_candidate(selection)
     if candidate.refusals is not None:
         refusal = candidate.refusals.find(selection.agreement, selection.device)
         if refusal is not None:
@@ -265,8 +272,23 @@ def _same_plugin(selection: Selection) -> Plugin:
     return plugin
 
 
-def _same_candidate(selection: Selection, plugin: Plugin) -> Candidate:
-    """Return the candidate of a decision, of the same distribution and version, where it may be used here."""
+def same_candidate(selection: Selection) -> tuple[Plugin, Candidate]:
+    """
+    Return the plugin and the candidate of a decision, of the same distribution and version.
+
+    Raises:
+        PluginLoadError: It is not here, or may not be used here.
+    """
+    try:
+        plugin = registry().plugin(selection.backend)
+    except AttnplugError as error:
+        raise PluginLoadError(
+            f"{selection.id!r} is not installed here: {error.problem}",
+            error.expected,
+            "call attnplug.register in this process too"
+            if selection.distribution == BY_HAND
+            else f"install {selection.distribution or 'it'}",
+        ) from error
     candidates = registry().candidates(current_state().settings)
     candidate = next((c for c in candidates if c.id == selection.id), None)
     wanted, here = selection.distribution, candidate.distribution if candidate else ""
@@ -280,7 +302,7 @@ def _same_candidate(selection: Selection, plugin: Plugin) -> Candidate:
     if candidate.availability in ("refused", "broken"):
         reasons = "; ".join(map(str, candidate.reasons))
         raise PluginLoadError(f"{selection.id!r} may not be used here: {reasons}", "", candidate.fix or "select again")
-    return candidate
+    return plugin, candidate
 
 
 def _check_terms(selection: Selection, candidate: Candidate, request: Request) -> None:

@@ -13,7 +13,8 @@ from attrs import field, frozen
 
 from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, shown
-from attnplug.negotiation.common_cache import passing_terms, share_terms
+from attnplug.negotiation.cache_terms import passing_terms
+from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.matching import build_request
 from attnplug.negotiation.received import check_received, is_list, is_list_of_texts, is_table, refuse_received
 from attnplug.request.fields import GRAPH_LEVELS, near
@@ -24,6 +25,7 @@ from attnplug.selection.select import Evaluations, context, evaluate_all, explai
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
+    from attnplug.manifest.constraint import Constraint
     from attnplug.negotiation.evaluation import Evaluation
     from attnplug.negotiation.matching import Request
     from attnplug.request.device import Device
@@ -91,7 +93,8 @@ class Plan:
         yield f"layers: {len(self)} in {len(self.groups)} group{'s' * (len(self.groups) != 1)}"
         if self.groups:
             yield f"device: {self.groups[0].selection.device}"
-            yield f"common: block_size={self.block_size} kv_layout={self.kv_layout} cudagraph={self.cudagraph}"
+            size = self.block_size if self.block_sizes is None else f"({self.block_sizes})"
+            yield f"common: block_size={size} kv_layout={self.kv_layout} cudagraph={self.cudagraph}"
         for group in self.groups:
             yield ""
             names = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {', '.join(group.layers)}"
@@ -100,7 +103,7 @@ class Plan:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens per cache block, common to all layers with a paged cache."""
+        """Tokens per cache block, common to all layers with a paged cache; None while it is late."""
         return next(
             (s.agreement.block_size for s in self._by_layer.values() if s.agreement.block_size is not None), None
         )
@@ -119,6 +122,38 @@ class Plan:
     def weakest(self) -> Group:
         """The group that sets the graph level."""
         return min(self.groups, key=lambda group: GRAPH_LEVELS.index(group.selection.agreement.cudagraph))
+
+    @property
+    def block_sizes(self) -> Constraint | None:
+        """The block sizes that all layers with a paged cache serve, while their block size is late; else None."""
+        return next(
+            (s.agreement.block_sizes for s in self._by_layer.values() if s.agreement.block_sizes is not None), None
+        )
+
+    def bind(
+        self, *, block_size: int | None = None, num_q_heads: int | None = None, num_kv_heads: int | None = None
+    ) -> Plan:
+        """
+        Settle late fields for all layers at once: each group binds those of them that are late in it.
+
+        Args:
+            block_size: Tokens per KV-cache block; None leaves it late.
+            num_q_heads: Query heads of this rank, likewise.
+            num_kv_heads: Key and value heads of this rank, likewise.
+
+        Returns:
+            The plan with the same backends, whose layers still share one block size and one layout.
+
+        Raises:
+            NotNegotiatedError: A group's candidate refuses the values, or no layout serves all groups with them.
+            RequirementsError: A field is late in no group, or a value is invalid.
+            PluginLoadError: A candidate is not here as it was decided on.
+        """
+        from attnplug.selection.binding import bind_selections  # noqa: PLC0415 - it finds installed plugins
+
+        values = {"block_size": block_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+        bound = bind_selections([group.selection for group in self.groups], values)
+        return Plan(tuple(Group(g.layers, selection) for g, selection in zip(self.groups, bound, strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

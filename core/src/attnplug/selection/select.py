@@ -49,7 +49,7 @@ def select(
         UnknownBackendError: A name is neither installed nor known.
         SettingsError: An option or a setting is wrong.
     """
-    # A repeated request has a budget of 0.3 us, 0.5 us with a device, and each call takes 0.05: no function between here
+    # A repeated request has a budget of 0.3 us (with a device 0.5), and each call takes 0.05: no function between here
     # and the dictionary.
     state = PROCESS.state
     if (

@@ -70,11 +70,43 @@ class Selection:
         """What was requested and no evidence covers on this device."""
         return next((verdict.unverified for verdict in self.verdicts if verdict.id == self.id), ())
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The fields that are left to bind; empty for a decision that can be loaded."""
+        return self.requirements.late
+
+    def bind(
+        self, *, block_size: int | None = None, num_q_heads: int | None = None, num_kv_heads: int | None = None
+    ) -> Selection:
+        """
+        Settle fields that the requirements name in `late`. Only this candidate is judged, with all of its rules: no
+        other one is, nothing is ranked, and nothing is imported.
+
+        Args:
+            block_size: Tokens per KV-cache block; None leaves it late.
+            num_q_heads: Query heads of this rank, likewise.
+            num_kv_heads: Key and value heads of this rank, likewise.
+
+        Returns:
+            The decision for the same candidate. Its agreement is what selecting that candidate by name gives for
+            requirements with these values.
+
+        Raises:
+            NotNegotiatedError: The candidate refuses the values; the error has its reasons, and what would do.
+            RequirementsError: A field is not late, or a value is invalid.
+            PluginLoadError: The candidate is not here as it was decided on.
+        """
+        from attnplug.selection.binding import bind_selection  # noqa: PLC0415 - it finds installed plugins
+
+        values = {"block_size": block_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+        return bind_selection(self, values)
+
     def load(self) -> Backend:
         """
         Import the plugin, check it, call its probe, and return the backend. Never substitutes another one.
 
         Raises:
+            NotNegotiatedError: Fields are late: they are bound first.
             PluginLoadError: The plugin is not here in the same version, does not import, or its probe refuses.
             PluginContractError: What it returns is not a backend.
         """
@@ -84,7 +116,8 @@ class Selection:
 
     def __str__(self) -> str:
         terms = self.agreement
-        pages = f" block_size={terms.block_size} kv_layout={terms.kv_layout}" if terms.block_size is not None else ""
+        size = terms.block_size if terms.block_sizes is None else f"({terms.block_sizes})"
+        pages = f" block_size={size} kv_layout={terms.kv_layout}" if size is not None else ""
         return f"{self.id} on {self.device}:{pages} kv_cache_dtype={terms.kv_cache_dtype} cudagraph={terms.cudagraph}"
 
     def to_dict(self) -> dict[str, Any]:
