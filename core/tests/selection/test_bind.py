@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import pytest
@@ -26,11 +27,12 @@ from attnplug.errors import (
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.cache_terms import restrict
+from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
-from attnplug.selection import process
+from attnplug.selection import binding, process, select
 from attnplug.selection.selection import Selection
 from core.tests.negotiation.test_brute_force import (
     DECLARATIONS,
@@ -245,8 +247,6 @@ class TestBind:
         chosen = attnplug.select(late_of("block_size"))
         before = set(sys.modules)
         judged = []
-        from attnplug.selection import binding, select
-
         evaluate = binding.evaluate
         monkeypatch.setattr(binding, "evaluate", lambda c, *rest: judged.append(c.id) or evaluate(c, *rest))
         monkeypatch.setattr(select, "evaluate", None)
@@ -267,8 +267,6 @@ class TestBind:
     def test_what_a_probe_has_refused_is_refused(self, both, late_of):
         chosen = attnplug.select(late_of("block_size"))
         bound = chosen.bind(block_size=16)
-        from attnplug.negotiation.probe_refusals import ProbeRefusal
-
         reason = Reason("probe", "flash/hopper", None, "built without it", "build it")
         both.mark_refused("flash/hopper", ProbeRefusal.of(reason, bound.agreement, bound.device))
 
@@ -338,7 +336,9 @@ class TestPlan:
         assert (bound.block_size, bound.block_sizes) == (48, None)
         assert [group.layers for group in bound.groups] == [group.layers for group in plan.groups]
         assert [group.selection.id for group in bound.groups] == [group.selection.id for group in plan.groups]
-        known = attnplug.plan({name: r if name == "c" else r.evolve(late=(), block_size=48) for name, r in wanted.items()})
+        known = attnplug.plan(
+            {name: r if name == "c" else r.evolve(late=(), block_size=48) for name, r in wanted.items()}
+        )
         assert [g.selection.agreement for g in bound.groups] == [g.selection.agreement for g in known.groups]
         assert bound["c"] == plan["c"]
 
@@ -448,11 +448,12 @@ def process_with(raw):
 
 
 def outcome_of(call):
-    """Return the agreement that a call comes to, or None where it is refused."""
+    """Return the agreement or the plan that a call comes to, or None where it is refused."""
     try:
-        return call().agreement
+        found = call()
     except (NoBackendError, NotNegotiatedError):
         return None
+    return found.agreement if isinstance(found, Selection) else found
 
 
 few_fields = st.tuples(requests, st.sets(st.sampled_from(sorted({*MODEL, *ENGINE} - {"paged"})), max_size=2)).map(
@@ -470,31 +471,33 @@ def check_binding(raw, wanted, late, device):
                 requirements = attnplug.Requirements(**rest, **heads, late=sorted(late))
             except AttnplugError:
                 continue  # the values contradict each other
-            options = {"block_size": (16, 48, 64, 256), "num_q_heads": (8, 32), "num_kv_heads": (2, 8)}
-            bindings = [
-                dict(zip(sorted(late), chosen, strict=True)) for chosen in product(*(options[n] for n in sorted(late)))
-            ]
-            known = {
-                str(binding): outcome_of(
-                    lambda b=binding: attnplug.select(requirements.evolve(late=(), **b), device, backend=name)
-                )
-                for binding in bindings
-            }
-            try:
-                chosen = attnplug.select(requirements, device, backend=name)
-            except NoBackendError:
-                event("refused")
-                assert not any(known.values())
-                continue
-            event("chosen")
-            for binding in bindings:
-                bound = outcome_of(lambda b=binding: chosen.bind(**b))
-                event("bound" if bound else "not bound")
-                assert bound == known[str(binding)]
-                if "block_size" in late and not late & set(HEADS):
-                    assert chosen.agreement.block_sizes.allows(binding["block_size"]) == (bound is not None)
-                planned = outcome_of(lambda b=binding: attnplug.plan({"a": requirements}, device).bind(**b)["a"])
-                assert planned == bound
+            check_bindings_of(requirements, name, device)
+
+
+def check_bindings_of(requirements, name, device):
+    late = requirements.late
+    options = {"block_size": (16, 48, 64, 256), "num_q_heads": (8, 32), "num_kv_heads": (2, 8)}
+    bindings = [dict(zip(late, values, strict=True)) for values in product(*(options[n] for n in late))]
+    known = [
+        outcome_of(partial(attnplug.select, requirements.evolve(late=(), **values), device, backend=name))
+        for values in bindings
+    ]
+    try:
+        chosen = attnplug.select(requirements, device, backend=name)
+    except NoBackendError:
+        event("refused")
+        assert not any(known)
+        return
+    plan = attnplug.plan({"a": requirements}, device)
+    event("chosen")
+    for values, wanted in zip(bindings, known, strict=True):
+        bound = outcome_of(partial(chosen.bind, **values))
+        event("bound" if bound else "not bound")
+        assert bound == wanted
+        if late == ("block_size",):
+            assert chosen.agreement.block_sizes.allows(values["block_size"]) == (bound is not None)
+        planned = outcome_of(partial(plan.bind, **values))
+        assert (planned and planned["a"].agreement) == bound
 
 
 USUAL = {"suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much], "deadline": None}

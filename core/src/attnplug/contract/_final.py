@@ -31,6 +31,7 @@ _KEPT: Final = "_attributes_of_core"
 _INSTEAD: Final = {
     "forward": "run",
     "write_kv": "update_kv_cache",
+    "update_scales": "parameters_changed",
     "build": "plan_batch",
     "prepare": "prepare_in_graph",
     "can_run_in_cudagraph": "can_capture",

@@ -20,7 +20,7 @@ from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, ten
 from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
-from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError, shown
+from attnplug.errors import CacheError, LayerError, LimitsError, NotNegotiatedError, PluginContractError, shown
 from attnplug.request.device import MOST
 
 if TYPE_CHECKING:
@@ -243,6 +243,8 @@ class Backend(ABC):
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
+        if completed.sinks_with_call:
+            self._check_late_parameters(layer)
         # The layer is complete before the plugin sees it, so that no plugin has to resolve defaults.
         impl = self.impl_class(completed, self)
         if getattr(impl, "layer", None) is not completed:
@@ -322,6 +324,8 @@ class Backend(ABC):
         check_made(builder, MetadataBuilder)
         check_supports_graphs(builder)
         state.join(self.agreement)
+        for impl in impls:
+            impl.serve(builder)
         return builder
 
     # --- machinery ---
@@ -350,6 +354,14 @@ class Backend(ABC):
                 f"{self.impl_class.__name__} serves sinks and LSE, and does not say whether its LSE counts the sink",
                 "lse_includes_sink is True or False where both are served: merging counts a sink once",
                 f"declare lse_includes_sink on {self.impl_class.__name__}",
+            )
+
+    def _check_late_parameters(self, layer: Layer) -> None:
+        if self.impl_class.parameters_changed is AttentionImpl.parameters_changed:
+            raise NotNegotiatedError(
+                f"layer {layer.name!r} has sinks_with_call=True",
+                f"{self.impl_class.__name__} takes sinks in make_impl only: it does not override parameters_changed",
+                "pass Layer(sinks=...), or choose a backend that takes them with the call",
             )
 
     def _check_state(self, state: State) -> None:

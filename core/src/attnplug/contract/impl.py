@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeAlias
+from weakref import WeakSet
 
 import torch
 
 from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.op import enlist, tensors_of
 from attnplug.contract.guards.cache import cache_writers
-from attnplug.contract.guards.scales import UNQUANTIZED
+from attnplug.contract.guards.layer import check_call_sinks
+from attnplug.contract.guards.scales import UNQUANTIZED, replace_scales
 from attnplug.contract.inputs.kv_cache import torch_dtype
-from attnplug.errors import LayerError, PluginContractError
+from attnplug.errors import LayerError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
+    from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.guards.call import ForwardGuard
     from attnplug.contract.inputs.kv_cache import Cache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
     from attnplug.negotiation.agreement import Agreement
+
+_NO_SINKS_YET: Final = object()
+"""What a layer with `sinks_with_call` is bound to before the first call: no argument is identical to it."""
 
 CacheWrite: TypeAlias = Literal["forward", "host", "either"]
 
@@ -44,6 +50,8 @@ class AttentionImpl(ABC):
         lse_includes_sink: Whether the LSE that forward returns counts the sink; required where both are supported.
         static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is
             quantized; other scales are refused.
+        graphs_read_scales: Whether kernels read the layer's scale tensors themselves, so that a captured graph computes
+            with what is in them at its replay. False where a host float, or a derived tensor, is in the graph.
         query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then
             passes queries in the cache's dtype.
         layer: The completed layer: no value that the agreement knows is None.
@@ -69,6 +77,7 @@ class AttentionImpl(ABC):
     cache_write: ClassVar[CacheWrite | Mapping[str, CacheWrite]]
     lse_includes_sink: ClassVar[bool | None] = None
     static_scales: ClassVar[frozenset[str]] = frozenset()
+    graphs_read_scales: ClassVar[bool] = False
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
 
     # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
@@ -91,6 +100,8 @@ class AttentionImpl(ABC):
     cache_roles: tuple[str, ...] = ()
     _guard: ForwardGuard | None = None
     _handle: int = 0
+    _builders: WeakSet[MetadataBuilder]
+    _call_sinks: object = None
 
     def __init__(self, layer: Layer, backend: Backend) -> None:
         agreement = backend.agreement
@@ -111,6 +122,8 @@ class AttentionImpl(ABC):
         self.causal = bool(requested.causal)
         self.is_paged = bool(requested.paged)
         self.forward_writes, self.host_writes = cache_writers(self.cache_write, layer, agreement)
+        self._builders = WeakSet()
+        self._call_sinks = _NO_SINKS_YET if layer.sinks_with_call else None
         keep_attributes(self)
 
     def __repr__(self) -> str:
@@ -151,6 +164,23 @@ class AttentionImpl(ABC):
         del kv_cache
 
     # --- what a plugin overrides ---
+
+    def parameters_changed(self) -> None:
+        """
+        Derive again what was derived from the layer's scales and sinks: `self.layer` has others now.
+
+        `update_scales` and calls with other sinks call it. A plugin that overrides it takes both; one that reads them
+        from `self.layer` in each call overrides it with nothing to do. Without it they are refused. It raises nothing
+        for values that a constructor takes.
+
+        Raises:
+            NotNegotiatedError: The plugin does not override it.
+        """
+        raise NotNegotiatedError(
+            f"layer {self.layer.name!r} of {self.agreement.id} was given scales or sinks after make_impl",
+            f"{type(self).__name__} derives what it needs from them in make_impl alone",
+            "make the implementation again with Backend.make_impl, and its builders, when they are known",
+        )
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -228,6 +258,7 @@ class AttentionImpl(ABC):
         output: Tensor,
         *,
         lse: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """
         Attend, and write the result into `output`.
@@ -243,6 +274,9 @@ class AttentionImpl(ABC):
                 not touched.
             lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only
                 where `return_lse` was negotiated.
+            sinks: ``(num_q_heads,)``, as `Layer.sinks`; exactly where the layer has `sinks_with_call`. They are checked
+                and taken over when they are another tensor than in the last call, which waits for the device; values
+                that are changed in place are not looked for.
 
         A profiling run has to succeed and measures memory: its output is not attention.
 
@@ -251,13 +285,17 @@ class AttentionImpl(ABC):
                 shares memory with another tensor of the call, requires a gradient where gradients are recorded, or is
                 an inference tensor outside of inference mode.
             CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
-            NotNegotiatedError: LSE is requested and was not negotiated.
+            NotNegotiatedError: LSE or sinks are given and were not negotiated.
+            LayerError: Sinks are absent, not finite, or others than those that a captured graph has.
             BatchError: The metadata is not from a builder of this layer's agreement, or a later build has overwritten
                 the graph buffers that it reads.
         """
         # The hot path: the guard reads attributes of the tensors only, and nothing else runs before the kernels.
         guard = self._guard or self._refuse_unbound()
-        if guard.check_call(query, key, value, kv_cache, metadata, output, lse):
+        is_profiling = guard.check_call(query, key, value, kv_cache, metadata, output, lse)
+        if sinks is not self._call_sinks:
+            self._take_sinks(sinks)
+        if is_profiling:
             self.run_profile(query, key, value, output, lse)
         else:
             self.run(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
@@ -293,6 +331,7 @@ class AttentionImpl(ABC):
         output: Tensor,
         *,
         lse: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """
         Do what `forward` does, as one opaque op that ``torch.compile(fullgraph=True)`` takes into its graph.
@@ -304,7 +343,7 @@ class AttentionImpl(ABC):
             self._refuse_unbound()
         # An op takes tensors and numbers, no objects: the handle names this implementation inside the graph.
         tensors = tensors_of(kv_cache, self.cache_roles)
-        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle)
+        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle, sinks)
 
     @final
     def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
@@ -323,7 +362,83 @@ class AttentionImpl(ABC):
             self._refuse_unbound()
         torch.ops.attnplug.write_kv(key, value, tensors_of(kv_cache, self.cache_roles), self._handle)
 
+    @final
+    def update_scales(
+        self,
+        *,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        q_scale_tensor: Tensor | None = None,
+        k_scale_tensor: Tensor | None = None,
+        v_scale_tensor: Tensor | None = None,
+    ) -> None:
+        """
+        Replace scales of the layer: for hosts that know them after `make_impl` only. What is not given stays.
+
+        Arguments are those of `Layer`, checked likewise; tensors are read, which waits for the device. What is in a KV
+        cache was quantized with the former scales: call it before a request writes, or reset the cache.
+
+        A captured graph has the host floats and the addresses of the tensors. While a builder of this layer has built
+        into graph buffers, scales are replaced only where `graphs_read_scales` is true, and only by the layer's own
+        tensors, which the host has changed in place (``impl.layer.k_scale_tensor.fill_(value)``, then
+        ``impl.update_scales(k_scale_tensor=impl.layer.k_scale_tensor)``, which renews the host float).
+
+        Raises:
+            NotNegotiatedError: Nothing applies the scale, or the implementation takes it in `make_impl` only.
+            LayerError: A value is wrong, or a captured graph has the former one.
+            TensorError: A tensor has the wrong shape, dtype or device.
+        """
+        if self._guard is None:
+            self._refuse_unbound()
+        given = {
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "q_scale_tensor": q_scale_tensor,
+            "k_scale_tensor": k_scale_tensor,
+            "v_scale_tensor": v_scale_tensor,
+        }
+        if all(value is None for value in given.values()):
+            return
+        layer = replace_scales(self.layer, given, self.agreement, self.device, self.static_scales)
+        tensors = [f"{one}_scale_tensor" for one in "qkv"]
+        stays = self.graphs_read_scales and all(getattr(layer, n) is getattr(self.layer, n) for n in tensors)
+        self._replace_layer(layer, "scales", is_seen_by_graphs=stays)
+
     # --- machinery ---
+
+    @final
+    def serve(self, builder: MetadataBuilder) -> None:
+        """Take note of a builder of this layer; `Backend.make_builder` hands it over."""
+        self._builders.add(builder)
+
+    def _take_sinks(self, sinks: Tensor | None) -> None:
+        """Bind the sinks of a call. An alias of the bound tensor, as a compiler makes it, is the same one."""
+        bound = self._call_sinks
+        if not (isinstance(bound, torch.Tensor) and sinks is not None and _is_alias(bound, sinks)):
+            layer = check_call_sinks(self.layer, sinks, self.agreement, self.device)
+            # Before the first ones there was no call, so no graph has others.
+            self._replace_layer(layer, "sinks", is_seen_by_graphs=bound is _NO_SINKS_YET)
+            self._call_sinks = sinks
+
+    def _replace_layer(self, layer: Layer, what: str, *, is_seen_by_graphs: bool) -> None:
+        if not is_seen_by_graphs and any(
+            graph.is_captured(builder) for builder in self._builders for graph in builder.state.graphs.values()
+        ):
+            raise LayerError(
+                f"layer {self.layer.name!r} was given other {what}",
+                f"a captured graph has the former {what}, and would go on with them",
+                f"give the {what} before graph_capture, or call State.release_graphs() first and capture again",
+            )
+        former, self.layer = self.layer, layer
+        try:
+            self.parameters_changed()
+        except BaseException:
+            self.layer = former
+            if type(self).parameters_changed is not AttentionImpl.parameters_changed:
+                self.parameters_changed()  # what was derived already comes from the former values again
+            raise
 
     @final
     def bind(self, guard: ForwardGuard, cache_roles: tuple[str, ...]) -> None:
@@ -338,3 +453,14 @@ class AttentionImpl(ABC):
             "implementations are made by Backend.make_impl, which checks the layer and knows the cache",
             "call backend.make_impl(layer)",
         )
+
+
+def _is_alias(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory in the same form. The first one is alive, so no other took its place."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.evaluation import Evaluation
     from attnplug.negotiation.matching import Request
 
+
 def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
     """
     Pick an evaluation for each request so that all paged ones share one block size and one layout.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 from attrs import field, frozen
@@ -87,8 +87,9 @@ class Requirements:
     no fix ever changes it. The second group belongs to the *engine*. `block_size` and `kv_layout` may be left None: the
     negotiation settles them.
 
-    `late` names what the engine does not know yet: ``"block_size"``, ``"num_q_heads"``, ``"num_kv_heads"``. Such a field
-    is not given, and is None: the request is for any value that the variant serves, and `Selection.bind` settles it.
+    `late` names what the engine does not know yet: ``"block_size"``, ``"num_q_heads"``, ``"num_kv_heads"``. Such a
+    field is not given, and is None: the request is for any value that the variant serves, and `Selection.bind` settles
+    it.
 
     Raises:
         RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
@@ -159,9 +160,9 @@ class Requirements:
         return self._hash
 
     @property
-    def gqa_ratio(self) -> int | None:
+    def gqa_ratio(self) -> int:
         """Query heads per key and value head; None where a head count is late."""
-        return None if _has_late_heads(self) else self.num_q_heads // self.num_kv_heads
+        return cast("int", None if _has_late_heads(self) else self.num_q_heads // self.num_kv_heads)
 
     def requested(self) -> tuple[tuple[str, Any], ...]:
         """

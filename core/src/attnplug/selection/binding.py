@@ -11,7 +11,7 @@ from attnplug.manifest.constraint import Constraint, Range
 from attnplug.negotiation.cache_terms import restrict
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import Evaluation, evaluate
-from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.matching import Request
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 from attnplug.selection.load import same_candidate

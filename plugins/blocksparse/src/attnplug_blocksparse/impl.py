@@ -34,8 +34,12 @@ class BlocksparseImpl(AttentionImpl):
         # An invalid pattern is refused when the layer is made, before any step.
         pattern = dict(cast("tuple[tuple[str, Any], ...]", layer.block_sparse))
         check_pattern(pattern, num_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads)
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """Take over the scale tensors of the layer."""
         quantized = self.is_paged and self.agreement.kv_cache_dtype != self.agreement.requirements.dtype
-        cached = (layer.k_scale_tensor, layer.v_scale_tensor) if quantized else ()
+        cached = (self.layer.k_scale_tensor, self.layer.v_scale_tensor) if quantized else ()
         self._scales = Scales(self.scale, *cached)
 
     @property

@@ -66,6 +66,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
+        # A schedule depends on the plan key alone, so that scales and sinks of these may be former ones.
         self._params = {key: group[0].params for key, group in groups.items()}
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:

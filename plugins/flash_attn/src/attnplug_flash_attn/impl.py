@@ -41,18 +41,24 @@ class FlashAttentionImpl(AttentionImpl):
     cache_write = "either"
     lse_includes_sink = True
     static_scales: ClassVar[frozenset[str]] = frozenset("qkv")
+    graphs_read_scales = True  # kernels and cache writes take views of the scale tensors
 
     def __init__(self, layer: Layer, backend: FlashAttentionBackend) -> None:
         super().__init__(layer, backend)
         required = self.agreement.requirements
         self.kernels = backend.kernels
-        self.params = self._params(layer)
-        self.params_without_sinks = evolve(self.params, sinks=None)
+        self.parameters_changed()
         self._key = (self.window, self.logits_soft_cap)
         self._heads_v = (self.num_q_heads, self.head_size_v)
         self._is_one_tensor = required.head_size_v == required.head_size
         self._caches = CacheViews(_keys_and_values)
         self._writes = bool(self.forward_writes)
+
+    def parameters_changed(self) -> None:
+        """Make the parameters of the kernels that depend on the layer's scales and sinks."""
+        layer = self.layer
+        self.params = self._params(layer)
+        self.params_without_sinks = evolve(self.params, sinks=None)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         self._query_scale = layer.q_scale_tensor  # set if the KV cache is quantized
 

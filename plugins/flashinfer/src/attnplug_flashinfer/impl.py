@@ -43,6 +43,11 @@ class FlashInferImpl(AttentionImpl):
         self._heads = (self.num_q_heads, self.head_size)
         self._cache_views = CacheViews(partial(_views, is_hnd=self.agreement.kv_layout == "HND"))
         self._writes = bool(self.forward_writes)
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """Make the arguments of the kernels that depend on the layer's scales and sinks."""
+        layer = self.layer
         # The wrapper for attention sinks takes both by position, and no scales. The others take neither.
         self._extra = () if layer.sinks is None else (layer.sinks.float().contiguous(), self.scale)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)

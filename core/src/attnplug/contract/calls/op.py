@@ -88,10 +88,11 @@ def _forward_op(
     output: Tensor,
     lse: Tensor | None,
     layer: int,
+    sinks: Tensor | None = None,
 ) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
-    impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse)
+    impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse, sinks=sinks)
 
 
 def _write_kv_op(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
@@ -136,7 +137,7 @@ def _fake(*arguments: Any) -> None:
 _library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "forward(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
-    "int layer) -> ()",
+    "int layer, Tensor? sinks=None) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("forward", _forward_op, "CompositeExplicitAutograd")

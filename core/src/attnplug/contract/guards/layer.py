@@ -62,6 +62,8 @@ def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, sta
     _check_sharing(layer, requested)
     _check_learned(layer, requested, device)
     _check_output_scales(layer, requested, device)
+    if layer.sinks_with_call:  # a tensor all the same, so that no implementation has to expect a layer without one
+        inherited["sinks"] = torch.zeros(requested.num_q_heads, dtype=torch.float32, device=device)
     return evolve(
         layer, **inherited, scale=_scale(layer, requested), **complete_scales(layer, agreement, device, static_scales)
     )
@@ -165,13 +167,60 @@ def _check_sharing(layer: Layer, requested: Requirements) -> None:
 
 def _check_learned(layer: Layer, requested: Requirements, device: torch.device) -> None:
     heads = (requested.num_q_heads,)
-    sinks = _expected(layer, "sinks", "sinks", "sinks=True", requested=requested.sinks)
-    if sinks is not None:
-        dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[requested.dtype]))
-        check_tensor(layer, "sinks", sinks, heads, tuple(dtypes), device)
+    if layer.sinks_with_call:
+        _check_sinks_with_call(layer, requested)
+    else:
+        sinks = _expected(layer, "sinks", "sinks", "sinks=True", requested=requested.sinks)
+        if sinks is not None:
+            _check_sinks(layer, sinks, requested, device)
     slopes = _expected(layer, "alibi_slopes", "alibi", "alibi='linear'", requested=requested.alibi is not None)
     if slopes is not None:
         check_tensor(layer, "alibi_slopes", slopes, heads, (torch.float32,), device)
+
+
+def check_call_sinks(layer: Layer, sinks: Tensor | None, agreement: Agreement, device: torch.device) -> Layer:
+    """
+    Return the layer with the sinks of a call, checked as those of a layer are. Reading them waits for the device.
+
+    Raises:
+        NotNegotiatedError: Sinks are given, and the layer takes none with a call.
+        LayerError: Sinks are absent, or a value is not finite.
+        TensorError: They have the wrong shape, dtype or device.
+    """
+    if not layer.sinks_with_call:
+        raise NotNegotiatedError(
+            f"layer {layer.name!r} was given sinks with a call",
+            "it has its sinks since make_impl" if layer.sinks is not None else "sinks was not requested",
+            "leave them out of the call, or make the layer with Layer(sinks_with_call=True) and sinks=True requested",
+        )
+    if sinks is None:
+        raise LayerError(
+            f"layer {layer.name!r} was called without sinks",
+            "it was made with sinks_with_call=True: every call has them",
+            "pass sinks=..., or make the layer with Layer(sinks=...)",
+        )
+    _check_sinks(layer, sinks, agreement.requirements, device)
+    return evolve(layer, sinks=sinks)
+
+
+def _check_sinks(layer: Layer, sinks: Tensor, requested: Requirements, device: torch.device) -> None:
+    dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[requested.dtype]))
+    check_tensor(layer, "sinks", sinks, (requested.num_q_heads,), tuple(dtypes), device)
+
+
+def _check_sinks_with_call(layer: Layer, requested: Requirements) -> None:
+    if not requested.sinks:
+        raise NotNegotiatedError(
+            f"layer {layer.name!r} has sinks_with_call=True",
+            "sinks was not requested, so the chosen backend may not support it",
+            "select again with sinks=True in the requirements of this layer, or leave sinks_with_call out",
+        )
+    if layer.sinks is not None:
+        raise LayerError(
+            f"layer {layer.name!r} has sinks_with_call=True and sinks of {describe(layer.sinks)}",
+            "the sinks belong to the layer, or come with each call",
+            "pass one of them",
+        )
 
 
 def _check_output_scales(layer: Layer, requested: Requirements, device: torch.device) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import evolve
 
 from attnplug.contract.guards._format import describe
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from collections.abc import Set as AbstractSet
 
     from torch import Tensor
@@ -25,10 +27,14 @@ UNQUANTIZED: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 def complete_scales(
-    layer: Layer, agreement: Agreement, device: torch.device, static_scales: AbstractSet[str]
+    layer: Layer,
+    agreement: Agreement,
+    device: torch.device,
+    static_scales: AbstractSet[str],
+    letters: Iterable[str] = "qkv",
 ) -> dict[str, Any]:
     """
-    Return the layer's six scale fields.
+    Return the layer's scale fields: all six, or those of some letters.
 
     A scale that nothing applies is 1.0 without a tensor. Otherwise the host float and the tensor follow from each
     other; per-head scales are tensors alone.
@@ -40,13 +46,40 @@ def complete_scales(
     """
     applied = frozenset() if agreement.kv_cache_dtype in UNQUANTIZED else static_scales
     completed: dict[str, Any] = {}
-    for letter in "qkv":
+    for letter in letters:
         name = f"{letter}_scale"
         host, tensor = (
             _complete(layer, name, agreement, device) if letter in applied else _refuse_effect(layer, name, agreement)
         )
         completed[name], completed[f"{name}_tensor"] = host, tensor
     return completed
+
+
+def replace_scales(
+    layer: Layer,
+    given: Mapping[str, Any],
+    agreement: Agreement,
+    device: torch.device,
+    static_scales: AbstractSet[str],
+) -> Layer:
+    """
+    Return a completed layer with other scales. A scale of which nothing is given stays; float and tensor of one follow
+    from each other, as in a new layer.
+
+    Args:
+        layer: The completed layer.
+        given: Values of the layer's six scale fields; None for those that are not given.
+        agreement: What was negotiated.
+        device: The backend's device.
+        static_scales: Which scales the implementation applies.
+
+    Raises:
+        ContractError: As for `complete_scales`.
+    """
+    letters = [one for one in "qkv" if given[f"{one}_scale"] is not None or given[f"{one}_scale_tensor"] is not None]
+    fields = {name: given[name] for one in letters for name in (f"{one}_scale", f"{one}_scale_tensor")}
+    changed = evolve(layer, **fields)
+    return evolve(changed, **complete_scales(changed, agreement, device, static_scales, letters))
 
 
 def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float, None]:

@@ -52,6 +52,8 @@ class Layer:
         sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax
             denominator. A head without a sink has a large negative one such as -1e4; infinities are refused, since
             kernels differ in what they make of them.
+        sinks_with_call: Whether `forward` is given the sinks with each call, in place of `sinks`, as some models pass
+            them. The implementation has zeros until the first call.
         kv_sharing_target: Name of the layer whose cache this layer reads; it then writes no cache.
         block_sparse: The block-sparse pattern's parameters.
         q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
@@ -81,6 +83,7 @@ class Layer:
     logits_soft_cap: float | None = None
     attn_type: str | None = None
     sinks: Tensor | None = None
+    sinks_with_call: bool = False
     kv_sharing_target: str | None = None
     block_sparse: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, converter=_to_table)
     q_scale: float | None = None
