@@ -13,6 +13,7 @@ from attnplug_kit.conformance import (
     Capabilities,
     Graphs,
     InputSensitivity,
+    LateValues,
     LogSumExp,
     Purity,
     Refusals,
@@ -54,6 +55,10 @@ class TestStepping(Stepping):
 
 class TestGraphs(Graphs):
     """`Graphs`, for the backend of the command line."""
+
+
+class TestLateValues(LateValues):
+    """`LateValues`, for the backend of the command line."""
 
 
 class TestPurity(Purity):

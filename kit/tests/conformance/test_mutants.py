@@ -118,6 +118,9 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "tokens_first_in_memory": ("test_cache_is_as_agreed[*=HND]", "kv_layout=HND *tokens before heads in memory"),
     "splits_by_limit": ("test_split_kv_limit[*]", "limits with max_num_splits=1: output: * elements differ"),
+    "first_block_size": ("test_late_block_size[*block_size=12]", "bound to block_size=12"),
+    "keeps_first_scales": ("test_late_scales[*=fp8_e4m3]", "scales that came after make_impl: output: "),
+    "keeps_first_sinks": ("test_sinks_with_call[*sinks=True]", "sinks of call 2: output: "),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the built-in backend does not declare: these are wrong in what the least backend does.

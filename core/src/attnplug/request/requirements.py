@@ -171,9 +171,9 @@ class Requirements:
         return self._requested
 
     def facts(self) -> dict[str, Any]:
-        """Return every field and derived field with its value."""
+        """Return every field and derived field with its value; `late` is none that a rule could be about."""
         return {
-            **{item.name: value for item, value in zip(_REQUESTED, self._key, strict=True)},
+            **{item.name: value for item, value in zip(_REQUESTED, self._key, strict=True) if item is not LATE},
             "gqa_ratio": self.gqa_ratio,
         }
 

@@ -19,6 +19,7 @@ from attnplug_kit.conformance.cache_writes import CacheWrites
 from attnplug_kit.conformance.capabilities import Capabilities
 from attnplug_kit.conformance.graphs import Graphs
 from attnplug_kit.conformance.input_sensitivity import InputSensitivity
+from attnplug_kit.conformance.late import LateValues
 from attnplug_kit.conformance.log_sum_exp import LogSumExp
 from attnplug_kit.conformance.purity import Purity
 from attnplug_kit.conformance.refusals import Refusals
@@ -33,6 +34,7 @@ __all__ = [
     "Conformance",
     "Graphs",
     "InputSensitivity",
+    "LateValues",
     "LogSumExp",
     "Purity",
     "Refusals",
@@ -42,7 +44,17 @@ __all__ = [
 
 
 class Conformance(
-    Basic, Capabilities, Refusals, InputSensitivity, CacheWrites, LogSumExp, Building, Stepping, Graphs, Purity
+    Basic,
+    Capabilities,
+    Refusals,
+    InputSensitivity,
+    CacheWrites,
+    LogSumExp,
+    Building,
+    Stepping,
+    Graphs,
+    LateValues,
+    Purity,
 ):
     """
     The whole kit: everything that a backend has to pass.

@@ -71,14 +71,14 @@ class SceneRunner:
         is_paged = self.backend.agreement.requirements.paged
         return scene.paged(self.backend, device) if is_paged else scene.dense(device)
 
-    def forward(self, call: Dense | Paged, metadata: Metadata) -> None:
-        """Run a step that was built."""
+    def forward(self, call: Dense | Paged, metadata: Metadata, *, sinks: Tensor | None = None) -> None:
+        """Run a step that was built; `sinks` as of `AttentionImpl.forward`."""
         cache = call.cache if isinstance(call, Paged) else None
         slots = call.batch.slot_mapping
         if self.impl.host_writes and cache is not None and call.key is not None:  # None: shared K/V are cached already
             self.impl.write_kv(call.key, call.value, cache, slots)  # type: ignore[arg-type]
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
-        self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse)
+        self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)
 
     def result(self, call: Dense | Paged, scene: Scene) -> RunResult:
         """Return the results of a step that ran."""

@@ -1,0 +1,22 @@
+"""Quantizes with the scales of make_impl for ever."""
+
+from __future__ import annotations
+
+from attnplug.contract import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def parameters_changed(self):
+        if "_codec" not in vars(self):
+            super().parameters_changed()
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,25 @@
+"""Takes the sinks of the first call for all later ones."""
+
+from __future__ import annotations
+
+from attnplug.contract import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    changes = 0
+
+    def parameters_changed(self):
+        self.changes += 1  # the first one is that of the constructor
+        if self.changes <= 2:
+            super().parameters_changed()
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
