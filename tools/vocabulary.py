@@ -22,6 +22,7 @@ A field that a manifest does not declare accepts its *neutral* value only, unles
 KINDS: Final[dict[Kind, str]] = {
     "model": "Given by the model. A fix never changes them: it says what the variant does not support.",
     "engine": "Given by the engine. A fix may propose another value; None leaves a *free* one to the negotiation.",
+    "selection": "Left open by the engine, which binds it after the selection. No manifest and no rule is about it.",
     "device": "Facts of the device.",
     "derived": "Computed from other fields, for use in rules.",
 }

@@ -307,6 +307,8 @@ def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
     if fields["attn_type"] in ("encoder", "encoder_only"):
         fields["paged"] = False
         fields = {name: value for name, value in fields.items() if name not in _CACHE_FIELDS}
+        if isinstance(fields.get("late"), (list, tuple)):
+            fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]
     return Requirements(**fields)
 
 

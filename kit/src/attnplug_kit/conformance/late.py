@@ -65,7 +65,9 @@ class LateValues(Tier):
         layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
         names = [f"{one}_scale{form}" for one in "qkv" for form in ("", "_tensor")]
         scales = {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
-        ones = {n: torch.ones_like(s) if isinstance(s, torch.Tensor) else 1.0 for n, s in scales.items()}
+        ones: dict[str, Any] = {
+            n: torch.ones_like(s) if isinstance(s, torch.Tensor) else 1.0 for n, s in scales.items()
+        }
         runner = SceneRunner(backend, scene, layer=evolve(layer, **ones))
         runner.run(scene)
         runner.impl.update_scales(**scales)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import RequestError
 from attnplug.request.device import Device
-from attnplug.request.fields import FIELDS, Flag, Integer, Name, Names, Number, Table, fields_of
+from attnplug.request.fields import FIELDS, LATE, Flag, Integer, Name, Names, Number, Table, fields_of
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[
             "leave one of them out",
         )
     for name in fields:
-        if FIELDS[name].kind == "model" and name != "dtype":
+        if name in FIELDS and FIELDS[name].kind == "model" and name != "dtype":
             raise RequestError(
                 f"{option_of(name)} and --config were given",
                 f"{name} belongs to the model, and follows from its configuration",
@@ -132,7 +132,12 @@ def read_object(text: str) -> dict[str, Any]:
 
 def add_field_options(parser: argparse.ArgumentParser) -> None:
     """Add one option for each field that can be requested. One that is not given is not in the parsed arguments."""
-    for kind, title in (("model", "what the model requests"), ("engine", "what the engine requests")):
+    kinds = (
+        ("model", "what the model requests"),
+        ("engine", "what the engine requests"),
+        ("selection", "what is bound after the selection"),
+    )
+    for kind, title in kinds:
         group = parser.add_argument_group(title)
         for item in fields_of(kind):  # type: ignore[arg-type]
             _add_option(group, item)
@@ -140,7 +145,7 @@ def add_field_options(parser: argparse.ArgumentParser) -> None:
 
 def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields that were given as options."""
-    return {name: value for name, value in vars(arguments).items() if name in FIELDS}
+    return {name: value for name, value in vars(arguments).items() if name in FIELDS or name == LATE.name}
 
 
 def option_of(name: str) -> str:
