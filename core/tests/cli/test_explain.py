@@ -63,6 +63,16 @@ def test_devices_are_shown_side_by_side(run, site) -> None:
     assert done.code == 0
 
 
+def test_what_is_late_is_left_to_bind(run, site) -> None:
+    options = ["--head-size", "64", "--dtype", "bfloat16", "--late", "num_q_heads,num_kv_heads", "--late", "block_size"]
+
+    done = run("explain", *options, *HOPPER, "--backend", "flash/old")
+
+    assert "left to bind: block_size (" in done.out
+    assert "num_q_heads, num_kv_heads" in done.out
+    assert done.code == 0
+
+
 def test_one_device_that_cannot_serve_is_exit_code_1(run, site) -> None:
     done = run("explain", *OPTIONS, "--backend", "flash/old", *HOPPER, "--device", "cpu", "--json")
 

@@ -399,7 +399,7 @@ def test_the_built_in_backend_computes_with_later_scales(per_head):
     assert not torch.equal(former, wanted)
 
 
-def test_the_built_in_backend_computes_with_the_sinks_of_the_call():
+def test_the_built_in_backend_computes_with_sinks_of_the_call():
     backend = loaded(sinks=True)
     one, other = torch.randn(HEADS), torch.randn(HEADS) + 2
     made = backend.make_impl(Layer(name="late", sinks_with_call=True))

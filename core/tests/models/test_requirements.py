@@ -138,6 +138,8 @@ def test_an_encoder_decoder_has_three_kinds_of_layers():
     assert found["encoder.layers.0.self_attn"].head_size == 16
     assert found["decoder.layers.1.encoder_attn"].head_size == 8
     assert [layer.block_size for layer in found.values()] == [None, 16, 16, 16, 16]
+    late = requirements(BART, paged=True, late=("block_size",))
+    assert [layer.late for layer in late.values()] == [(), *[("block_size",)] * 4]
 
 
 def test_the_text_part_of_a_composite_model():

@@ -88,7 +88,7 @@ def _evaluate_bound(selection: Selection, given: Mapping[str, int]) -> Evaluatio
     request = Request(completed, selection.device, settings)
     evaluation = evaluate(candidate, request, current_state().evidence)
     if not evaluation.serves:
-        raise _refused(selection, evaluation, own)
+        raise _refused(selection, evaluation, own or given)
     return evaluation
 
 
