@@ -27,6 +27,7 @@ class BlocksparseImpl(AttentionImpl):
 
     cache_write = "either"
     static_scales = frozenset({"k", "v"})
+    graphs_read_scales = True  # kernels take the scale tensors by pointer
     backend: BlocksparseBackend
 
     def __init__(self, layer: Layer, backend: BlocksparseBackend) -> None:
