@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NO_TERMS: Final[Mapping[str, Any]] = {"block_size": None, "kv_layout": None}
 _NO_SETTINGS: Final = Settings()
+_NO_NAMES: Final[frozenset[str]] = frozenset()
 
 
 @frozen(eq=False)
@@ -68,7 +69,7 @@ class Request:
         terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
         put(self, "requested_terms", tuple(term for term in terms if term[1] is not None))
         late = self.requirements.late
-        heads = frozenset(late) - FREE if late else frozenset[str]()
+        heads = frozenset(late) - FREE if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
 
 

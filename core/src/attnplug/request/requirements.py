@@ -134,7 +134,9 @@ class Requirements:
 
     def __attrs_post_init__(self) -> None:
         put = object.__setattr__  # of a frozen class; values are canonical before anything compares or hashes them
-        put(self, "late", late := _canonical(LATE, self.late, ()))
+        late = self.late
+        if late != ():
+            put(self, "late", late := _canonical(LATE, late, ()))
         for item in _REQUESTED:
             put(self, item.name, _canonical(item, getattr(self, item.name), late))
         for name, settle in _DEPENDENT.items():
@@ -173,7 +175,7 @@ class Requirements:
     def facts(self) -> dict[str, Any]:
         """Return every field and derived field with its value; `late` is none that a rule could be about."""
         return {
-            **{item.name: value for item, value in zip(_REQUESTED, self._key, strict=True) if item is not LATE},
+            **dict(zip(_FACTS, self._key, strict=False)),
             "gqa_ratio": self.gqa_ratio,
         }
 
@@ -255,7 +257,7 @@ def _default(requirements: Requirements, item: Field) -> Any:
 
 
 def _is_requested(requirements: Requirements, item: Field, value: Any) -> bool:
-    if item.free or item.name in requirements.late:
+    if item.free or value is None:  # a required field is None where it is late
         return False
     facts = {"head_size": requirements.head_size, "dtype": requirements.dtype, "attn_type": requirements.attn_type}
     return item.required or bool(value != neutral(item.name, facts))
@@ -277,6 +279,7 @@ def _has_late_heads(r: Requirements) -> bool:
 
 _REQUESTED = fields_of("model", "engine", "selection")
 _NAMES = frozenset(item.name for item in _REQUESTED)
+_FACTS = tuple(item.name for item in _REQUESTED if item is not LATE)  # which is the last one
 
 _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
     "head_size_v": lambda r: r.head_size,
@@ -287,7 +290,7 @@ _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
 
 _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
     (
-        lambda r: any(getattr(r, name) is not None for name in r.late),
+        lambda r: r.late and any(getattr(r, name) is not None for name in r.late),
         lambda r: f"late={r.late} and {', '.join(f'{n}={getattr(r, n)}' for n in r.late)} were given",
         "what is late has no value yet: Selection.bind gives it one",
         "leave the value out, or take its name out of late",
@@ -299,7 +302,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         "take 'block_size' out of late, or request paged=True",
     ),
     (
-        lambda r: not _has_late_heads(r) and r.num_q_heads % r.num_kv_heads != 0,
+        lambda r: not (r.late and _has_late_heads(r)) and r.num_q_heads % r.num_kv_heads != 0,
         lambda r: f"num_q_heads={r.num_q_heads} and num_kv_heads={r.num_kv_heads} were given",
         "num_q_heads is a multiple of num_kv_heads: each KV head serves a whole group of query heads",
         "pass the head counts of one tensor-parallel rank",
