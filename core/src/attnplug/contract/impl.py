@@ -170,8 +170,8 @@ class AttentionImpl(ABC):
         Derive again what was derived from the layer's scales and sinks: `self.layer` has others now.
 
         `update_scales` and calls with other sinks call it. A plugin that overrides it takes both; one that reads them
-        from `self.layer` in each call overrides it with nothing to do. Without it they are refused. It raises nothing
-        for values that a constructor takes.
+        from `self.layer` in each call overrides it with nothing to do. The default refuses them. An override raises
+        nothing for values that a constructor takes.
 
         Raises:
             NotNegotiatedError: The plugin does not override it.

@@ -290,7 +290,7 @@ _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
 
 _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
     (
-        lambda r: r.late and any(getattr(r, name) is not None for name in r.late),
+        lambda r: bool(r.late) and any(getattr(r, name) is not None for name in r.late),
         lambda r: f"late={r.late} and {', '.join(f'{n}={getattr(r, n)}' for n in r.late)} were given",
         "what is late has no value yet: Selection.bind gives it one",
         "leave the value out, or take its name out of late",
