@@ -18,7 +18,7 @@ HEADS = 4
 
 
 class LateImpl(ToyImpl):
-    """Notes what it was told."""
+    """Records what it is given."""
 
     static_scales = frozenset("kv")
 
