@@ -29,7 +29,7 @@ class Group:
         self.state = state or self.backend.make_state(LIMITS)
         self.impl = self.backend.make_impl(self.scene([3], 0).layer())
         self.builder = self.backend.make_builder([self.impl], self.state)
-        self.cache = self.backend.make_cache(MOST * LONGEST // 4 + 2)
+        self.cache = self.backend.make_cache(MOST * LONGEST // 4 + 8)  # scenes have spare blocks
         impl = self.impl
         heads = ((impl.num_q_heads, impl.head_size), (impl.num_kv_heads, impl.head_size))
         self.inputs = [torch.zeros(MOST, *heads[0]), *(torch.zeros(MOST, *heads[1]) for _ in range(2))]
