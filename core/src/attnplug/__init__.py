@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from attnplug.selection.process import register as register
     from attnplug.selection.process import registry as registry
     from attnplug.selection.scope import kv_cache_layout as kv_cache_layout
+    from attnplug.selection.scope import scope_key as scope_key
     from attnplug.selection.scope import using as using
     from attnplug.selection.select import explain as explain
     from attnplug.selection.select import select as select
@@ -63,7 +64,7 @@ _MODULES = {
     "attnplug.selection.load": "load",
     "attnplug.selection.plan": "Plan plan",
     "attnplug.selection.process": "current_device refresh register registry",
-    "attnplug.selection.scope": "kv_cache_layout using",
+    "attnplug.selection.scope": "kv_cache_layout scope_key using",
     "attnplug.selection.select": "explain select",
     "attnplug.selection.selection": "Selection",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, field, frozen
@@ -19,9 +20,11 @@ from attnplug.request.device import Device, foreign_device
 from attnplug.request.fields import read_only
 from attnplug.request.settings import BackendNames, layered, parse_layout
 from attnplug.request.tables import is_plain
-from attnplug.selection.process import current_state
+from attnplug.selection.process import PROCESS, current_state
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from attnplug.request.settings import Options, Settings
 
 
@@ -43,6 +46,12 @@ class Overrides:
     options: tuple[tuple[str, str, Any], ...] = ()
     kv_layout: str | None = None
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """All of it, hashable: unlike the options themselves, it tells True from 1, and NaN equals NaN."""
+        options = ((backend, name, type(value), repr(value)) for backend, name, value in self.options)
+        return self.backend, self.device, self.kv_layout, tuple(options), tuple(self.sources.items())
 
     def over(self, below: Overrides | None) -> Overrides:
         """Return these keywords where given, and those of an outer scope elsewhere."""
@@ -77,6 +86,25 @@ class Overrides:
 _SCOPE: Final[ContextVar[Overrides | None]] = ContextVar("attnplug_scope", default=None)
 
 current_scope = _SCOPE.get
+
+
+def scope_key() -> Hashable:
+    """
+    Return what decisions depend on now, besides requirements, device and the keywords of a call: for a host's own cache.
+
+    It is another one inside `using`, and after `refresh`, `register`, or a backend's failure to load; it is equal as long
+    as nothing of that changed. A cache whose keys contain it never outlives what was decided. Keys of different
+    processes cannot be compared.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    # The path of every dense call: no function where nothing has changed.
+    state = PROCESS.state
+    if state is None or state.registry.generation != state.generation:
+        state = current_state()
+    scope = current_scope()
+    return state.generation if scope is None else (state.generation, scope.key)
 
 
 def kv_cache_layout() -> str:

@@ -1,0 +1,151 @@
+"""`scope_key`: equal as long as no decision could change, and another one afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextvars import copy_context
+
+import pytest
+
+import attnplug
+from attnplug.selection import process
+from attnplug.selection.process import PROCESS
+
+MANIFEST = """\
+api = "1.0"
+backend = { name = "extra", summary = "made for a test" }
+[supports]
+device_type = "cuda"
+dtype = "bfloat16"
+head_size = { min = 1 }
+[variants.only]
+"""
+
+
+def test_the_key_is_equal_while_nothing_changes(both, request_of) -> None:
+    before = attnplug.scope_key()
+    attnplug.select(request_of())
+    attnplug.explain(request_of(), attnplug.Device.cpu())
+
+    assert attnplug.scope_key() == before
+    assert hash(attnplug.scope_key()) == hash(before)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"backend": "generic"},
+        {"backend": ["generic", "auto"]},
+        {"device": "cpu"},
+        {"kv_layout": "HND"},
+        {"options": {"flash": {"splits": 1}}},
+        {"options": {"flash": {"splits": float("nan")}}},
+    ],
+)
+def test_a_scope_has_a_key_of_its_keywords(both, keywords) -> None:
+    outside = attnplug.scope_key()
+
+    with attnplug.using(**keywords):
+        inside = attnplug.scope_key()
+    with attnplug.using(**keywords):
+        again = attnplug.scope_key()
+
+    assert inside != outside
+    assert again == inside
+    assert hash(again) == hash(inside)
+    assert attnplug.scope_key() == outside
+
+
+def test_options_of_another_type_are_another_key(both) -> None:
+    keys = []
+    for value in (1, True, 1.0, "1"):
+        with attnplug.using(options={"flash": {"splits": value}}):
+            keys.append(attnplug.scope_key())
+
+    assert len(set(keys)) == len(keys)
+
+
+def test_nested_scopes_have_the_key_of_what_they_amount_to(both) -> None:
+    with attnplug.using(backend="generic"), attnplug.using(kv_layout="HND"):
+        nested = attnplug.scope_key()
+        with attnplug.using(kv_layout="NHD"):
+            assert attnplug.scope_key() != nested
+        assert attnplug.scope_key() == nested
+
+
+def test_a_refresh_changes_the_key(installed) -> None:
+    keys = [attnplug.scope_key()]
+    for _ in range(3):
+        attnplug.refresh()
+        keys.append(attnplug.scope_key())
+
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_registration_changes_the_key_once(installed, tmp_path) -> None:
+    path = tmp_path / "extra.toml"
+    path.write_text(MANIFEST)
+    before = attnplug.scope_key()
+
+    attnplug.register("extra_module", manifest=path)
+    after = attnplug.scope_key()
+    attnplug.register("extra_module", manifest=path)  # the same again
+
+    assert after != before
+    assert attnplug.scope_key() == after
+
+
+def test_a_backend_that_fails_to_load_changes_the_key(world, flash_manifest, request_of) -> None:
+    world("generic", broken=(flash_manifest.replace('"flash"', '"broken"').replace('"FLASH"', '"BROKEN"'), "1 / 0"))
+    before = attnplug.scope_key()
+
+    attnplug.load(request_of(paged=False), backend=["broken", "auto"])
+
+    assert attnplug.scope_key() != before
+
+
+def test_the_key_of_a_scope_changes_with_the_state(installed) -> None:
+    with attnplug.using(backend="flash"):
+        before = attnplug.scope_key()
+        attnplug.refresh()
+
+        assert attnplug.scope_key() != before
+
+
+def test_threads_and_tasks_have_the_key_of_their_own_scope(both) -> None:
+    outside, found = attnplug.scope_key(), {}
+
+    async def task(name: str) -> None:
+        with attnplug.using(backend=name):
+            await asyncio.sleep(0)
+            found[name] = attnplug.scope_key()
+
+    async def tasks() -> None:
+        await asyncio.gather(task("flash"), task("generic"))
+
+    with attnplug.using(backend="generic"):
+        generic = attnplug.scope_key()
+        threads = [
+            threading.Thread(target=lambda: found.update(thread=attnplug.scope_key())),
+            threading.Thread(target=copy_context().run, args=(lambda: found.update(copied=attnplug.scope_key()),)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    asyncio.run(tasks())
+
+    assert found["thread"] == outside
+    assert found["copied"] == found["generic"] == generic
+    assert found["flash"] not in {outside, generic}
+
+
+def test_a_first_call_scans(installed) -> None:
+    attnplug.refresh()
+
+    key = attnplug.scope_key()
+
+    state = PROCESS.state
+    assert isinstance(state, process.ProcessState)
+    assert key == state.generation
