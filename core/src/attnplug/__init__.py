@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer as Layer
     from attnplug.contract.inputs.limits import Limits as Limits
     from attnplug.contract.inputs.limits import Parallel as Parallel
+    from attnplug.dense.functions import attention as attention
+    from attnplug.dense.functions import attention_varlen as attention_varlen
     from attnplug.discovery.plugin import Plugin as Plugin
     from attnplug.discovery.registry import Registry as Registry
     from attnplug.errors import AttnplugError as AttnplugError
@@ -51,6 +53,7 @@ _MODULES = {
     "attnplug.contract.inputs.batch": "Batch",
     "attnplug.contract.inputs.layer": "Layer",
     "attnplug.contract.inputs.limits": "Limits Parallel",
+    "attnplug.dense.functions": "attention attention_varlen",
     "attnplug.discovery.plugin": "Plugin",
     "attnplug.discovery.registry": "Registry",
     "attnplug.errors": "AttnplugError NoBackendError",

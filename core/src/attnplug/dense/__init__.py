@@ -1,0 +1,27 @@
+"""
+Attention as one function call, for callers without a KV cache: `attention` and `attention_varlen`.
+
+`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls. The
+names load on first use, since they import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnplug._lazy import lazy
+
+if TYPE_CHECKING:
+    from attnplug.dense.backends import BatchPlanner as BatchPlanner
+    from attnplug.dense.backends import device_of as device_of
+    from attnplug.dense.backends import shared_backend as shared_backend
+    from attnplug.dense.backends import use_device as use_device
+    from attnplug.dense.functions import attention as attention
+    from attnplug.dense.functions import attention_varlen as attention_varlen
+
+_MODULES: Final = {
+    "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
+    "attnplug.dense.functions": "attention attention_varlen",
+}
+
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -1,0 +1,131 @@
+"""Loaded backends that callers share, and the metadata of batches whose sizes are not known beforehand."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+
+from attnplug.contract.inputs.limits import Limits
+from attnplug.request.device import Device
+from attnplug.selection.load import load
+from attnplug.selection.process import current_device
+from attnplug.selection.scope import scope_key
+from attnplug.selection.select import select
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from contextlib import AbstractContextManager
+
+    from attnplug.contract.backend import Backend
+    from attnplug.contract.builder import MetadataBuilder
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.metadata import Metadata
+    from attnplug.request.requirements import Requirements
+    from attnplug.request.settings import BackendNames, Options
+
+_backends: Final[WeakValueDictionary[Hashable, Backend]] = WeakValueDictionary()
+_lock: Final = threading.RLock()
+
+
+def shared_backend(
+    requirements: Requirements,
+    device: Device | None = None,
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+) -> Backend:
+    """
+    Return what `load` returns, and the same object for the same decision, as long as somebody holds it.
+
+    Args:
+        requirements: As for `load`.
+        device: As for `load`.
+        backend: As for `load`.
+        options: As for `load`.
+
+    Raises:
+        NoBackendError: Nothing can serve.
+        PluginError: As for `load`.
+    """
+    with _lock:
+        key = scope_key()
+        selection = select(requirements, device, backend=backend, options=options)
+        found = _backends.get((key, selection.agreement, selection.device))
+        if found is None:
+            found = load(requirements, device, backend=backend, options=options)
+            _backends[scope_key(), found.agreement, found.device_properties] = found
+        return found
+
+
+def device_of(device: torch.device) -> Device:
+    """Return a tensor's device as `select` takes it."""
+    here = current_device()
+    if here.type == device.type:
+        return here
+    if device.type == "cpu":
+        return Device.cpu()
+    current = Device.current()  # the process may have created a CUDA context since it looked
+    return current if current.type == device.type else Device(device.type)
+
+
+def use_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: backends know its type alone, and a machine may have several of that type."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class BatchPlanner:
+    """
+    Builds the metadata of layers that share plans: the same backend and plan key.
+
+    It needs no limits: a builder whose limits are too small is replaced by one for the next powers of two. Each thread
+    has its own builder.
+
+    Args:
+        backend: The backend.
+        impl: One of the layers.
+    """
+
+    def __init__(self, backend: Backend, impl: AttentionImpl) -> None:
+        self._backend = backend
+        self._impl = impl
+        self._local = threading.local()
+
+    def metadata(self, batch: Batch) -> Metadata:
+        """Return the metadata of the batch: that of the last call in this thread, where it is the same batch."""
+        if getattr(self._local, "batch", None) is not batch:
+            self._local.batch = None
+            self._local.metadata = self.build(batch)
+            self._local.batch = batch
+        metadata: Metadata = self._local.metadata
+        return metadata
+
+    def build(self, batch: Batch) -> Metadata:
+        """
+        Return new metadata of the batch.
+
+        Raises:
+            ContractError: As for `MetadataBuilder.build`.
+        """
+        return self._builder(batch).build(batch)
+
+    def _builder(self, batch: Batch) -> MetadataBuilder:
+        """Return a builder whose limits hold the batch: the last one, or one for the next powers of two."""
+        needed = (batch.num_reqs, batch.num_actual_tokens, max(1, batch.max_seq_len))
+        limits: tuple[int, ...] = getattr(self._local, "limits", (0, 0, 0))
+        if any(need > limit for need, limit in zip(needed, limits, strict=True)):
+            limits = tuple(max(limit, 1 << (need - 1).bit_length()) for need, limit in zip(needed, limits, strict=True))
+            # A sparse pattern ends at max_seqlen. A longer sequence raises the limit, and is refused with its length.
+            pattern: dict[str, Any] = dict(self._backend.agreement.requirements.block_sparse or {})
+            limits = (*limits[:2], min(limits[2], max(needed[2], pattern.get("max_seqlen", limits[2]))))
+            state = self._backend.make_state(
+                Limits(max_num_reqs=limits[0], max_num_tokens=limits[1], max_seq_len=limits[2])
+            )
+            self._local.builder = self._backend.make_builder([self._impl], state)
+            self._local.limits = limits
+        builder: MetadataBuilder = self._local.builder
+        return builder

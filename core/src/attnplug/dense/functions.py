@@ -1,0 +1,178 @@
+"""Attention as a function of tensors, by the backend that a selection chooses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.dense import op as _op
+from attnplug.dense.calls import run_packed, run_padded
+from attnplug.dense.params import NO_OPTIONS, CallParams, encode_keywords
+from attnplug.errors import NotNegotiatedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.request.settings import BackendNames, Options
+
+
+def attention(  # noqa: PLR0913 - every feature of attention is one argument
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+) -> Any:
+    """
+    Attend, without a KV cache, through the backend that `select` chooses for the call.
+
+    The decision, the implementation and its metadata are kept for calls of the same shape, in this thread, as long as
+    `scope_key` stays equal. A new shape builds metadata, and nothing waits for the device. It works in
+    ``torch.compile(fullgraph=True)``, where it decides when the graph runs. It cannot be captured in a CUDA graph.
+
+    Gradients of query, key, value and sinks are computed by torch, from the output and the log-sum-exp, which is
+    requested of the backend then. The backward holds float32 copies of key, value and their gradients, and scores of up
+    to 2**24 elements at once.
+
+    Args:
+        query: ``(batch, queries, num_q_heads, head_size)``.
+        key: ``(batch, keys, num_kv_heads, head_size)``; query head ``h`` reads KV head
+            ``h // (num_q_heads // num_kv_heads)``.
+        value: ``(batch, keys, num_kv_heads, head_size_v)``.
+        causal: Whether a token attends to no later one. The last query is at the position of the last key, as in
+            FlashAttention; `torch.nn.functional.scaled_dot_product_attention` puts the first query at the first key
+            instead. Both are the same where queries and keys are equally many.
+        scale: Factor of the scores; None is ``head_size ** -0.5``.
+        sliding_window: Tokens that a token attends to on the left, itself included; without `causal`, as many on the
+            right.
+        logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
+        attn_mask: Boolean, True where a query attends to a key; any shape that expands to
+            ``(batch, 1, queries, keys)``. A query that attends to nothing has output 0. Metadata is kept for the same
+            tensor, unless it was made in inference mode, which counts no changes.
+        sinks: ``(num_q_heads,)``, float32 or the dtype of the call: logits that join the softmax denominator.
+        alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
+        return_lse: Whether the log-sum-exp of the scores is returned, sinks included.
+        backend: As for `select`.
+        options: As for `select`.
+
+    Returns:
+        ``(batch, queries, num_q_heads, head_size_v)``; with `return_lse` a pair of that and
+        ``(batch, queries, num_q_heads)`` float32.
+
+    Raises:
+        TensorError: A tensor has the wrong shape, dtype or device.
+        RequirementsError: A value is invalid.
+        NoBackendError: Nothing can serve the call; it carries every verdict.
+        NotNegotiatedError: A CUDA graph is captured, a mask is not boolean, or gradients of a mask or of slopes are
+            recorded.
+    """
+    names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
+    learns = _records(query, key, value, sinks) if torch.is_grad_enabled() else False
+    _refuse_gradients(attn_mask, alibi_slopes)
+    params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
+    if learns or _is_traced(query):
+        output, lse = torch.ops.attnplug.attention(query, key, value, attn_mask, sinks, alibi_slopes, *params)
+    else:
+        output, lse = run_padded(query, key, value, params, _op.tensors_of(attn_mask, sinks, alibi_slopes))
+    return (output, lse) if return_lse else output
+
+
+def attention_varlen(  # noqa: PLR0913 - as for `attention`
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor | None = None,
+    *,
+    query_start_loc_cpu: Tensor | None = None,
+    key_start_loc_cpu: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    custom_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+) -> Any:
+    """
+    Attend as `attention` does, in sequences of any length that are packed one after another.
+
+    Without CPU copies the lengths are read from the device, which waits for it: once for a tensor, unless it was made
+    in inference mode.
+
+    Args:
+        query: ``(query tokens, num_q_heads, head_size)``.
+        key: ``(key tokens, num_kv_heads, head_size)``.
+        value: ``(key tokens, num_kv_heads, head_size_v)``.
+        query_start_loc: ``(sequences + 1,)`` int32, exclusive cumulative sum of the query lengths (``cu_seqlens_q``).
+        key_start_loc: The same of the keys (``cu_seqlens_k``); None where it is `query_start_loc`.
+        query_start_loc_cpu: CPU copy.
+        key_start_loc_cpu: CPU copy.
+        causal: As for `attention`, in each sequence.
+        scale: As for `attention`.
+        sliding_window: As for `attention`.
+        logits_soft_cap: As for `attention`.
+        custom_mask: ``(sum(query_len * key_len),)`` bool, the sequences' masks one after another, True where a query
+            attends to a key.
+        sinks: As for `attention`.
+        alibi_slopes: As for `attention`.
+        return_lse: As for `attention`.
+        backend: As for `select`.
+        options: As for `select`.
+
+    Returns:
+        ``(query tokens, num_q_heads, head_size_v)``; with `return_lse` a pair of that and
+        ``(query tokens, num_q_heads)`` float32.
+
+    Raises:
+        TensorError: As for `attention`; and where the start locations do not fit the tensors.
+        RequirementsError: A value is invalid.
+        NoBackendError: Nothing can serve the call; it carries every verdict.
+        NotNegotiatedError: As for `attention`.
+    """
+    names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
+    learns = _records(query, key, value, sinks) if torch.is_grad_enabled() else False
+    _refuse_gradients(custom_mask, alibi_slopes)
+    params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
+    starts, copies = (query_start_loc, key_start_loc), (query_start_loc_cpu, key_start_loc_cpu)
+    if learns or _is_traced(query):
+        given = (*starts, *copies, custom_mask, sinks, alibi_slopes)
+        output, lse = torch.ops.attnplug.attention_varlen(query, key, value, *given, *params)
+    else:
+        tensors = _op.tensors_of(custom_mask, sinks, alibi_slopes)
+        output, lse = run_packed(query, key, value, starts, copies, params, tensors)
+    return (output, lse) if return_lse else output
+
+
+def _is_traced(query: Tensor) -> bool:
+    """Whether the call is recorded, or on fake tensors: then it is an op, and calls by themselves do without its cost."""
+    return torch.compiler.is_compiling() or type(query) is not torch.Tensor or query.is_meta
+
+
+def _records(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
+    return (
+        query.requires_grad or key.requires_grad or value.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+
+
+def _refuse_gradients(mask: Tensor | None, slopes: Tensor | None) -> None:
+    for name, tensor in (("a mask", mask), ("alibi_slopes", slopes)):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotNegotiatedError(
+                f"{name} that requires a gradient was given",
+                "gradients of query, key, value and sinks are computed",
+                "pass it detached, or train it with torch's own attention",
+            )

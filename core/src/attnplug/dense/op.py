@@ -1,0 +1,160 @@
+"""
+Dense calls as custom ops: `torch.compile(fullgraph=True)` takes them into its graph as they are, with any shape, and
+autograd differentiates them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from attnplug.dense.calls import lengths_of, run_packed, run_padded
+from attnplug.dense.gradient import attention_gradients
+from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors
+from attnplug.errors import NotNegotiatedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PARAMS: Final = (
+    "bool causal, float? scale, int? sliding_window, float? logits_soft_cap, bool return_lse, str[] backend, "
+    "str options"
+)
+_TENSORS: Final = "Tensor? mask, Tensor? sinks, Tensor? alibi_slopes"
+_STARTS: Final = "Tensor query_start, Tensor? key_start, Tensor? query_start_cpu, Tensor? key_start_cpu"
+_INPUTS: Final = "Tensor query, Tensor key, Tensor value"
+_RESULTS: Final = "Tensor grad_output, Tensor grad_lse, Tensor output, Tensor lse"
+_GRADS: Final = "(Tensor, Tensor, Tensor, Tensor)"
+
+
+def tensors_of(*given: Tensor | None) -> CallTensors:
+    """Return the tensors of a call besides queries, keys and values."""
+    return NO_TENSORS if all(one is None for one in given) else CallTensors(*given)
+
+
+def params_of(*given: Any) -> CallParams:
+    """Return the numbers of a call, from the arguments of an op."""
+    causal, scale, window, cap, return_lse, backend, options = given
+    return CallParams(causal, scale, window, cap, return_lse, tuple(backend), options)
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    output, lse = run_padded(query, key, value, params_of(*rest[3:]), tensors_of(*rest[:3]))
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    starts, copies, tensors, params = rest[:2], rest[2:4], rest[4:7], rest[7:]
+    output, lse = run_packed(query, key, value, starts, copies, params_of(*params), tensors_of(*tensors))
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return results of the right shape; `return_lse` is the third from the end of every op's arguments."""
+    del key
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, query.new_empty(query.shape[:-1] if rest[-3] else (0,), dtype=torch.float32)
+
+
+def _padded_backward(
+    grad_output: Tensor, grad_lse: Tensor, output: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, mask, sinks, slopes = rest[:6]
+    grads = attention_gradients(
+        (grad_output, grad_lse), (query, key, value), (output, lse), params_of(*rest[6:]), mask, sinks, slopes
+    )
+    return *grads[:3], query.new_empty(0) if grads[3] is None else grads[3]
+
+
+def _packed_backward(
+    grad_output: Tensor, grad_lse: Tensor, output: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of one sequence after another."""
+    inputs: tuple[Tensor, Tensor, Tensor] = (rest[0], rest[1], rest[2])
+    (starts, key_starts, copy, key_copy), (mask, sinks, slopes) = rest[3:7], rest[7:10]
+    params = params_of(*rest[10:])
+    query_lens = lengths_of("query_start_loc", starts, copy)
+    key_lens = query_lens if key_starts is None else lengths_of("key_start_loc", key_starts, key_copy)
+    made = (torch.zeros_like(inputs[0]), torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]))
+    grad_sinks = torch.zeros_like(sinks) if sinks is not None else inputs[0].new_empty(0)
+    row = column = cell = 0
+    for queries, keys in zip(query_lens, key_lens, strict=True):
+        rows, columns = slice(row, row + queries), slice(column, column + keys)
+        own = None if mask is None else mask[cell : cell + queries * keys].view(queries, keys)
+        parts = [one[where].unsqueeze(0) for one, where in zip(inputs, (rows, columns, columns), strict=True)]
+        of_rows = [one[rows].unsqueeze(0) for one in (grad_output, grad_lse, output, lse)]
+        grads = attention_gradients(
+            (of_rows[0], of_rows[1]), (parts[0], parts[1], parts[2]), (of_rows[2], of_rows[3]), params, own, sinks, slopes
+        )
+        for whole, where, part in zip(made, (rows, columns, columns), grads[:3], strict=True):
+            whole[where] = part[0]
+        if grads[3] is not None:
+            grad_sinks += grads[3]
+        row, column, cell = row + queries, column + keys, cell + queries * keys
+    return *made, grad_sinks
+
+
+def _fake_backward(
+    grad_output: Tensor, grad_lse: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del grad_output, grad_lse, output, lse
+    sinks = rest[-9]
+    grad_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward reads; the last seven inputs are no tensors."""
+    if not inputs[-3]:
+        raise NotNegotiatedError(
+            "gradients are recorded through a dense call without return_lse",
+            "the backward recomputes the weights from the log-sum-exp",
+            "call attnplug.attention, which requests it",
+        )
+    ctx.save_for_backward(*output, *inputs[:-7])
+    ctx.params = inputs[-7:]
+
+
+def _backward_of(op: str, leading: int) -> Any:
+    """Return the formula of an op: gradients of query, key, value and sinks, None for its other arguments."""
+
+    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        made = getattr(torch.ops.attnplug, op)(grad_output, grad_lse, *tensors, *ctx.params)
+        sinks = made[3] if tensors[-2] is not None else None
+        return (*made[:3], *(None,) * (leading + 1), sinks, None, *(None,) * len(ctx.params))
+
+    return backward
+
+
+_library: Final[Any] = torch.library.Library("attnplug", "FRAGMENT")  # type: ignore[no-untyped-call]
+# A graph would read metadata that the cache has dropped since: see `refuse_capture`.
+_TAGS: Final = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+
+
+def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
+    _library.define(f"{name}({schema}", tags=_TAGS)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attnplug::{name}", fake, lib=_library)
+
+
+_define("attention", f"{_INPUTS}, {_TENSORS}, {_PARAMS}) -> (Tensor, Tensor)", _padded, _fake)
+_define("attention_varlen", f"{_INPUTS}, {_STARTS}, {_TENSORS}, {_PARAMS}) -> (Tensor, Tensor)", _packed, _fake)
+_define(
+    "attention_backward",
+    f"{_RESULTS}, {_INPUTS}, {_TENSORS}, {_PARAMS}) -> {_GRADS}",
+    _padded_backward,
+    _fake_backward,
+)
+_define(
+    "attention_varlen_backward",
+    f"{_RESULTS}, {_INPUTS}, {_STARTS}, {_TENSORS}, {_PARAMS}) -> {_GRADS}",
+    _packed_backward,
+    _fake_backward,
+)
+for _name, _leading in (("attention", 0), ("attention_varlen", 4)):
+    torch.library.register_autograd(
+        f"attnplug::{_name}", _backward_of(f"{_name}_backward", _leading), setup_context=_keep_inputs, lib=_library
+    )
