@@ -25,6 +25,7 @@ from attnplug.dense.params import (
     NO_TENSORS,
     CallParams,
     CallTensors,
+    check_are_tensors,
     check_causal,
     check_lengths,
     check_tensors,
@@ -130,6 +131,7 @@ def run_padded(
     Returns:
         ``(batch, queries, num_q_heads, head_size_v)``; and ``(batch, queries, num_q_heads)`` float32, or None.
     """
+    check_are_tensors(query, key, value, tensors)
     if query.is_cuda and query.device.index != torch.cuda.current_device():
         with torch.cuda.device(query.device):
             return run_padded(query, key, value, params, tensors)
@@ -172,6 +174,7 @@ def run_packed(
     Returns:
         ``(query tokens, num_q_heads, head_size_v)``; and ``(query tokens, num_q_heads)`` float32, or None.
     """
+    check_are_tensors(query, key, value, tensors)
     if query.is_cuda and query.device.index != torch.cuda.current_device():
         with torch.cuda.device(query.device):
             return run_packed(query, key, value, starts, starts_cpu, params, tensors)
@@ -201,6 +204,8 @@ def lengths_of(name: str, starts: Tensor, copy: Tensor | None) -> tuple[int, ...
         TensorError: It is no vector of whole numbers, or falls.
     """
     source = starts if copy is None else copy
+    if not isinstance(source, Tensor):
+        return lengths_between(name, source)  # which refuses it
     where = identity(source)
     found = _kept.lengths.get(where)
     if found is not None and found[0]() is source:

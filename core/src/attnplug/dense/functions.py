@@ -77,8 +77,7 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
             recorded.
     """
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
-    learns = _records(query, key, value, sinks) if torch.is_grad_enabled() else False
-    _refuse_gradients(attn_mask, alibi_slopes)
+    learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
     if learns or _is_traced(query):
         output, lse = torch.ops.attnplug.attention(query, key, value, attn_mask, sinks, alibi_slopes, *params)
@@ -144,8 +143,7 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
         NotNegotiatedError: As for `attention`.
     """
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
-    learns = _records(query, key, value, sinks) if torch.is_grad_enabled() else False
-    _refuse_gradients(custom_mask, alibi_slopes)
+    learns = torch.is_grad_enabled() and _records_gradients(query, key, value, custom_mask, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
     starts, copies = (query_start_loc, key_start_loc), (query_start_loc_cpu, key_start_loc_cpu)
     if learns or _is_traced(query):
@@ -159,20 +157,26 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
 
 def _is_traced(query: Tensor) -> bool:
     """Whether the call is recorded, or on fake tensors: then it is an op, and calls by themselves do without its cost."""
-    return torch.compiler.is_compiling() or type(query) is not torch.Tensor or query.is_meta
+    return torch.compiler.is_compiling() or isinstance(query, torch.Tensor) and (type(query) is not torch.Tensor or query.is_meta)
 
 
-def _records(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
-    return (
-        query.requires_grad or key.requires_grad or value.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
+def _records_gradients(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> bool:
+    """
+    Whether gradients are recorded through a call; `rest` are its mask, sinks and slopes.
 
-
-def _refuse_gradients(mask: Tensor | None, slopes: Tensor | None) -> None:
+    Raises:
+        NotNegotiatedError: A mask or slopes require one.
+    """
+    mask, sinks, slopes = rest
     for name, tensor in (("a mask", mask), ("alibi_slopes", slopes)):
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and _requires_gradient(tensor):
             raise NotNegotiatedError(
                 f"{name} that requires a gradient was given",
                 "gradients of query, key, value and sinks are computed",
                 "pass it detached, or train it with torch's own attention",
             )
+    return _requires_gradient(query) or _requires_gradient(key) or _requires_gradient(value) or _requires_gradient(sinks)
+
+
+def _requires_gradient(tensor: object) -> bool:
+    return bool(getattr(tensor, "requires_grad", False))

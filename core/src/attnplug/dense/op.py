@@ -28,9 +28,9 @@ _RESULTS: Final = "Tensor grad_output, Tensor grad_lse, Tensor output, Tensor ls
 _GRADS: Final = "(Tensor, Tensor, Tensor, Tensor)"
 
 
-def tensors_of(*given: Tensor | None) -> CallTensors:
+def tensors_of(mask: Tensor | None, sinks: Tensor | None, slopes: Tensor | None) -> CallTensors:
     """Return the tensors of a call besides queries, keys and values."""
-    return NO_TENSORS if all(one is None for one in given) else CallTensors(*given)
+    return NO_TENSORS if mask is None and sinks is None and slopes is None else CallTensors(mask, sinks, slopes)
 
 
 def params_of(*given: Any) -> CallParams:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.errors import NotNegotiatedError, TensorError, shown
@@ -14,8 +15,6 @@ from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import overrides
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnplug.request.settings import BackendNames, Options
 
 NO_OPTIONS: Final = "{}"
@@ -111,6 +110,20 @@ def requirements_of(
     )
 
 
+def check_are_tensors(query: object, key: object, value: object, tensors: CallTensors) -> None:
+    """
+    Check that what should be tensors are some; it runs at every call.
+
+    Raises:
+        TensorError: One is something else.
+    """
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and tensors is NO_TENSORS:
+        return
+    for name, one in {"query": query, "key": key, "value": value, **tensors._asdict()}.items():
+        if not isinstance(one, Tensor) and (one is not None or name in {"query", "key", "value"}):
+            _refuse(f"{name}={shown(one)} was given", f"{name} is a tensor", f"pass a tensor as {name}")
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     """
     Check the shapes, dtypes and devices of a call.
@@ -125,9 +138,6 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
         TensorError: They do not fit each other.
     """
     given = {"query": query, "key": key, "value": value}
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            _refuse(f"{name}={tensor!r} was given", f"{name} is a tensor {layout}", f"pass {name} as a tensor")
     found = ", ".join(f"{name} of {describe(tensor)}" for name, tensor in given.items()) + " were given"
     axes = layout.count(",") + 1
     if not query.ndim == key.ndim == value.ndim == axes:
@@ -172,8 +182,8 @@ def lengths_between(name: str, starts: Tensor) -> tuple[int, ...]:
     Raises:
         TensorError: They are no vector of int32 or int64, do not start at 0, or fall.
     """
-    if not isinstance(starts, torch.Tensor) or starts.ndim != 1 or starts.dtype not in (torch.int32, torch.int64):
-        found = describe(starts) if isinstance(starts, torch.Tensor) else f"type {type(starts).__name__}"
+    if not isinstance(starts, Tensor) or starts.ndim != 1 or starts.dtype not in (torch.int32, torch.int64):
+        found = describe(starts) if isinstance(starts, Tensor) else f"type {type(starts).__name__}"
         _refuse(f"{name} of {found} was given", f"{name} is (sequences + 1,) int32", "pass the cumulative lengths")
     values: list[int] = starts.tolist()
     lengths = tuple(after - before for before, after in pairwise(values))
@@ -217,8 +227,6 @@ def flat_mask(mask: Tensor, batch: int, queries: int, keys: int, device: torch.d
         NotNegotiatedError: It is additive, or differs between heads.
     """
     wanted = (batch, 1, queries, keys)
-    if not isinstance(mask, torch.Tensor):
-        _refuse(f"attn_mask={shown(mask)} was given", "attn_mask is a boolean tensor", "pass a tensor")
     if mask.dtype != torch.bool:
         raise NotNegotiatedError(
             f"an attn_mask of {describe(mask)} was given",

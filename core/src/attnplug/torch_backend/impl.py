@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
     from attnplug.torch_backend.masks import Tile
-    from attnplug.torch_backend.plan import Group, Plan
+    from attnplug.torch_backend.plan import Group, Plan, WholeCall
 
 
 class TorchImpl(AttentionImpl):
@@ -56,6 +56,7 @@ class TorchImpl(AttentionImpl):
         scale = self.scale if self._codec is None else self.scale * self._codec.score_factor
         self._score_params = ScoreParams(scale, self.logits_soft_cap, self.agreement.requirements.alibi, self._slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
+        self._is_plain = self._sinks is None and self._codec is None
 
     @property
     def plan_key(self) -> Hashable:
@@ -86,6 +87,16 @@ class TorchImpl(AttentionImpl):
             key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
             self.update_kv_cache(key, value, kv_cache, slots, padded=_may_be_padded(metadata))
+        whole = plan.whole
+        if (
+            whole is not None
+            and self._is_plain
+            and (whole.causal or self.num_queries_per_kv == 1)
+            and key is not None
+            and value is not None
+        ):
+            self._run_whole(plan, query, key, value, output, lse)
+            return
         # Without K/V everything is cached, and the plan reads nothing else.
         sources = Sources(
             cast("Tensor", key), cast("Tensor", value), kv_cache, cast("State", metadata.state).workspace, self._codec
@@ -120,6 +131,20 @@ class TorchImpl(AttentionImpl):
         self._run_groups(plan, (plan.prefix,), query, sources, prefix)
         self._run_groups(plan, plan.groups, query, sources, rest)
         merge_passes(results, prefix, rest)
+
+    def _run_whole(
+        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Do what `_run` does for a plan of one kernel call, in a third of the time around it."""
+        whole, heads = cast("WholeCall", plan.whole), self.num_q_heads
+        rows, keys, members = whole.rows, whole.keys, whole.members
+        query = narrow(query, rows).view(members, -1, heads, self.head_size).transpose(1, 2)
+        key = narrow(key, keys).view(members, -1, self.num_kv_heads, self.head_size).transpose(1, 2)
+        value = narrow(value, keys).view(members, -1, self.num_kv_heads, self.head_size_v).transpose(1, 2)
+        out, found = plan.kernel.attend(query, key, value, None, self._score_params, causal=whole.causal)
+        narrow(output, rows).view(members, -1, heads, self.head_size_v).copy_(out.transpose(1, 2))
+        if lse is not None and found is not None:
+            narrow(lse, rows).view(members, -1, heads).copy_(found.transpose(1, 2))
 
     def _run_groups(
         self, plan: Plan, groups: tuple[Group, ...], query: Tensor, sources: Sources, results: Results

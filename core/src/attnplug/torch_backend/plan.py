@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.torch_backend.masks import CustomMask, Tile, Tiler
 from attnplug.torch_backend.sources import CallKeys, Keys, blocks_of, index_on, slots_at
@@ -139,6 +139,24 @@ class Group:
 
 
 @frozen(eq=False)
+class WholeCall:
+    """
+    A plan of one kernel call without a mask, whose rows and keys are contiguous in the call: most dense calls.
+
+    Attributes:
+        rows: Its query rows.
+        keys: Its K/V rows.
+        members: The requests.
+        causal: Whether row i attends to the keys up to i.
+    """
+
+    rows: slice
+    keys: slice
+    members: int
+    causal: bool
+
+
+@frozen(eq=False)
 class Plan:
     """
     What all layers of a plan key compute in a step.
@@ -148,12 +166,30 @@ class Plan:
         groups: The groups; each row that attends to a key is in exactly one.
         empty: Row ranges ``(start, end)`` that attend to no key.
         prefix: All rows against the shared prefix of a cascade, which the other groups leave out; None without one.
+        whole: The plan as a single call; None where it is none, or the kernel keeps scores or has masks of its own.
     """
 
     kernel: TileKernel
     groups: tuple[Group, ...]
     empty: tuple[tuple[int, int], ...]
     prefix: Group | None = None
+    whole: WholeCall | None = field(init=False)
+
+    @whole.default
+    def _as_whole(self) -> WholeCall | None:
+        kernel, groups = self.kernel, self.groups
+        if not kernel.fused or kernel.make_mask is not None or self.empty or self.prefix is not None or len(groups) > 1:
+            return None
+        group = groups[0] if groups else None
+        if group is None or len(group.tiles) > 1 or not isinstance(group.source, CallKeys):
+            return None
+        tile, rows, keys = group.tiles[0], group.queries.source, group.source.rows
+        is_whole = tile.rows == (0, group.rows) and tile.keys == (0, group.keys)
+        if not is_whole or tile.mask is not None or tile.fully_masked is not None:
+            return None
+        if not isinstance(rows, slice) or not isinstance(keys, slice) or group.per_gather < group.members:
+            return None
+        return WholeCall(rows, keys, group.members, tile.causal)
 
 
 def make_plan(params: PlanParams, batch: Batch, device: torch.device) -> Plan:

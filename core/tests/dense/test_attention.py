@@ -1,0 +1,440 @@
+"""`attention` and `attention_varlen` against the oracle, and what they keep between calls."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug import attention, attention_varlen
+from attnplug.dense import calls
+from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError, SettingsError, TensorError
+from attnplug.torch_backend.impl import TorchImpl
+from attnplug_kit.oracle import attend
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    for table in (calls._kept.calls, calls._kept.layers, calls._kept.lengths):
+        table.clear()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count the builds and the runs of the built-in backend."""
+    counts = {"build": 0, "run": 0}
+    build, run = calls.BatchPlanner.build, TorchImpl.run
+
+    def counted_build(self, batch):
+        counts["build"] += 1
+        return build(self, batch)
+
+    def counted_run(self, *arguments):
+        counts["run"] += 1
+        return run(self, *arguments)
+
+    monkeypatch.setattr(calls.BatchPlanner, "build", counted_build)
+    monkeypatch.setattr(TorchImpl, "run", counted_run)
+    return counts
+
+
+def tensors(batch=2, queries=7, keys=7, heads=4, kv_heads=2, size=16, size_v=None, dtype=torch.float32):
+    return (
+        torch.randn(batch, queries, heads, size, dtype=dtype),
+        torch.randn(batch, keys, kv_heads, size, dtype=dtype),
+        torch.randn(batch, keys, kv_heads, size_v or size, dtype=dtype),
+    )
+
+
+def expected(query, key, value, *, causal=False, scale=None, sliding_window=None, mask=None, alibi_slopes=None, **rest):
+    """Return the oracle's output and LSE of each sequence."""
+    left = -1 if sliding_window is None else sliding_window - 1
+    window = (left, 0 if causal and left >= 0 else left)
+    results = [
+        attend(
+            q.double(),
+            k.double(),
+            v.double(),
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            causal=causal,
+            window=window,
+            custom_mask=None if mask is None else mask[one],
+            alibi="linear" if alibi_slopes is not None else None,
+            alibi_slopes=alibi_slopes,
+            **rest,
+        )
+        for one, (q, k, v) in enumerate(zip(query, key, value, strict=True))
+    ]
+    return [result.output for result in results], [result.lse_with_sink for result in results]
+
+
+def assert_results(found, wanted, dtype=torch.float32):
+    for result, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"scale": 0.3},
+    "window": {"sliding_window": 3},
+    "causal window": {"sliding_window": 3, "causal": True},
+    "soft cap": {"logits_soft_cap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0]), "causal": True},
+    "all": {
+        "causal": True,
+        "sliding_window": 4,
+        "logits_soft_cap": 3.0,
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "scale": 0.2,
+    },
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_match_the_oracle(features, dtype) -> None:
+    query, key, value = tensors(dtype=dtype)
+
+    output, lse = attention(query, key, value, return_lse=True, **features)
+    outputs, lses = expected(query, key, value, **features)
+
+    assert output.shape == query.shape
+    assert output.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert_results(output, outputs, dtype)
+    assert_results(lse, lses, dtype)
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_packed_features_match_the_oracle(features) -> None:
+    lengths = [3, 1, 0, 6]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    query, key, value = (one[0] for one in tensors(1, sum(lengths), sum(lengths)))
+    split = [one.split(lengths) for one in (query, key, value)]
+
+    output, lse = attention_varlen(query, key, value, starts, return_lse=True, **features)
+    outputs, lses = expected(*split, **features)
+
+    assert_results(output.split(lengths), outputs)
+    assert_results(lse.split(lengths), lses)
+
+
+@given(
+    batch=st.integers(1, 3),
+    queries=st.integers(1, 9),
+    more=st.integers(0, 5),
+    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
+    size_v=st.sampled_from([8, 24]),
+    causal=st.booleans(),
+)
+def test_any_shape_matches_the_oracle(batch, queries, more, heads, size_v, causal) -> None:
+    query, key, value = tensors(batch, queries, queries + more, *heads, 8, size_v)
+
+    output = attention(query, key, value, causal=causal)
+
+    assert_results(output, expected(query, key, value, causal=causal)[0])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4), causal=st.booleans()
+)
+def test_any_lengths_match_the_oracle(lengths, causal) -> None:
+    queries, keys = [one for one, _ in lengths], [one + other for one, other in lengths]
+    query, key, value = (one[0] for one in tensors(1, max(sum(queries), sum(keys)), max(sum(queries), sum(keys))))
+    query, key, value = query[: sum(queries)], key[: sum(keys)], value[: sum(keys)]
+    starts = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (queries, keys)]
+
+    output = attention_varlen(query, key, value, *starts, causal=causal)
+    outputs, _ = expected(query.split(queries), key.split(keys), value.split(keys), causal=causal)
+
+    assert_results(output.split(queries), outputs)
+
+
+def test_more_keys_than_queries_are_cross_attention() -> None:
+    query, key, value = tensors(queries=3, keys=8)
+
+    assert_results(attention(query, key, value), expected(query, key, value)[0])
+
+
+def test_causal_queries_are_the_last_ones() -> None:
+    query, key, value = tensors(queries=3, keys=8, kv_heads=4)
+    by_torch = torch.nn.functional.scaled_dot_product_attention(
+        *(one.transpose(1, 2) for one in (query, key[:, :3], value[:, :3])), is_causal=True
+    ).transpose(1, 2)
+
+    assert_results(attention(query, key, value, causal=True), expected(query, key, value, causal=True)[0])
+    torch.testing.assert_close(attention(query, key[:, :3], value[:, :3], causal=True), by_torch)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (2, 1, 9), (1, 1, 9), (2, 1, 5, 9), (2, 1, 1, 9), (1, 1, 5, 9)])
+@pytest.mark.parametrize("features", [{}, {"sinks": torch.randn(4)}])
+def test_masks_of_any_shape_match_the_oracle(shape, features) -> None:
+    query, key, value = tensors(queries=5, keys=9)
+    mask = torch.rand(shape) > 0.5
+    # The axes of heads and queries were left out of some.
+    wide = mask if mask.ndim == 4 else mask[None, None] if mask.ndim == 2 else mask[:, None]
+    if mask.ndim == 3:
+        mask = mask[:, None]
+
+    output, lse = attention(query, key, value, attn_mask=mask, return_lse=True, **features)
+    outputs, lses = expected(query, key, value, mask=wide.expand(2, 1, 5, 9)[:, 0], **features)
+
+    assert_results(output, outputs)
+    assert_results(lse, lses)
+
+
+def test_packed_masks_match_the_oracle() -> None:
+    query, key, value = (one[0] for one in tensors(1, 5, 9))
+    masks = [torch.rand(2, 4) > 0.3, torch.rand(3, 5) > 0.3]
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    output = attention_varlen(query, key, value, *starts, custom_mask=torch.cat([one.flatten() for one in masks]))
+    outputs, _ = expected(query.split([2, 3]), key.split([4, 5]), value.split([4, 5]), mask=masks)
+
+    assert_results(output.split([2, 3]), outputs)
+
+
+def test_heads_before_tokens_are_taken_as_views() -> None:
+    query, key, value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in tensors())
+    last = torch.randn(2, 7, 16, 4).transpose(2, 3)
+
+    assert_results(attention(query, key, value), expected(query, key, value)[0])
+    assert_results(attention(last, key, value), expected(last, key, value)[0])
+
+
+def test_empty_calls_have_empty_results() -> None:
+    query, key, value = tensors()
+    nothing = torch.zeros(1, dtype=torch.int32)
+
+    assert attention(query[:0], key[:0], value[:0]).shape == (0, 7, 4, 16)
+    assert attention(query[:, :0], key, value).shape == (2, 0, 4, 16)
+    assert attention_varlen(query[0, :0], key[0, :0], value[0, :0], nothing).shape == (0, 4, 16)
+    assert not attention(query, key[:, :0], value[:, :0]).any()
+
+
+# --- what is kept ---
+
+
+def test_calls_of_one_shape_build_once(counted) -> None:
+    for _ in range(3):
+        query, key, value = tensors()
+        assert_results(attention(query, key, value), expected(query, key, value)[0])
+    attention(*tensors(queries=8, keys=8))
+    attention(*tensors())
+
+    assert counted == {"build": 2, "run": 5}
+
+
+def test_what_is_kept_is_bounded() -> None:
+    for queries in range(1, 100):
+        attention(*tensors(queries=queries, keys=queries))
+        attention(*tensors(), scale=float(queries))
+
+    assert len(calls._kept.calls) <= calls._MOST
+    assert len(calls._kept.layers) <= calls._MOST
+
+
+def test_nothing_of_a_caller_is_kept() -> None:
+    query, key, value = tensors(kv_heads=4)
+    mask, sinks = torch.rand(7, 7) > 0.2, torch.randn(4)
+    starts = torch.tensor([0, 7], dtype=torch.int32)
+    attention(query, key, value, attn_mask=mask, sinks=sinks)
+    attention(query, key, value)
+    attention_varlen(query[0], key[0], value[0], starts)
+    refs = [weakref.ref(one) for one in (query, key, value, mask, sinks, starts)]
+    before = len(calls._kept.calls)
+
+    del query, key, value, mask, sinks, starts
+    gc.collect()
+
+    assert [ref() for ref in refs] == [None] * len(refs)
+    assert len(calls._kept.calls) == before - 1
+    assert not calls._kept.lengths
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_changed_mask_is_read_again(inference) -> None:
+    with torch.inference_mode(inference):
+        query, key, value = tensors()
+        mask, sinks = torch.rand(7, 7) > 0.5, torch.randn(4)
+        for _ in range(3):
+            mask.logical_not_()
+            sinks.add_(1)
+            output = attention(query, key, value, attn_mask=mask, sinks=sinks)
+            outputs, _ = expected(query, key, value, mask=mask.expand(2, 7, 7), sinks=sinks)
+            assert_results(output, outputs)
+
+
+def test_changed_start_locations_are_read_again() -> None:
+    query, key, value = (one[0] for one in tensors(1, 6, 6))
+    starts = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for first in (2, 3, 4):
+        starts[1] = first
+        outputs, _ = expected(*(one.split([first, 6 - first]) for one in (query, key, value)))
+        assert_results(attention_varlen(query, key, value, starts).split([first, 6 - first]), outputs)
+
+
+def test_layers_with_one_mask_build_once(counted) -> None:
+    mask = torch.rand(7, 7) > 0.5
+    for _ in range(3):
+        attention(*tensors(), attn_mask=mask)
+
+    assert counted["build"] == 1
+
+
+def test_a_change_of_scope_decides_anew() -> None:
+    query, key, value = tensors()
+    attention(query, key, value)
+    with attnplug.using(backend="flashinfer"), pytest.raises(NoBackendError):
+        attention(query, key, value)
+    attention(query, key, value)
+
+
+def test_what_was_kept_goes_with_a_refresh(counted) -> None:
+    attention(*tensors())
+    attention(*tensors(queries=3))
+    attnplug.refresh()
+    attention(*tensors())
+
+    assert counted["build"] == 3
+    assert len(calls._kept.calls) == len(calls._kept.layers) == 1
+
+
+def test_backends_are_chosen_by_keyword() -> None:
+    query, key, value = tensors()
+    starts = torch.tensor([0, 7], dtype=torch.int32)
+
+    assert_results(attention(query, key, value, backend=["torch/sdpa"]), expected(query, key, value)[0])
+    with pytest.raises(NoBackendError, match="flashinfer"):
+        attention(query, key, value, backend="flashinfer")
+    with pytest.raises(NoBackendError, match="flashinfer"):
+        attention_varlen(query[0], key[0], value[0], starts, backend="flashinfer")
+    with pytest.raises(SettingsError, match="no_such_option"):
+        attention(query, key, value, options={"torch": {"no_such_option": 1}})
+
+
+def test_threads_have_the_results_of_their_own_calls() -> None:
+    wrong, barrier = [], threading.Barrier(4)
+
+    def work(queries: int) -> None:
+        barrier.wait()
+        for _ in range(20):
+            query, key, value = tensors(queries=queries, keys=queries)
+            if not torch.allclose(attention(query, key, value).double()[0], expected(query, key, value)[0][0], atol=1e-5):
+                wrong.append(queries)
+
+    threads = [threading.Thread(target=work, args=(count,)) for count in (3, 5, 3, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+
+
+def test_modes_share_what_is_kept(counted) -> None:
+    query, key, value = tensors()
+    with torch.inference_mode():
+        first = attention(query, key, value, sinks=None)
+    with torch.no_grad():
+        second = attention(query, key, value)
+    third = attention(query, key, value)
+
+    assert counted["build"] == 1
+    assert torch.equal(first, second)
+    assert torch.equal(second, third)
+
+
+def test_subclasses_of_tensors_are_taken() -> None:
+    query, key, value = tensors()
+    parameter = torch.nn.Parameter(query, requires_grad=False)
+
+    assert_results(attention(parameter, key, value), expected(query, key, value)[0])
+
+
+# --- refusals ---
+
+
+def _call(**changes):
+    query, key, value = tensors()
+    return {"query": query, "key": key, "value": value, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(7, 4, 16)}, r"each is \(batch, tokens, heads, head_size\)"),
+        ({"query": torch.zeros(2, 7, 3, 16)}, "multiple of the key and value heads"),
+        ({"query": torch.zeros(2, 7, 4, 8)}, "one head size"),
+        ({"query": torch.zeros(3, 7, 4, 16)}, "the same batch size"),
+        ({"value": torch.zeros(2, 6, 2, 16)}, "as many tokens"),
+        ({"key": torch.zeros(2, 7, 2, 16, dtype=torch.bfloat16)}, "one dtype"),
+        ({"key": torch.zeros(2, 7, 2, 16, device="meta")}, "one device"),
+        ({"query": torch.zeros(2, 7, 0, 16)}, "at least one head"),
+        ({"key": [1]}, "a tensor"),
+        ({"query": torch.zeros(2, 9, 4, 16), "causal": True}, "the last 7 queries only"),
+        ({"attn_mask": torch.ones(7, 8, dtype=torch.bool)}, r"\(batch, 1, queries, keys\) = \(2, 1, 7, 7\)"),
+        ({"attn_mask": torch.ones(2, 4, 7, 7, dtype=torch.bool)}, "all heads attend to the same keys"),
+        ({"attn_mask": torch.ones(7, 7, dtype=torch.bool, device="meta")}, "on meta"),
+        ({"attn_mask": [True]}, "mask is a tensor"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(changes, message) -> None:
+    with pytest.raises(TensorError, match=message):
+        attention(**_call(**changes))
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([torch.tensor([0, 6], dtype=torch.int32)], r"query\[: 6\]"),
+        ([torch.tensor([0, 8], dtype=torch.int32)], "ends at 8"),
+        ([torch.tensor([1, 7], dtype=torch.int32)], "starts at 0 and never falls"),
+        ([torch.tensor([0, 5, 3, 7], dtype=torch.int32)], "starts at 0 and never falls"),
+        ([torch.tensor([0.0, 7.0])], "int32"),
+        ([torch.tensor([[0, 7]], dtype=torch.int32)], "int32"),
+        ([[0, 7]], "type list"),
+        ([torch.tensor([0, 7]), torch.tensor([0, 3, 7])], "as many of each"),
+    ],
+)
+def test_start_locations_that_do_not_fit_are_refused(starts, message) -> None:
+    query, key, value = tensors()
+
+    with pytest.raises(TensorError, match=message):
+        attention_varlen(query[0], key[0], value[0], *starts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"attn_mask": torch.zeros(7, 7)}, NotNegotiatedError, "boolean"),
+        ({"attn_mask": torch.zeros(7, 7, requires_grad=True)}, NotNegotiatedError, "a mask that requires a gradient"),
+        ({"logits_soft_cap": -1.0}, RequirementsError, "logits_soft_cap=-1.0"),
+        ({"sliding_window": 0}, RequirementsError, "sliding_window=0"),
+        ({name: torch.zeros(2, 7, 2, 16).long() for name in ("query", "key", "value")}, RequirementsError, "int64"),
+        ({name: torch.zeros(2, 7, 2, 16).double() for name in ("query", "key", "value")}, NoBackendError, "float64"),
+    ],
+)
+def test_requests_that_nothing_serves_are_refused(changes, error, message) -> None:
+    with pytest.raises(error, match=message):
+        attention(**_call(**changes))
+
+
+def test_a_refused_call_keeps_nothing() -> None:
+    with pytest.raises(TensorError):
+        attention(**_call(sinks=torch.zeros(3)))
+
+    assert not calls._kept.calls
+    assert not calls._kept.layers

@@ -1,0 +1,150 @@
+"""Dense calls as ops: in compiled graphs, in traces, on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import attnplug
+from attnplug import attention, attention_varlen
+from attnplug.errors import NoBackendError, TensorError
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch._dynamo.reset()
+
+
+def tensors(batch=2, queries=7, keys=7, heads=4, kv_heads=2, size=16):
+    return (
+        torch.randn(batch, queries, heads, size),
+        torch.randn(batch, keys, kv_heads, size),
+        torch.randn(batch, keys, kv_heads, size),
+    )
+
+
+SINKS = torch.randn(4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_has_no_break(backend) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def model(query, key, value):
+        first = attention(query * 2, key, value, causal=True, sinks=SINKS, backend=["torch", "auto"])
+        second, lse = attnplug.attention(first, key, value, options={"torch": {}}, return_lse=True)
+        return second + 1, lse
+
+    query, key, value = tensors()
+    second, lse = model(query, key, value)
+    first = attention(query * 2, key, value, causal=True, sinks=SINKS)
+    wanted, wanted_lse = attention(first, key, value, return_lse=True)
+
+    torch.testing.assert_close(second, wanted + 1)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
+def test_packed_calls_have_no_break() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(query, key, value, starts):
+        return attention_varlen(query, key, value, starts, causal=True) * 2
+
+    query, key, value = (one.flatten(0, 1) for one in tensors())
+    for first in (3, 8):
+        starts = torch.tensor([0, first, 14], dtype=torch.int32)
+        wanted = attention_varlen(query, key, value, starts, causal=True) * 2
+        torch.testing.assert_close(model(query, key, value, starts), wanted)
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def model(query, key, value):
+        return attention(query, key, value, causal=True) + 1
+
+    for batch, queries, keys in ((2, 7, 7), (3, 5, 9), (4, 6, 8)):
+        query, key, value = tensors(batch, queries, keys)
+        torch.testing.assert_close(model(query, key, value), attention(query, key, value, causal=True) + 1)
+
+    assert counter.frame_count == 1
+
+
+def test_a_graph_decides_when_it_runs() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(query, key, value):
+        return attention(query, key, value)
+
+    query, key, value = tensors()
+    model(query, key, value)
+
+    with attnplug.using(backend="flashinfer"), pytest.raises(NoBackendError):
+        model(query, key, value)
+
+
+def test_a_graph_computes_gradients() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(query, key, value):
+        return attention(query, key, value, causal=True).square()
+
+    ours = [one.requires_grad_() for one in tensors()]
+    theirs = [one.detach().clone().requires_grad_() for one in ours]
+
+    model(*ours).sum().backward()
+    attention(*theirs, causal=True).square().sum().backward()
+
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_fake_tensors_have_results_of_the_right_shape() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        query, key = torch.empty(2, 7, 4, 16, dtype=torch.bfloat16), torch.empty(2, 9, 2, 16, dtype=torch.bfloat16)
+        value = torch.empty(2, 9, 2, 24, dtype=torch.bfloat16)
+        output, lse = attention(query, key, value, return_lse=True)
+
+    assert (output.shape, output.dtype) == ((2, 7, 4, 24), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 7, 4), torch.float32)
+
+
+def test_a_graph_refuses_what_a_call_refuses() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(query, key, value):
+        return attention(query, key, value)
+
+    query, key, value = tensors()
+    with pytest.raises(TensorError, match="one head size"):
+        model(query[..., :8], key, value)
+
+
+PARAMS = (True, None, None, None, True, [], "{}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_ops_keep_the_rules_of_torch(gradient) -> None:
+    given = [one.requires_grad_(gradient) for one in tensors()]
+    packed = [one.detach().flatten(0, 1).requires_grad_(gradient) for one in given]
+    starts = torch.tensor([0, 3, 14], dtype=torch.int32)
+    none = (None, None, None)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+    torch.library.opcheck(torch.ops.attnplug.attention.default, (*given, *none, *PARAMS), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.attnplug.attention_varlen.default,
+        (*packed, starts, None, None, None, *none, *PARAMS),
+        test_utils=tests,
+    )
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_call() -> None:
+    @torch.compile(fullgraph=True)
+    def model(query, key, value):
+        return attention(query.sin(), key, value, causal=True).cos()
+
+    query, key, value = tensors()
+
+    torch.testing.assert_close(model(query, key, value), attention(query.sin(), key, value, causal=True).cos())
