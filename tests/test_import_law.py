@@ -42,6 +42,7 @@ BELOW = {
     "ops": {"contract"},
     "batching": {"ops"},
     "torch_backend": {"batching"},
+    "dense": {"selection", "ops"},
     "commands": {"request"},
     "cli": {"selection", "models", "commands"},
     "__main__": {"cli"},
@@ -72,7 +73,8 @@ TENSOR_FREE = {
 # What other distributions import: these modules, and of them what `__all__` names.
 PUBLIC = {
     "attnplug",
-    *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "errors", "manifest", "models")),
+    *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "dense", "errors", "manifest")),
+    "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
     *("attnplug_transformers", "attnplug_transformers.engine"),

@@ -5,7 +5,10 @@ from importlib import import_module
 
 import pytest
 
-PACKAGES = ["attnplug", *(f"attnplug.{name}" for name in ("contract", "manifest", "models", "negotiation", "request"))]
+PACKAGES = [
+    "attnplug",
+    *(f"attnplug.{name}" for name in ("contract", "dense", "manifest", "models", "negotiation", "request")),
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -146,9 +146,7 @@ def test_any_shape_matches_the_oracle(batch, queries, more, heads, size_v, causa
     assert_results(output, expected(query, key, value, causal=causal)[0])
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4), causal=st.booleans()
-)
+@given(lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4), causal=st.booleans())
 def test_any_lengths_match_the_oracle(lengths, causal) -> None:
     queries, keys = [one for one, _ in lengths], [one + other for one, other in lengths]
     query, key, value = (one[0] for one in tensors(1, max(sum(queries), sum(keys)), max(sum(queries), sum(keys))))
@@ -331,7 +329,9 @@ def test_threads_have_the_results_of_their_own_calls() -> None:
         barrier.wait()
         for _ in range(20):
             query, key, value = tensors(queries=queries, keys=queries)
-            if not torch.allclose(attention(query, key, value).double()[0], expected(query, key, value)[0][0], atol=1e-5):
+            if not torch.allclose(
+                attention(query, key, value).double()[0], expected(query, key, value)[0][0], atol=1e-5
+            ):
                 wrong.append(queries)
 
     threads = [threading.Thread(target=work, args=(count,)) for count in (3, 5, 3, 8)]
@@ -377,8 +377,8 @@ def _call(**changes):
         ({"query": torch.zeros(7, 4, 16)}, r"each is \(batch, tokens, heads, head_size\)"),
         ({"query": torch.zeros(2, 7, 3, 16)}, "multiple of the key and value heads"),
         ({"query": torch.zeros(2, 7, 4, 8)}, "one head size"),
-        ({"query": torch.zeros(3, 7, 4, 16)}, "the same batch size"),
-        ({"value": torch.zeros(2, 6, 2, 16)}, "as many tokens"),
+        ({"query": torch.zeros(3, 7, 4, 16)}, "one batch size"),
+        ({"value": torch.zeros(2, 6, 2, 16)}, "as many values as keys"),
         ({"key": torch.zeros(2, 7, 2, 16, dtype=torch.bfloat16)}, "one dtype"),
         ({"key": torch.zeros(2, 7, 2, 16, device="meta")}, "one device"),
         ({"query": torch.zeros(2, 7, 0, 16)}, "at least one head"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnplug
 from attnplug import attention, attention_varlen
@@ -63,7 +64,7 @@ def test_dynamic_shapes_compile_once() -> None:
     def model(query, key, value):
         return attention(query, key, value, causal=True) + 1
 
-    for batch, queries, keys in ((2, 7, 7), (3, 5, 9), (4, 6, 8)):
+    for batch, queries, keys in ((3, 5, 7), (6, 8, 9), (7, 10, 11)):  # torch takes equal sizes for one
         query, key, value = tensors(batch, queries, keys)
         torch.testing.assert_close(model(query, key, value), attention(query, key, value, causal=True) + 1)
 
@@ -98,8 +99,6 @@ def test_a_graph_computes_gradients() -> None:
 
 
 def test_fake_tensors_have_results_of_the_right_shape() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         query, key = torch.empty(2, 7, 4, 16, dtype=torch.bfloat16), torch.empty(2, 9, 2, 16, dtype=torch.bfloat16)
         value = torch.empty(2, 9, 2, 24, dtype=torch.bfloat16)

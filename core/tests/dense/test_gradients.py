@@ -41,7 +41,9 @@ def reference(query, key, value, sinks, *, mask, slopes, causal=False, scale=Non
         hidden |= relative.abs() >= sliding_window
     hidden = hidden if mask is None else hidden | ~mask
     scores = scores.masked_fill(hidden, -torch.inf)
-    logits = scores if sinks is None else torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    logits = (
+        scores if sinks is None else torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    )
     lse = logits.logsumexp(-1)
     weights = torch.where(hidden, 0.0, (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp())
     return torch.einsum("bhqk,bkhd->bqhd", weights, value), lse.transpose(1, 2)

@@ -1,8 +1,8 @@
 """
 Attention as one function call, for callers without a KV cache: `attention` and `attention_varlen`.
 
-`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls. The
-names load on first use, since they import torch.
+`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls.
+The names load on first use, since they import torch.
 """
 
 from __future__ import annotations

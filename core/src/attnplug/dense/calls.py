@@ -269,9 +269,7 @@ def _prepare(
     return prepared
 
 
-def _layer(
-    requirements: Requirements, device: torch.device, params: CallParams, tensors: CallTensors
-) -> PreparedCall:
+def _layer(requirements: Requirements, device: torch.device, params: CallParams, tensors: CallTensors) -> PreparedCall:
     """Return the implementation that calls of all shapes share, without metadata."""
     learned = tuple(one for one in (tensors.sinks, tensors.alibi_slopes) if one is not None)
     where = (requirements, device, params, scope_key(), *map(identity, learned))

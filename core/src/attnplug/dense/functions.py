@@ -156,8 +156,10 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
 
 
 def _is_traced(query: Tensor) -> bool:
-    """Whether the call is recorded, or on fake tensors: then it is an op, and calls by themselves do without its cost."""
-    return torch.compiler.is_compiling() or isinstance(query, torch.Tensor) and (type(query) is not torch.Tensor or query.is_meta)
+    """Whether a call is recorded, or on fake tensors: then it is an op. Others do without the cost of one."""
+    if type(query) is torch.Tensor:
+        return query.is_meta or torch.compiler.is_compiling()
+    return isinstance(query, torch.Tensor)
 
 
 def _records_gradients(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> bool:
@@ -175,7 +177,7 @@ def _records_gradients(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor 
                 "gradients of query, key, value and sinks are computed",
                 "pass it detached, or train it with torch's own attention",
             )
-    return _requires_gradient(query) or _requires_gradient(key) or _requires_gradient(value) or _requires_gradient(sinks)
+    return any(map(_requires_gradient, (query, key, value, sinks)))
 
 
 def _requires_gradient(tensor: object) -> bool:

@@ -96,7 +96,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, cap: float | None) -> tuple[Tens
 def _visibility(
     params: CallParams, rows: range, queries: int, keys: int, mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """Return which keys rows attend to, ``(batch or 1, 1, rows, keys)``, None for all; and distances ``(rows, keys)``."""
+    """
+    Return which keys rows attend to, ``(batch or 1, 1, rows, keys)``, or None for all; and the distances of both,
+    ``(rows, keys)``.
+    """
     position = torch.arange(rows.start, rows.stop, device=device) + (keys - queries)
     relative = torch.arange(keys, device=device) - position.unsqueeze(1)
     visible = None if mask is None else mask[..., rows.start : rows.stop, :] if mask.shape[-2] > 1 else mask

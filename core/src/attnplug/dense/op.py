@@ -85,7 +85,13 @@ def _packed_backward(
         parts = [one[where].unsqueeze(0) for one, where in zip(inputs, (rows, columns, columns), strict=True)]
         of_rows = [one[rows].unsqueeze(0) for one in (grad_output, grad_lse, output, lse)]
         grads = attention_gradients(
-            (of_rows[0], of_rows[1]), (parts[0], parts[1], parts[2]), (of_rows[2], of_rows[3]), params, own, sinks, slopes
+            (of_rows[0], of_rows[1]),
+            (parts[0], parts[1], parts[2]),
+            (of_rows[2], of_rows[3]),
+            params,
+            own,
+            sinks,
+            slopes,
         )
         for whole, where, part in zip(made, (rows, columns, columns), grads[:3], strict=True):
             whole[where] = part[0]
@@ -96,7 +102,13 @@ def _packed_backward(
 
 
 def _fake_backward(
-    grad_output: Tensor, grad_lse: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del grad_output, grad_lse, output, lse

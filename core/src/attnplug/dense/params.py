@@ -149,7 +149,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
     if query.shape[-1] != key.shape[-1]:
         _refuse(found, "queries and keys have one head size; that of values may differ", "check the projections")
     if key.shape[:-1] != value.shape[:-1] or (axes == 4 and query.shape[0] != key.shape[0]):
-        _refuse(found, "keys and values have as many tokens and heads, and all the same batch size", "pass such tensors")
+        _refuse(found, "there are as many values as keys, with as many heads, and one batch size", "pass such tensors")
     if not query.shape[-2] or not key.shape[-2] or not query.shape[-1] or not value.shape[-1]:
         _refuse(found, "there is at least one head, and a head has at least one element", "skip the call")
     if query.shape[-2] % key.shape[-2]:

@@ -90,10 +90,10 @@ current_scope = _SCOPE.get
 
 def scope_key() -> Hashable:
     """
-    Return what decisions depend on now, besides requirements, device and the keywords of a call: for a host's own cache.
+    Return what decisions depend on now, besides requirements, device and keywords: for the keys of a host's cache.
 
-    It is another one inside `using`, and after `refresh`, `register`, or a backend's failure to load; it is equal as long
-    as nothing of that changed. A cache whose keys contain it never outlives what was decided. Keys of different
+    It is another one inside `using`, and after `refresh`, `register`, or a backend's failure to load; it is equal as
+    long as nothing of that changed. A cache whose keys contain it never outlives what was decided. Keys of different
     processes cannot be compared.
 
     Raises:
