@@ -18,9 +18,10 @@ PINNED := -c constraints.txt $(PIP_ARGS)
 
 # Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
 # tomli is what Python 3.10 reads TOML with, and mypy looks at that branch on every version.
+# diffusers is a host of the tests (tests/hosts): its models run through the dense op; it needs Python 3.11.
 # Triton comes with torch's CUDA builds; beside the CPU build it interprets the kernels, and compiles them, without a GPU.
 BUILD := hatchling editables
-TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly pytest-xdist ruff tomli \
+TOOLS := build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-material mypy pytest-randomly pytest-xdist ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
 # Every distribution, as a user would have them: core, kit, host and plugins.

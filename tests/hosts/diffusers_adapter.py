@@ -31,7 +31,7 @@ def register() -> dispatch.AttentionBackendName:
     return names(NAME)
 
 
-def attend(
+def attend(  # noqa: PLR0917 - the signature of diffusers' functions
     query: Tensor,
     key: Tensor,
     value: Tensor,

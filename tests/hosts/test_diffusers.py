@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from attnplug.torch_backend.impl import TorchImpl
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of diffusers
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # likewise
     pytest.mark.filterwarnings("ignore::UserWarning:diffusers"),  # likewise
@@ -23,10 +22,8 @@ MASK = torch.ones(2, 12, dtype=torch.long)
 MASK[1, 7:] = 0
 
 
-def flux():
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
+def flux(diffusers):
+    model = diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8],
     )  # fmt: skip
@@ -40,10 +37,8 @@ def flux():
     }
 
 
-def wan():
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(
+def wan(diffusers):
+    model = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
@@ -55,10 +50,8 @@ def wan():
     }
 
 
-def qwen():
-    from diffusers import QwenImageTransformer2DModel
-
-    model = QwenImageTransformer2DModel(
+def qwen(diffusers):
+    model = diffusers.QwenImageTransformer2DModel(
         patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
         joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
     )  # fmt: skip
@@ -71,10 +64,8 @@ def qwen():
     }
 
 
-def hunyuan():
-    from diffusers import HunyuanVideoTransformer3DModel
-
-    model = HunyuanVideoTransformer3DModel(
+def hunyuan(diffusers):
+    model = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1, num_single_layers=1,
         num_refiner_layers=1, patch_size=1, patch_size_t=1, guidance_embeds=True, text_embed_dim=16,
         pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
@@ -93,22 +84,30 @@ MODELS = {"flux": flux, "wan": wan, "qwen": qwen, "hunyuan": hunyuan}
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def diffusers():
+    """Return the package, which takes seconds to import."""
+    return pytest.importorskip("diffusers", reason="diffusers is not installed; it requires Python 3.11")
+
+
+@pytest.fixture
+def dispatch(diffusers):
+    """Return the module that dispatches attention."""
+    return import_module("diffusers.models.attention_dispatch")
+
+
+@pytest.fixture
+def chosen(dispatch, monkeypatch):
     """Register the adapter; return a context that selects it, and the runs of the built-in backend."""
-    from diffusers.models.attention_dispatch import attention_backend
-
-    from tests.hosts.diffusers_adapter import register
-
-    name, runs, run = register(), [], TorchImpl.run
+    name, runs, run = import_module("tests.hosts.diffusers_adapter").register(), [], TorchImpl.run
     monkeypatch.setattr(TorchImpl, "run", lambda self, *arguments: (runs.append(self), run(self, *arguments))[1])
-    return lambda: attention_backend(name), runs
+    return lambda: dispatch.attention_backend(name), runs
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_model_computes_what_it_does_by_itself(make, mode, chosen) -> None:
+def test_a_model_computes_what_it_does_by_itself(make, mode, diffusers, chosen) -> None:
     context, runs = chosen
-    model, inputs = make()
+    model, inputs = make(diffusers)
     model.eval()
 
     with mode():
@@ -121,9 +120,9 @@ def test_a_model_computes_what_it_does_by_itself(make, mode, chosen) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_is_trained(chosen) -> None:
+def test_a_model_is_trained(diffusers, chosen) -> None:
     context, runs = chosen
-    model, inputs = wan()
+    model, inputs = wan(diffusers)
 
     model(**inputs, return_dict=False)[0].square().sum().backward()
     wanted = {name: one.grad for name, one in model.named_parameters()}
@@ -137,9 +136,9 @@ def test_a_model_is_trained(chosen) -> None:
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_compiles_without_a_break(chosen) -> None:
+def test_a_model_compiles_without_a_break(diffusers, chosen) -> None:
     context, runs = chosen
-    model, inputs = wan()
+    model, inputs = wan(diffusers)
     model.eval()
     torch._dynamo.reset()
 
@@ -152,9 +151,9 @@ def test_a_model_compiles_without_a_break(chosen) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_scope_is_followed_by_every_layer(chosen) -> None:
+def test_a_scope_is_followed_by_every_layer(diffusers, chosen) -> None:
     context, runs = chosen
-    model, inputs = wan()
+    model, inputs = wan(diffusers)
     model.eval()
 
     with torch.no_grad(), context():
@@ -181,15 +180,13 @@ CALLS = {
 
 @pytest.mark.parametrize(("queries", "keys", "arguments"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_call_computes_what_the_native_one_does(queries, keys, arguments, dtype, chosen) -> None:
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
+def test_a_call_computes_what_the_native_one_does(queries, keys, arguments, dtype, dispatch, chosen) -> None:
     context, runs = chosen
     query, key, value = torch.randn(queries, dtype=dtype), *(torch.randn(keys, dtype=dtype) for _ in range(2))
 
-    wanted = dispatch_attention_fn(query, key, value, **arguments)
+    wanted = dispatch.dispatch_attention_fn(query, key, value, **arguments)
     with context():
-        found = dispatch_attention_fn(query, key, value, **arguments)
+        found = dispatch.dispatch_attention_fn(query, key, value, **arguments)
 
     assert runs
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5

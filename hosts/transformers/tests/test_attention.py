@@ -14,12 +14,13 @@ from torch import nn
 from transformers import LlamaConfig, Qwen2MoeConfig, T5Config
 
 import attnplug
+from attnplug.dense import BatchPlanner, device_of
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 from attnplug.request.device import Device
 from attnplug.selection import process
 from attnplug_kit.oracle import attend as attend_densely
 from attnplug_transformers.attention import attend
-from attnplug_transformers.binding import Group, device_of, find_binding, layer_of_module
+from attnplug_transformers.binding import find_binding, layer_of_module
 from attnplug_transformers.call import HARMLESS, REFUSED, AttentionCall
 from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
@@ -324,7 +325,7 @@ class TestBinding:
 
     def test_layers_with_equal_requirements_share_a_build(self, host, monkeypatch):
         built = []
-        monkeypatch.setattr(Group, "_builder", _counted(Group._builder, built))
+        monkeypatch.setattr(BatchPlanner, "_builder", _counted(BatchPlanner._builder, built))
         made = model("gemma2")
         made.set_attn_implementation("attnplug")
         ids, mask = prompts(9, 4)
@@ -336,7 +337,7 @@ class TestBinding:
 
     def test_uniform_layers_build_once_a_step(self, host, monkeypatch):
         built = []
-        monkeypatch.setattr(Group, "_builder", _counted(Group._builder, built))
+        monkeypatch.setattr(BatchPlanner, "_builder", _counted(BatchPlanner._builder, built))
         made = model("llama")
         made.set_attn_implementation("attnplug")
         ids, mask = prompts(9, 4)
@@ -353,7 +354,7 @@ class TestBinding:
             found, _ = attend(module, query, key, value, None)
             torch.testing.assert_close(found, expected(query, key, value))
 
-        assert find_binding(module).group._local.limits == (4, 128, 64)
+        assert find_binding(module).planner._local.limits == (4, 128, 64)
 
     def test_limits_stay_within_a_sparse_pattern(self):
         attnplug.register(
@@ -370,7 +371,7 @@ class TestBinding:
                 found, _ = attend(module, *rows, None)
                 wanted = attend_densely(*(part[0].transpose(0, 1) for part in rows), scale=0.25, block_sparse=pattern)
                 torch.testing.assert_close(found[0].double(), wanted.output, rtol=1e-5, atol=1e-5)
-                assert find_binding(module).group._local.limits[2] == limit
+                assert find_binding(module).planner._local.limits[2] == limit
 
     def test_threads_do_not_share_plans(self):
         module = Module()
@@ -394,7 +395,7 @@ class TestBinding:
     def test_a_binding_is_garbage_collected_with_its_module(self):
         module = Module()
         attend(module, *tensors(), None)
-        group = weakref.ref(find_binding(module).group)
+        group = weakref.ref(find_binding(module).planner)
 
         del module
         gc.collect()

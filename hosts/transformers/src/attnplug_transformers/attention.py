@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from attnplug.dense import use_device
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.binding import Binding, bind, find_binding, layer_of_module, use_device
+from attnplug_transformers.binding import Binding, bind, find_binding, layer_of_module
 from attnplug_transformers.call import AttentionCall, check_outputs, module_name, uncompiled
 from attnplug_transformers.mask import DenseMask, LazyMask, default_mask
 from attnplug_transformers.packing import Pattern, pack
@@ -106,5 +107,5 @@ def _run(binding: Binding, packing: Packing, call: AttentionCall) -> Tensor:
         return call.query.new_zeros(batch_size, q_length, heads, size)
     query, key, value = packing.pack_queries(call.query), packing.pack_keys(call.key), packing.pack_keys(call.value)
     output = query.new_empty(query.shape[0], heads * size)
-    binding.impl.forward(query, key, value, None, binding.group.metadata(packing.batch), output)
+    binding.impl.forward(query, key, value, None, binding.planner.metadata(packing.batch), output)
     return packing.unpack(output.view(-1, heads, size), batch_size, q_length)

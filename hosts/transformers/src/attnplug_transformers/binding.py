@@ -5,72 +5,31 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import torch
 from attrs import frozen
 
-from attnplug import Selection, current_device, load, select
-from attnplug.contract import AttentionImpl, Backend, Layer, Limits
+from attnplug import Selection, scope_key, select
+from attnplug.contract import AttentionImpl, Backend, Layer
+from attnplug.dense import BatchPlanner, device_of, shared_backend
 from attnplug.errors import RequirementsError
 from attnplug.models import ModelLayer, model_layers
-from attnplug.request import Device, Requirements
 from attnplug_transformers import KEY
 from attnplug_transformers.call import tensor_version
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-    from contextlib import AbstractContextManager
 
+    import torch
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from attnplug.contract import Batch, Metadata, MetadataBuilder
+    from attnplug.request import Requirements
     from attnplug_transformers.call import AttentionCall, CallSignature
 
 _ANY_DTYPE: Final = "float32"
 """Placeholder for the dtype, which the call has."""
-
-
-class Group:
-    """
-    Layers that share plans: the same backend and plan key. The first of them to run in a step builds the metadata.
-
-    Builders reuse their buffers: metadata is valid until the next build, and each thread has its own builder.
-    """
-
-    def __init__(self, backend: Backend, impl: AttentionImpl) -> None:
-        self._backend = backend
-        self._impl = impl
-        self._local = threading.local()
-
-    def metadata(self, batch: Batch) -> Metadata:
-        """Return the metadata of the batch."""
-        if getattr(self._local, "batch", None) is not batch:
-            self._local.batch = None
-            self._local.metadata = self._builder(batch).build(batch)
-            self._local.batch = batch
-        metadata: Metadata = self._local.metadata
-        return metadata
-
-    def _builder(self, batch: Batch) -> MetadataBuilder:
-        """Return a builder whose limits hold the batch: the last one, or one for the next powers of two."""
-        needed = (batch.num_reqs, batch.num_actual_tokens, batch.max_seq_len)
-        limits: tuple[int, ...] = getattr(self._local, "limits", (0, 0, 0))
-        if any(need > limit for need, limit in zip(needed, limits, strict=True)):
-            limits = tuple(max(limit, 1 << (need - 1).bit_length()) for need, limit in zip(needed, limits, strict=True))
-            # A sparse pattern ends at max_seqlen. A longer sequence raises the limit, and is refused with its length.
-            covered = dict(self._backend.agreement.requirements.block_sparse or {}).get("max_seqlen", limits[2])
-            limits = (*limits[:2], min(limits[2], max(needed[2], covered)))
-            state = self._backend.make_state(
-                Limits(max_num_reqs=limits[0], max_num_tokens=limits[1], max_seq_len=limits[2])
-            )
-            self._local.builder = self._backend.make_builder([self._impl], state)
-            self._local.limits = limits
-        builder: MetadataBuilder = self._local.builder
-        return builder
 
 
 @frozen(eq=False)
@@ -82,8 +41,9 @@ class Binding:
         signature: The signature of the call that it was made for.
         requirements: The layer's requirements.
         selection: The decision.
+        scope: What else it depends on (`scope_key`).
         impl: The layer's implementation.
-        group: What it shares with other layers.
+        planner: What builds its metadata, shared with other layers.
         sinks: The tensor of its sinks, and that tensor's version.
         scale: Factor of the scores.
         device: The device of its tensors.
@@ -92,8 +52,9 @@ class Binding:
     signature: CallSignature
     requirements: Requirements
     selection: Selection
+    scope: Hashable
     impl: AttentionImpl
-    group: Group
+    planner: BatchPlanner
     sinks: tuple[Tensor | None, int]
     scale: float | None
     device: torch.device
@@ -101,8 +62,7 @@ class Binding:
 
 _bindings: WeakKeyDictionary[nn.Module, Binding] = WeakKeyDictionary()
 # Shared by modules, as long as one of their bindings exists.
-_backends: WeakValueDictionary[Hashable, Backend] = WeakValueDictionary()
-_groups: WeakValueDictionary[Hashable, Group] = WeakValueDictionary()
+_planners: WeakValueDictionary[Hashable, BatchPlanner] = WeakValueDictionary()
 _lock = threading.RLock()
 
 
@@ -125,58 +85,33 @@ def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
         ContractError: The backend refuses the layer.
     """
     module, scale, sinks, device = call.module, call.scale, call.sinks, call.query.device
-    where = device_of(device)
     version = tensor_version(sinks)
     found = _bindings.get(module)
     if (
         found is not None
         and found.sinks[0] is sinks
         and (found.sinks[1], found.scale, found.device, found.requirements) == (version, scale, device, requirements)
-        and select(requirements, where) is found.selection
+        and found.scope == scope_key()
     ):
         return found
     with _lock:
-        backend = _load(requirements, where)
+        where = device_of(device)
+        backend = shared_backend(requirements, where)
         impl = backend.make_impl(Layer(name=name, scale=scale, sinks=None if sinks is None else sinks.detach()))
-        group = _find_group(backend, impl, device)
-        # Loading may have excluded a candidate: later calls are compared with what select returns from now on.
-        selection = select(requirements, where)
-        made = Binding(call.signature, requirements, selection, impl, group, (sinks, version), scale, device)
+        planner = _find_planner(backend, impl, device)
+        # Loading may have excluded a candidate: decisions depend on other things from now on.
+        scope, selection = scope_key(), select(requirements, where)
+        made = Binding(call.signature, requirements, selection, scope, impl, planner, (sinks, version), scale, device)
         _bindings[module] = made
     return made
 
 
-def _load(requirements: Requirements, where: Device | None) -> Backend:
-    selection = select(requirements, where)
-    backend = _backends.get((selection.agreement, selection.device))
-    if backend is None:
-        backend = load(requirements, where)
-        _backends[backend.agreement, backend.device_properties] = backend
-    return backend
-
-
-def _find_group(backend: Backend, impl: AttentionImpl, device: torch.device) -> Group:
+def _find_planner(backend: Backend, impl: AttentionImpl, device: torch.device) -> BatchPlanner:
     key = (id(backend), impl.plan_key, device)
-    group = _groups.get(key)
-    if group is None:
-        _groups[key] = group = Group(backend, impl)
-    return group
-
-
-def device_of(device: torch.device) -> Device:
-    """Return a tensor's device as `select` takes it."""
-    here = current_device()
-    if here.type == device.type:
-        return here
-    if device.type == "cpu":
-        return Device.cpu()
-    current = Device.current()  # the process may have created a CUDA context since it looked
-    return current if current.type == device.type else Device(device.type)
-
-
-def use_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one: backends know its type alone, and a machine may have several of that type."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    planner = _planners.get(key)
+    if planner is None:
+        _planners[key] = planner = BatchPlanner(backend, impl)
+    return planner
 
 
 _tables: dict[int, tuple[weakref.ref[Any], tuple[ModelLayer, ...]]] = {}

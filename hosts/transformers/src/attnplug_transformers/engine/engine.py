@@ -12,9 +12,9 @@ import attrs
 from attrs import frozen
 
 from attnplug.contract import GraphShape, Limits
+from attnplug.dense import use_device
 from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.models import model_layers
-from attnplug_transformers.binding import use_device
 from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.exclusive import ExclusiveCall
 from attnplug_transformers.engine.generation import (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attnplug import Plan, plan
 from attnplug.contract import Backend, Layer
+from attnplug.dense import device_of
 from attnplug.errors import LimitsError, NotNegotiatedError
-from attnplug_transformers.binding import device_of
 from attnplug_transformers.call import tensor_version
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
-from attnplug_transformers.binding import use_device
+from attnplug.dense import use_device
 from attnplug_transformers.engine.graphs import DecodeGraphs
 from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask, serving
 
