@@ -369,7 +369,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> None:
     number = Measurement("build", "something", (1e-6, 3e-6), "us", 10, paired=True)
     for path in bench.SECTIONS.values():
         monkeypatch.setattr(f"attnplug_kit.bench.{path.replace(':', '.')}", lambda _: iter([number]))
-    for name in ("building", "forwarding"):
+    for name in ("building", "forwarding", "dense"):
         found = SectionResult((number,), {"device": "one of many"}, (f"a note of {name}",))
         monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda *_, found=found: found)
 
@@ -400,6 +400,6 @@ def test_without_torch_backend_sections_are_left_out_or_refused(run, canned, mon
     everything, named = run("bench", "--json"), run("bench", "forward", "cached")
 
     assert everything.json["command"] == "attnplug bench import list first-select uncached cached"
-    assert "left out, since torch is not installed: build, forward" in everything.err
+    assert "left out, since torch is not installed: build, forward, dense" in everything.err
     assert named.code == 2
     assert "the measurement 'forward' was requested\n" in named.err

@@ -309,7 +309,7 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
 
 
 def _packed(padded: Tensor) -> Tensor:
-    return _plain_rows(padded).flatten(0, 1)
+    return padded.flatten(0, 1) if padded.is_contiguous() else _plain_rows(padded).flatten(0, 1)
 
 
 def _plain_rows(tensor: Tensor) -> Tensor:

@@ -72,10 +72,11 @@ SECTIONS: Final = {
     "cached": "selecting:repeated_requests",
     "build": "building:measure",
     "forward": "forwarding:measure",
+    "dense": "dense:measure",
 }
 """Every section, with the function that measures it."""
 
-ON_A_BACKEND: Final = ("build", "forward")
+ON_A_BACKEND: Final = ("build", "forward", "dense")
 """Those that run a backend, and so need torch."""
 
 SUMMARY: Final = "the time budgets, measured here"
@@ -91,8 +92,9 @@ measurements:
                 over the plan of the backend's library, where it has one
   forward       a layer through the contract, over direct library calls that compute the same, measured in turn; on
                 CUDA also the replay of its graph
+  dense         `attnplug.attention` of a shape that was called before, over torch's scaled_dot_product_attention
 
-build and forward run the backend that a selection chooses here, or --backend, on this machine's device, or --device.
+build, forward and dense run the backend that a selection chooses here, or --backend, on this machine's device, or --device.
 On a CPU times are wall times. On CUDA they are host times of the launches, or device times between two events, as each
 line says. The direct calls are those of the backend's library, where its distribution registers them (entry-point group
 attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with a wrong result, or
@@ -120,16 +122,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=15,
         metavar="N",
         help="samples of a measurement, or fewer where one takes long; default 15. "
-        "build and forward: until medians are steady, but no longer than N fifths of a second for each step",
+        "build, forward and dense: until medians are steady, but no longer than N fifths of a second for each step",
     )
     parser.add_argument(
-        "--backend", metavar="NAME", help="build and forward: this backend or backend/variant; default: what is chosen"
+        "--backend", metavar="NAME", help="build, forward and dense: this backend or backend/variant; default: what is chosen"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="build and forward: where they run; default: this machine's"
+        "--device", choices=("cpu", "cuda"), help="build, forward and dense: where they run; default: this machine's"
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="build and forward: threads of torch's CPU kernels; default: torch's"
+        "--threads", type=int, metavar="N", help="build, forward and dense: threads of torch's CPU kernels; default: torch's"
     )
 
 

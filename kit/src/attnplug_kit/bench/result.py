@@ -35,7 +35,7 @@ Unit = Literal["ms", "us", "x"]
 
 _PER_SECOND: Final = {"ms": 1e3, "us": 1e6, "x": 1.0}
 _CPUINFO: Final = Path("/proc/cpuinfo")
-_ON_A_BACKEND: Final = {"build", "forward"}
+_ON_A_BACKEND: Final = {"build", "forward", "dense"}
 _DECIDING: Final = (
     "Only budgets of attnplug's own part decide whether a run fails. The backend's part, its `build` and the overhead",
     "of its `forward` over direct library calls, is compared with the same budgets and fails no run.",
