@@ -372,6 +372,22 @@ def test_a_mask_was_negotiated(batch, builder):
             masked.build(evolve(batch, custom_mask=wrong))
 
 
+def test_an_additive_mask_was_negotiated():
+    batch = Batch.from_lengths([1, 3, 7], [5, 3, 3 + 7])
+    builder = make_builder(make_backend(paged=False))
+    biased = make_builder(make_backend(paged=False, attn_bias=True))
+    for heads in (1, biased.agreement.requirements.num_q_heads):
+        bias = torch.zeros(heads, 5 + 9 + 70)
+        assert biased.build(evolve(batch, attn_bias=bias)).batch.attn_bias is bias
+    with refused(NotNegotiatedError, problem="attn_bias", expected="was not requested"):
+        builder.build(evolve(batch, attn_bias=bias))
+    with refused(BatchError, problem="no attn_bias"):
+        biased.build(batch)
+    for wrong in (bias[:, :-1], bias.bool(), bias[0], torch.zeros(3, 84), torch.zeros(())):
+        with refused(TensorError, problem="attn_bias of", expected="84) float32"):
+            biased.build(evolve(batch, attn_bias=wrong))
+
+
 def parallel_builder(**requested):
     backend = make_backend(dcp_size=2, **requested)
     return backend.make_builder([make_layer(backend)], backend.make_state(limits(), Parallel(dcp_size=2)))

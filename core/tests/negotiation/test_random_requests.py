@@ -45,6 +45,7 @@ MODEL = {
     "causal": [None, False, True],
     "block_sparse": [None, PATTERN],
     "custom_mask": [False, True],
+    "attn_bias": [False, True],
     "kv_sharing": [False, True],
 }
 ENGINE = {

@@ -64,6 +64,13 @@ test_dense, test_dense_at_length = in_two_tiers(check_dense, cases(features=DENS
 
 
 @pytest.mark.usefixtures("kernel")
+@given(case=cases(features=DENSE, attn_bias=True), return_lse=st.booleans())
+@settings(max_examples=60)
+def test_additive_masks(case: Case, return_lse: bool) -> None:
+    check(load_dense(case, return_lse=return_lse), materialize(case))
+
+
+@pytest.mark.usefixtures("kernel")
 @given(
     case=cases(features=("sliding_window", "attention_chunk", "alibi", "sinks", "causal", "custom_mask")),
     layout=layouts,

@@ -12,7 +12,7 @@ from attnplug.torch_backend import sdpa
 from attnplug.torch_backend.builder import PlanParams
 from attnplug.torch_backend.masks import (
     AlibiMask,
-    CustomMask,
+    RequestCells,
     Tiler,
     Visibility,
     additive_mask,
@@ -78,7 +78,7 @@ def test_tiles_of_uniform_groups_show_what_is_visible(
 ) -> None:
     params = params_of(window, ratio, alibi, tile_rows, fused=fused and alibi is None)
     groups = [rectangle_of([(rows, rows + context)] * members) for members, rows, context in sizes]
-    tiler = Tiler(params, groups, None, CPU)
+    tiler = Tiler(params, groups, None, None, CPU)
 
     for group in groups:
         tiles = tiler.tiles(group)
@@ -165,7 +165,7 @@ def test_each_segment_gets_its_part_of_the_batch_mask(
     if not segments:
         return
     group = Rectangle.of(segments)
-    custom = CustomMask(torch.cat([mask.flatten() for mask in masks]), query_lens, seq_lens)
+    custom = RequestCells(torch.cat([mask.flatten() for mask in masks]), query_lens, seq_lens)
 
     part = custom.of(group, torch.tensor([[one.rows for one in segments], [one.keys for one in segments]]))
 

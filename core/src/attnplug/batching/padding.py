@@ -84,10 +84,11 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
         num_blocks: Columns of the block table after padding; None leaves them.
 
     Raises:
-        BatchError: The batch is larger than that, or has a custom mask or extras, whose size depends on the requests.
+        BatchError: The batch is larger than that, or has a mask or extras, whose size depends on the requests.
     """
-    for what, present in (("a custom mask", batch.custom_mask is not None), ("extra", bool(batch.extra))):
-        if present:
+    sized = {"a custom mask": batch.custom_mask, "an additive mask": batch.attn_bias, "extra": batch.extra or None}
+    for what, present in sized.items():
+        if present is not None:
             raise BatchError(
                 f"a batch with {what} is to be padded",
                 "its size depends on the requests, and padded requests have none of it",

@@ -382,6 +382,7 @@ _ALL: Final = (
     ),
     Field("block_sparse", "model", Table(), "a block-sparse pattern: its parameters"),
     Field("custom_mask", "model", Flag(), "each call has an arbitrary mask", neutral=False),
+    Field("attn_bias", "model", Flag(), "each call has an additive mask, for contiguous K/V only", neutral=False),
     Field("kv_sharing", "model", Flag(), "the layer reads the KV cache of an earlier layer", neutral=False),
     Field(
         "paged",

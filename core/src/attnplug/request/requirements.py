@@ -109,6 +109,7 @@ class Requirements:
     causal: bool | None = None
     block_sparse: Mapping[str, Any] | None = None
     custom_mask: bool = False
+    attn_bias: bool = False
     kv_sharing: bool = False
 
     paged: bool | None = None
@@ -284,7 +285,7 @@ _FACTS = tuple(item.name for item in _REQUESTED if item is not LATE)  # which is
 _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
     "head_size_v": lambda r: r.head_size,
     "causal": lambda r: r.attn_type == "decoder",
-    "paged": lambda r: not _is_encoder(r),
+    "paged": lambda r: not _is_encoder(r) and not r.attn_bias,
     "kv_cache_dtype": lambda r: r.dtype,
 }
 
@@ -336,6 +337,12 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"paged=False, cascade={r.cascade}, dcp_size={r.dcp_size} and kv_sharing={r.kv_sharing} were given",
         "cascade, decode context parallelism and KV sharing need a paged KV cache",
         "request paged=True",
+    ),
+    (
+        lambda r: bool(r.paged) and r.attn_bias,
+        lambda r: "paged=True and attn_bias=True were given",
+        "an additive mask comes with calls that have contiguous (non-paged) K/V",
+        "request paged=False",
     ),
     (
         lambda r: r.decode_query_len > 1 and "decode" not in r.phases,

@@ -206,6 +206,7 @@ def plan_params_of(
     requested, sizes = agreement.requirements, sizes_on(device_type)
     kernel = choose_kernel(requested, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // requested.gqa_ratio)
+    is_masked = requested.custom_mask or requested.attn_bias
     per_score = requested.num_q_heads * (requested.head_size + (requested.head_size_v or requested.head_size))
     params = PlanParams(
         window=window,
@@ -223,12 +224,12 @@ def plan_params_of(
         tile_scores=None if kernel.fused else sizes.scores,
         budget=Budget(
             keys or keys_per_gather(agreement, device_type),
-            sizes.mask // requested.gqa_ratio,
+            sizes.mask // (requested.num_q_heads if requested.attn_bias else requested.gqa_ratio),
             int(sizes.call / per_score),
             tile_rows,
             kernel.least_keys,
-            uniform=not requested.custom_mask,
-            divisible=kernel.make_mask is None and not requested.custom_mask,
+            uniform=not is_masked,
+            divisible=kernel.make_mask is None and not is_masked,
         ),
     )
     if not requested.cascade:

@@ -77,7 +77,7 @@ class AlibiMask:
     The mask of a tile with ALiBi. It holds no slopes: plans are shared by layers, and slopes belong to one layer.
 
     Attributes:
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive; None where every key is visible.
+        mask: ``(members or 1, 1 or num_kv_heads, rows * ratio, keys)`` additive; None where every key is visible.
         distance: ``(members or 1, rows, keys)`` float32, see `alibi_distance`.
     """
 
@@ -115,7 +115,7 @@ class Tile:
     Attributes:
         rows: Rows of each member, as ``(start, end)``.
         keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own mask; None where
+        mask: ``(members or 1, 1 or num_kv_heads, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own mask; None where
             every key is visible.
         causal: Whether the tile is square and row i attends to the keys up to i; it has no mask then.
         fully_masked: ``(members, rows)`` bool, whether a row attends to no key, where that is known on the device only.
@@ -137,7 +137,7 @@ def masked_tiles(
 
     Args:
         params: The layers' parameters.
-        mask: ``(members, 1, rows * ratio, keys)`` additive.
+        mask: ``(members, 1 or num_kv_heads, rows * ratio, keys)`` additive.
         distance: ``(members, rows, keys)`` ALiBi distances; None without ALiBi.
         fully_masked: ``(members, rows)``, see `Tile`.
     """
@@ -163,19 +163,26 @@ class Tiler:
         params: The layers' parameters.
         groups: All groups of the batch.
         custom: The mask of the batch, or None.
+        bias: Its additive mask, or None.
         device: The device of the masks.
     """
 
     def __init__(
-        self, params: PlanParams, groups: Sequence[Rectangle], custom: CustomMask | None, device: torch.device
+        self,
+        params: PlanParams,
+        groups: Sequence[Rectangle],
+        custom: RequestCells | None,
+        bias: RequestCells | None,
+        device: torch.device,
     ) -> None:
         self._params = params
         self._custom = custom
+        self._bias = bias
         self._device = device
         self._low = 0
         self._mask: Tensor | None = None
         self._distance: Tensor | None = None
-        if custom is None and params.kernel.make_mask is None:
+        if custom is None and bias is None and params.kernel.make_mask is None:
             self._make_template([group for group in groups if group.uniform])
 
     def tiles(self, group: Rectangle) -> tuple[Tile, ...]:
@@ -184,7 +191,7 @@ class Tiler:
         if make_mask is not None:
             mask = make_mask(self._params.visibility, self._lens(group), group.rows, group.keys, self._params.ratio)
             return (Tile((0, group.rows), (0, group.keys), mask),)
-        if self._custom is not None or not group.uniform:
+        if self._custom is not None or self._bias is not None or not group.uniform:
             return self._ragged_tiles(group)
         if self._is_square(group):
             return (Tile((0, group.rows), (0, group.keys), causal=True),)
@@ -204,8 +211,20 @@ class Tiler:
             fully_masked = ~visible.any(-1)
             visible |= fully_masked.unsqueeze(2)  # a softmax over nothing would be NaN
         mask = additive_mask(visible.repeat_interleave(params.ratio, 1), params.mask_dtype).unsqueeze(1)
+        if self._bias is not None:
+            mask = mask + self._folded(self._bias.of(group, lens))
         distance = alibi_distance(relative, params.alibi) if params.alibi else None
         return masked_tiles(params, mask, distance, fully_masked)
+
+    def _folded(self, bias: Tensor) -> Tensor:
+        """Return ``(members, 1 or num_kv_heads, rows * ratio, keys)`` of ``(1 or heads, members, rows, keys)``."""
+        params = self._params
+        heads, members, rows, keys = bias.shape
+        bias = bias.to(params.mask_dtype).clamp(min=torch.finfo(params.mask_dtype).min)
+        if heads == 1:
+            return bias.transpose(0, 1).repeat_interleave(params.ratio, 2)
+        grouped = bias.view(params.num_kv_heads, params.ratio, members, rows, keys)
+        return grouped.permute(2, 0, 3, 1, 4).reshape(members, params.num_kv_heads, rows * params.ratio, keys)
 
     def _uniform_tile(self, group: Rectangle, cut: tuple[int, int]) -> Tile:
         keys, mask = self._visible_keys(group, cut), None
@@ -261,12 +280,12 @@ class Tiler:
         return most_rows, low, high
 
 
-class CustomMask:
+class RequestCells:
     """
-    The mask of a batch.
+    A value of each query and key of a batch: its mask, or its additive mask.
 
     Args:
-        flat: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another; True is visible.
+        flat: ``(..., sum(query_len * seq_len))``, the values of the requests one after another.
         query_lens: Query rows per request.
         seq_lens: Keys per request.
     """
@@ -279,7 +298,7 @@ class CustomMask:
 
     def of(self, group: Rectangle, lens: Tensor) -> Tensor:
         """
-        Return a group's part, ``(members, rows, keys)``. Padding repeats a member's last row and key.
+        Return a group's part, ``(..., members, rows, keys)``. Padding repeats a member's last row and key.
 
         Args:
             group: The group.
@@ -294,7 +313,7 @@ class CustomMask:
         first, width = index_on(lens.device, [*firsts, *widths]).view(2, -1, 1)
         rows = torch.minimum(torch.arange(group.rows, device=lens.device), lens[0].unsqueeze(1) - 1)
         columns = torch.minimum(torch.arange(group.keys, device=lens.device), lens[1].unsqueeze(1) - 1)
-        return self._flat[(first + rows * width).unsqueeze(2) + columns.unsqueeze(1)]
+        return self._flat[..., (first + rows * width).unsqueeze(2) + columns.unsqueeze(1)]
 
 
 def _keys_of(relative: Tensor) -> Tensor:

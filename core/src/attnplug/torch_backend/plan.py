@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import evolve, field, frozen
 
-from attnplug.torch_backend.masks import CustomMask, Tile, Tiler
+from attnplug.torch_backend.masks import RequestCells, Tile, Tiler
 from attnplug.torch_backend.sources import CallKeys, Keys, blocks_of, index_on, slots_at
 
 if TYPE_CHECKING:
@@ -357,9 +357,10 @@ class _Planner:
         return segments_of(query_lens, seq_lens, params.window, causal=params.causal, chunk=params.chunk)
 
     def _tiler(self, rectangles: list[Rectangle]) -> Tiler:
-        mask = self._batch.custom_mask
-        custom = None if mask is None else CustomMask(mask, self._query_lens, self._seq_lens)
-        return Tiler(self._params, rectangles, custom, self._device)
+        mask, bias = self._batch.custom_mask, self._batch.attn_bias
+        custom = None if mask is None else RequestCells(mask, self._query_lens, self._seq_lens)
+        added = None if bias is None else RequestCells(bias, self._query_lens, self._seq_lens)
+        return Tiler(self._params, rectangles, custom, added, self._device)
 
     def _groups(self, rectangles: list[Rectangle]) -> tuple[Group, ...]:
         tiler = self._tiler(rectangles)

@@ -43,8 +43,8 @@ def measure_here(repeats: int, target: Target) -> SectionResult:
     query, key, value = (torch.randn(_SHAPE, device=device) for _ in range(3))
 
     def direct() -> torch.Tensor:
-        given = (one.transpose(1, 2) for one in (query, key, value))
-        return scaled_dot_product_attention(*given).transpose(1, 2)
+        q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     ours = partial(attention, query, key, value, backend=target.backend)
     operator = partial(

@@ -31,6 +31,7 @@ _FEATURES: Final = (
     "sinks",
     "causal",
     "custom_mask",
+    "attn_bias",
     "block_sparse",
 )
 _WITHOUT: Final = {"block_sparse": tuple(sorted(FULL_PATTERN.items()))}  # a backend may serve patterns only
@@ -47,6 +48,10 @@ def _sinks(scene: Scene) -> Scene:
 
 def _masks(scene: Scene) -> Scene:
     return evolve(scene, masks=None if scene.masks is None else tuple(~mask for mask in scene.masks))
+
+
+def _biases(scene: Scene) -> Scene:
+    return evolve(scene, biases=None if scene.biases is None else tuple(-3 * bias for bias in scene.biases))
 
 
 def _scale(scene: Scene) -> Scene:
@@ -70,6 +75,7 @@ _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = 
     "alibi_slopes, linear": ({"alibi": "linear"}, _slopes),
     "alibi_slopes, sqrt": ({"alibi": "sqrt"}, _slopes),
     "custom_mask": ({"custom_mask": True}, _masks),
+    "attn_bias": ({"attn_bias": True, "paged": False}, _biases),
     "k_scale of fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, _k_scale),
     "v_scale of fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, _v_scale),
     "k_scale of fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, _k_scale),

@@ -37,6 +37,7 @@ _COMPILED_FOR: Final = (
     "alibi",
     "sinks",
     "custom_mask",
+    "attn_bias",
     "block_sparse",
 )
 _COMPILED_WITH: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")

@@ -51,6 +51,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     block_sparse: Mapping[str, Any] | None = None,
 ) -> OracleResult:
     """
@@ -59,7 +60,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     The queries are the last tokens of the sequence: the position of query ``i`` is ``len(key) - len(query) + i``. It is
     negative for the first ones where there are more queries than keys.
 
-    Scores are scaled, capped, biased by ALiBi, masked, and normalized together with the sink, in this order.
+    Scores are scaled, capped, biased by ALiBi and by the additive mask, masked, and normalized together with the sink, in this order.
 
     Args:
         query: ``(queries, num_q_heads, head_size)``.
@@ -74,6 +75,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         alibi_slopes: ``(num_q_heads,)``.
         sinks: ``(num_q_heads,)`` logits that are part of the softmax and have no value.
         custom_mask: ``(queries, keys)`` bool: False hides a key, whatever else shows it.
+        attn_bias: ``(1 or num_q_heads, queries, keys)``, added to the scores; finite.
         block_sparse: The parameters of a pattern, see `REQUIRED`. All heads of the model are here.
     """
     num_queries, num_q_heads, _ = query.shape
@@ -95,6 +97,8 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         if alibi is not None and alibi_slopes is not None:
             slope = alibi_slopes[head].double()
             scores = scores - slope * (distance if alibi == "linear" else distance.sqrt())
+        if attn_bias is not None:
+            scores = scores + attn_bias[head % attn_bias.shape[0]].double()
         mine = visible
         if block_sparse is not None:
             heads = {"num_q_heads": num_q_heads, "num_kv_heads": key.shape[1]}

@@ -67,6 +67,7 @@ class Case:
         alibi: As in the requirements.
         sinks: As in the requirements.
         custom_mask: As in the requirements.
+        attn_bias: As in the requirements; its K/V are not cached then.
         block_sparse: As in the requirements, with the parameters of `attnplug_kit.oracle.attention`.
         kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
         decode_query_len: As in the requirements.
@@ -98,6 +99,7 @@ class Case:
     alibi: str | None = None
     sinks: bool = False
     custom_mask: bool = False
+    attn_bias: bool = False
     block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
     kv_sharing: bool = False
     decode_query_len: int = 1
@@ -121,8 +123,8 @@ class Case:
 
     @property
     def may_be_paged(self) -> bool:
-        """Whether its K/V may be cached; those of encoders never are."""
-        return self.attn_type in ("decoder", "encoder_decoder")
+        """Whether its K/V may be cached; those of encoders never are, nor those of calls with an additive mask."""
+        return self.attn_type in ("decoder", "encoder_decoder") and not self.attn_bias
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -172,6 +174,7 @@ class Case:
             alibi=self.alibi,
             sinks=self.sinks,
             custom_mask=self.custom_mask,
+            attn_bias=self.attn_bias,
             block_sparse=self.block_sparse,  # type: ignore[arg-type] # pairs are taken as well
             kv_sharing=self.kv_sharing,
             decode_query_len=self.decode_query_len,

@@ -89,6 +89,7 @@ class Scene:
         sinks: ``(num_q_heads,)`` float32, or None.
         alibi_slopes: ``(num_q_heads,)`` float32, or None.
         masks: Per request, ``(query_len, key_len)`` bool, or None.
+        biases: Per request, ``(1 or num_q_heads, query_len, key_len)``, or None.
         block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name blocks that
             do not exist.
         num_blocks: Blocks of the cache, the null block included.
@@ -104,6 +105,7 @@ class Scene:
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     masks: tuple[Tensor, ...] | None
+    biases: tuple[Tensor, ...] | None
     block_table: Tensor
     num_blocks: int
     scale: float
@@ -158,6 +160,7 @@ class Scene:
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             custom_mask=None if self.masks is None else self.masks[request],
+            attn_bias=None if self.biases is None else self.biases[request],
             block_sparse=None if case.block_sparse is None else dict(case.block_sparse),
         )
 
@@ -209,6 +212,7 @@ class Scene:
             device=device,
             causal=self.case.causal,
             custom_mask=self._custom_mask(device),
+            attn_bias=None if self.biases is None else torch.cat([one.flatten(1) for one in self.biases], 1).to(device),
         )
         query, output, lse = self._rows(device)
         keys, values = torch.cat(self.keys), torch.cat(self.values)
@@ -354,6 +358,7 @@ def materialize(case: Case) -> Scene:
         sinks=normal(case.num_q_heads) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
         masks=_masks(case) if case.custom_mask else None,
+        biases=_biases(case) if case.attn_bias else None,
         block_table=block_table,
         num_blocks=num_blocks,
         scale=case.head_size**-0.5,
@@ -371,6 +376,14 @@ def _masks(case: Case) -> tuple[Tensor, ...]:
         return torch.rand(rows, keys, generator=generator) < share
 
     return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
+
+
+def _biases(case: Case) -> tuple[Tensor, ...]:
+    """Return additive masks, of each head or of all, by the case's seed."""
+    generator = torch.Generator().manual_seed(case.seed)
+    heads = case.num_q_heads if case.seed % 2 else 1
+    shapes = ((heads, rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
+    return tuple(torch.randn(shape, generator=generator).to(torch_dtype(case.dtype)) for shape in shapes)
 
 
 def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:

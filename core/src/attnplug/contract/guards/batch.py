@@ -12,6 +12,7 @@ from attnplug.contract.guards._format import check_index, check_mirror, extremes
 from attnplug.contract.guards.layer import check_extra
 from attnplug.contract.guards.pages import PageGuard, check_encoder, check_local
 from attnplug.contract.inputs.batch import Batch
+from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.contract.inputs.phase import BatchSplit, count_decodes, uniform_query_lens
 from attnplug.errors import BatchError, NotNegotiatedError
 
@@ -284,6 +285,8 @@ def _check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, de
     _refuse_unread(batch, requested)
     if batch.custom_mask is not None or requested.custom_mask:
         _check_mask(batch, agreement, query_lens, device_type)
+    if batch.attn_bias is not None or requested.attn_bias:
+        _check_bias(batch, agreement, query_lens, device_type)
     if batch.extra:
         check_extra("a batch", batch.extra, agreement)
 
@@ -372,6 +375,21 @@ def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_t
     if batch.seq_lens_cpu is not None and agreement.requirements.seq_lens_cpu_kind == "exact":
         size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
     check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)
+
+
+def _check_bias(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    requested, bias = agreement.requirements, batch.attn_bias
+    if not requested.attn_bias:
+        refuse_unrequested("a batch with an attn_bias", "attn_bias was not requested", "attn_bias=True")
+    if bias is None:
+        raise BatchError(
+            "no attn_bias was given", "attn_bias was negotiated: each batch has its bias", "pass attn_bias=..."
+        )
+    size = bias.shape[-1] if bias.ndim else 0
+    if batch.seq_lens_cpu is not None and requested.seq_lens_cpu_kind == "exact":
+        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    heads = 1 if bias.ndim and bias.shape[0] == 1 else requested.num_q_heads
+    check_index("attn_bias", bias, (heads, size), TORCH_DTYPES[requested.dtype], device_type)
 
 
 def _check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str) -> int:

@@ -65,6 +65,9 @@ class Batch:
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
             another, True where a key is attended to. In metadata of a graph:
             ``(num_reqs, query_len, max_seq_len)`` of the graph, False beyond a request's sequence and for padding.
+        attn_bias: ``(1 or num_q_heads, sum(query_len * seq_len))`` in the layer's dtype, the requests' additive masks
+            one after another: it is added to the scaled, capped scores. -inf counts as the dtype's lowest number, so
+            that a query of nothing else attends to all keys alike; hide keys by `custom_mask`.
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
         extra: Values of open features, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
@@ -93,6 +96,7 @@ class Batch:
     key_start_loc: Tensor | None = None
     key_start_loc_cpu: Tensor | None = field()
     custom_mask: Tensor | None = None
+    attn_bias: Tensor | None = None
     max_encoder_seq_len: int | None = field()
     extra: Mapping[str, Any] = field(factory=dict)
     dummy: bool = False
