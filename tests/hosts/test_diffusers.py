@@ -174,6 +174,8 @@ CALLS = {
     "cross": ((2, 40, 4, 64), (2, 9, 4, 64), {}),
     "mask": ((2, 40, 4, 64), (2, 40, 4, 64), {"attn_mask": torch.rand(2, 1, 40, 40) > 0.3}),
     "padding": ((2, 40, 4, 64), (2, 12, 4, 64), {"attn_mask": MASK.bool()[:, None, None, :]}),
+    "additive mask": ((2, 40, 4, 64), (2, 40, 4, 64), {"attn_mask": torch.randn(2, 1, 40, 40)}),
+    "additive mask of each head": ((2, 40, 4, 64), (2, 12, 4, 64), {"attn_mask": torch.randn(1, 4, 40, 12)}),
     "scale": ((2, 40, 4, 64), (2, 40, 4, 64), {"scale": 0.3}),
 }
 
@@ -183,6 +185,9 @@ CALLS = {
 def test_a_call_computes_what_the_native_one_does(queries, keys, arguments, dtype, dispatch, chosen) -> None:
     context, runs = chosen
     query, key, value = torch.randn(queries, dtype=dtype), *(torch.randn(keys, dtype=dtype) for _ in range(2))
+    mask = arguments.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        arguments = {**arguments, "attn_mask": mask.to(dtype)}
 
     wanted = dispatch.dispatch_attention_fn(query, key, value, **arguments)
     with context():

@@ -55,7 +55,9 @@ def tensors(batch=2, queries=7, keys=7, heads=4, kv_heads=2, size=16, size_v=Non
     )
 
 
-def expected(query, key, value, *, causal=False, scale=None, sliding_window=None, mask=None, alibi_slopes=None, **rest):
+def expected(
+    query, key, value, *, causal=False, scale=None, sliding_window=None, mask=None, bias=None, alibi_slopes=None, **rest
+):
     """Return the oracle's output and LSE of each sequence."""
     left = -1 if sliding_window is None else sliding_window - 1
     window = (left, 0 if causal and left >= 0 else left)
@@ -68,6 +70,7 @@ def expected(query, key, value, *, causal=False, scale=None, sliding_window=None
             causal=causal,
             window=window,
             custom_mask=None if mask is None else mask[one],
+            attn_bias=None if bias is None else bias[one],
             alibi="linear" if alibi_slopes is not None else None,
             alibi_slopes=alibi_slopes,
             **rest,
@@ -199,6 +202,43 @@ def test_packed_masks_match_the_oracle() -> None:
 
     output = attention_varlen(query, key, value, *starts, custom_mask=torch.cat([one.flatten() for one in masks]))
     outputs, _ = expected(query.split([2, 3]), key.split([4, 5]), value.split([4, 5]), mask=masks)
+
+    assert_results(output.split([2, 3]), outputs)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (2, 1, 1, 9), (4, 5, 9), (1, 4, 1, 9), (2, 4, 5, 9)])
+@pytest.mark.parametrize("features", [{}, {"sinks": torch.randn(4)}, {"logits_soft_cap": 2.0, "causal": True}])
+def test_additive_masks_of_any_shape_match_the_oracle(shape, features) -> None:
+    query, key, value = tensors(queries=5, keys=9)
+    mask = torch.randn(shape)
+    wide = mask.reshape((1,) * (4 - mask.ndim) + mask.shape).expand(2, -1, 5, 9)
+
+    output, lse = attention(query, key, value, attn_mask=mask, return_lse=True, **features)
+    outputs, lses = expected(query, key, value, bias=wide, **features)
+
+    assert_results(output, outputs)
+    assert_results(lse, lses)
+
+
+def test_an_additive_mask_gets_the_dtype_of_the_call() -> None:
+    query, key, value = tensors(dtype=torch.bfloat16)
+    mask = torch.randn(7, 7).masked_fill(torch.rand(7, 7) > 0.8, -torch.inf)
+    by_torch = torch.nn.functional.scaled_dot_product_attention(
+        *(one.transpose(1, 2) for one in (query, key, value)), attn_mask=mask.bfloat16(), enable_gqa=True
+    )
+
+    found = attention(query, key, value, attn_mask=mask)
+
+    torch.testing.assert_close(found, by_torch.transpose(1, 2), rtol=2e-2, atol=2e-2)
+
+
+def test_packed_additive_masks_match_the_oracle() -> None:
+    query, key, value = (one[0] for one in tensors(1, 5, 9))
+    biases = [torch.randn(4, 2, 4), torch.randn(4, 3, 5)]
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    output = attention_varlen(query, key, value, *starts, attn_bias=torch.cat([one.flatten(1) for one in biases], 1))
+    outputs, _ = expected(query.split([2, 3]), key.split([4, 5]), value.split([4, 5]), bias=biases)
 
     assert_results(output.split([2, 3]), outputs)
 
@@ -385,7 +425,9 @@ def _call(**changes):
         ({"key": [1]}, "a tensor"),
         ({"query": torch.zeros(2, 9, 4, 16), "causal": True}, "the last 7 queries only"),
         ({"attn_mask": torch.ones(7, 8, dtype=torch.bool)}, r"\(batch, 1, queries, keys\) = \(2, 1, 7, 7\)"),
-        ({"attn_mask": torch.ones(2, 4, 7, 7, dtype=torch.bool)}, "all heads attend to the same keys"),
+        ({"attn_mask": torch.ones(2, 4, 7, 7, dtype=torch.bool)}, "a boolean mask is that of all heads"),
+        ({"attn_mask": torch.ones(2, 3, 7, 7)}, r"\(batch, heads, queries, keys\) = \(2, 4, 7, 7\)"),
+        ({"attn_mask": torch.ones(7, 7, dtype=torch.int32)}, "boolean, True where"),
         ({"attn_mask": torch.ones(7, 7, dtype=torch.bool, device="meta")}, "on meta"),
         ({"attn_mask": [True]}, "mask is a tensor"),
         ({"sinks": torch.zeros(3)}, "sinks"),
@@ -419,7 +461,6 @@ def test_start_locations_that_do_not_fit_are_refused(starts, message) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"attn_mask": torch.zeros(7, 7)}, NotNegotiatedError, "boolean"),
         ({"attn_mask": torch.zeros(7, 7, requires_grad=True)}, NotNegotiatedError, "a mask that requires a gradient"),
         ({"logits_soft_cap": -1.0}, RequirementsError, "logits_soft_cap=-1.0"),
         ({"sliding_window": 0}, RequirementsError, "sliding_window=0"),

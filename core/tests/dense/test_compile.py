@@ -127,7 +127,7 @@ def test_the_ops_keep_the_rules_of_torch(gradient) -> None:
     given = [one.requires_grad_(gradient) for one in tensors()]
     packed = [one.detach().flatten(0, 1).requires_grad_(gradient) for one in given]
     starts = torch.tensor([0, 3, 14], dtype=torch.int32)
-    none = (None, None, None)
+    none = (None, None, None, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
     torch.library.opcheck(torch.ops.attnplug.attention.default, (*given, *none, *PARAMS), test_utils=tests)

@@ -21,16 +21,21 @@ CASES = {
     "sinks": {"sinks": True},
     "alibi": {"alibi": True, "causal": True},
     "mask": {"mask": True},
+    "bias": {"bias": True},
+    "bias and more": {"bias": True, "sinks": True, "causal": True, "logits_soft_cap": 2.0},
     "all": {"sinks": True, "mask": True, "causal": True, "sliding_window": 4, "logits_soft_cap": 2.0},
 }
 
 
-def reference(query, key, value, sinks, *, mask, slopes, causal=False, scale=None, sliding_window=None, cap=None):
+def reference(
+    query, key, value, sinks, *, mask, slopes, bias=None, causal=False, scale=None, sliding_window=None, cap=None
+):
     """Attend as the definition says, in the dtype of the tensors: output and LSE, sinks included."""
     rows, keys, ratio = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(ratio, 2), value.repeat_interleave(ratio, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores if bias is None else scores + bias.to(scores)
     relative = torch.arange(keys) - (torch.arange(rows) + keys - rows)[:, None]
     if slopes is not None:
         scores = scores - slopes.to(scores)[:, None, None] * relative.abs()
@@ -66,10 +71,11 @@ def arguments(case, rows, keys):
     """Return the arguments of `attention` besides sinks, and those of the reference."""
     mask = torch.rand(2, 1, rows, keys) > 0.4 if "mask" in case else None
     slopes = torch.tensor([0.5, 0.25, 0.125, 1.0]) if "alibi" in case else None
-    plain = {name: value for name, value in case.items() if name not in {"sinks", "mask", "alibi"}}
+    bias = torch.randn(1, 4, rows, keys) if "bias" in case else None
+    plain = {name: value for name, value in case.items() if name not in {"sinks", "mask", "bias", "alibi"}}
     cap = plain.pop("logits_soft_cap", None)
-    ours = {**plain, "logits_soft_cap": cap, "attn_mask": mask, "alibi_slopes": slopes}
-    return ours, {**plain, "cap": cap, "mask": mask, "slopes": slopes}
+    ours = {**plain, "logits_soft_cap": cap, "attn_mask": mask if bias is None else bias, "alibi_slopes": slopes}
+    return ours, {**plain, "cap": cap, "mask": mask, "bias": bias, "slopes": slopes}
 
 
 @pytest.mark.parametrize("keys", [6, 9])

@@ -144,8 +144,11 @@ def run_padded(
         batch, queries, keys = shape[0], shape[1], key.shape[1]
         if params.causal:
             check_causal(queries, keys, "were given")
-        mask = None if tensors.mask is None else flat_mask(tensors.mask, batch, queries, keys, query.device)
-        prepared = _prepare(where, query, key, value, params, tensors, ([queries] * batch, [keys] * batch), mask)
+        sizes = (batch, queries, keys)
+        mask = None if tensors.mask is None else flat_mask(tensors.mask, 1, sizes, query)
+        bias = None if tensors.bias is None else flat_mask(tensors.bias, shape[2], sizes, query)
+        lengths = ([queries] * batch, [keys] * batch)
+        prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
     output, lse = prepared.run(_packed(query), _packed(key), _packed(value), params, tensors.sinks)
     return output.view(*shape[:3], value.shape[3]), None if lse is None else lse.view(shape[:3])
 
@@ -190,8 +193,9 @@ def run_packed(
         for one, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
             if params.causal:
                 check_causal(queries, keys, f"were given for sequence {one}")
-        mask = None if tensors.mask is None else tensors.mask.detach()
-        prepared = _prepare(where, query, key, value, params, tensors, (list(query_lens), list(key_lens)), mask)
+        mask, bias = (None if one is None else one.detach() for one in (tensors.mask, tensors.bias))
+        lengths = (list(query_lens), list(key_lens))
+        prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
     output, lse = prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), params, tensors.sinks)
     return output.view(query.shape[0], query.shape[1], value.shape[2]), lse
 
@@ -247,21 +251,22 @@ def _find(where: Hashable, given: tuple[Tensor, ...]) -> PreparedCall | None:
 
 def _prepare(
     where: Hashable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     params: CallParams,
     tensors: CallTensors,
     lengths: tuple[list[int], list[int]],
-    mask: Tensor | None,
+    masks: tuple[Tensor | None, Tensor | None],
 ) -> PreparedCall:
     """Decide, load, and build the metadata of a checked call; keep the result."""
     _kept.drop_outdated()
-    requirements = requirements_of(query, key, value, params, tensors, is_cross=lengths[0] != lengths[1])
+    requirements, device = (
+        requirements_of(*inputs, params, tensors, is_cross=lengths[0] != lengths[1]),
+        inputs[0].device,
+    )
     # Tensors that are made in inference mode could not be written outside of it.
     with outside_inference_mode():
-        layer = _layer(requirements, query.device, params, tensors)
-        metadata = layer.planner.build(_batch(lengths, params, mask, query.device)) if any(lengths[0]) else None
+        layer = _layer(requirements, device, params, tensors)
+        metadata = layer.planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
     table = _kept.calls
     given = tuple(one for one in tensors if one is not None)
     prepared = evolve(layer, metadata=metadata, tensors=tuple(ref(one, _dropping(table, where)) for one in given))
@@ -291,9 +296,12 @@ def _layer(requirements: Requirements, device: torch.device, params: CallParams,
 
 
 def _batch(
-    lengths: tuple[list[int], list[int]], params: CallParams, mask: Tensor | None, device: torch.device
+    lengths: tuple[list[int], list[int]],
+    params: CallParams,
+    masks: tuple[Tensor | None, Tensor | None],
+    device: torch.device,
 ) -> Batch:
-    batch = Batch.from_lengths(*lengths, causal=params.causal, custom_mask=mask)
+    batch = Batch.from_lengths(*lengths, causal=params.causal, custom_mask=masks[0], attn_bias=masks[1])
     if device.type == "cpu" or batch.key_start_loc is None:
         return batch
     return evolve(

@@ -56,9 +56,11 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         sliding_window: Tokens that a token attends to on the left, itself included; without `causal`, as many on the
             right.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
-        attn_mask: Boolean, True where a query attends to a key; any shape that expands to
-            ``(batch, 1, queries, keys)``. A query that attends to nothing has output 0. Metadata is kept for the same
-            tensor, unless it was made in inference mode, which counts no changes.
+        attn_mask: Boolean, True where a query attends to a key: any shape that expands to
+            ``(batch, 1, queries, keys)``. A query that attends to nothing has output 0. Or floating, and added to the
+            scores in the dtype of the call: any shape that expands to ``(batch, num_q_heads, queries, keys)``; -inf
+            counts as the lowest number. Metadata is kept for the same tensor, unless it was made in inference mode,
+            which counts no changes.
         sinks: ``(num_q_heads,)``, float32 or the dtype of the call: logits that join the softmax denominator.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         return_lse: Whether the log-sum-exp of the scores is returned, sinks included.
@@ -73,16 +75,18 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         TensorError: A tensor has the wrong shape, dtype or device.
         RequirementsError: A value is invalid.
         NoBackendError: Nothing can serve the call; it carries every verdict.
-        NotNegotiatedError: A CUDA graph is captured, a mask is not boolean, or gradients of a mask or of slopes are
-            recorded.
+        NotNegotiatedError: A CUDA graph is captured, or gradients of a mask or of slopes are recorded.
     """
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
-    learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, sinks, alibi_slopes)
+    learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, None, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
+    mask, bias = attn_mask, None
+    if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
+        mask, bias = None, attn_mask
     if learns or _is_traced(query):
-        output, lse = torch.ops.attnplug.attention(query, key, value, attn_mask, sinks, alibi_slopes, *params)
+        output, lse = torch.ops.attnplug.attention(query, key, value, mask, bias, sinks, alibi_slopes, *params)
     else:
-        output, lse = run_padded(query, key, value, params, _op.tensors_of(attn_mask, sinks, alibi_slopes))
+        output, lse = run_padded(query, key, value, params, _op.tensors_of(mask, bias, sinks, alibi_slopes))
     return (output, lse) if return_lse else output
 
 
@@ -100,6 +104,7 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     custom_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
@@ -126,6 +131,7 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
         logits_soft_cap: As for `attention`.
         custom_mask: ``(sum(query_len * key_len),)`` bool, the sequences' masks one after another, True where a query
             attends to a key.
+        attn_bias: ``(1 or num_q_heads, sum(query_len * key_len))`` in the dtype of the call, added to the scores.
         sinks: As for `attention`.
         alibi_slopes: As for `attention`.
         return_lse: As for `attention`.
@@ -143,14 +149,16 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
         NotNegotiatedError: As for `attention`.
     """
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
-    learns = torch.is_grad_enabled() and _records_gradients(query, key, value, custom_mask, sinks, alibi_slopes)
+    learns = torch.is_grad_enabled() and _records_gradients(
+        query, key, value, custom_mask, attn_bias, sinks, alibi_slopes
+    )
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
     starts, copies = (query_start_loc, key_start_loc), (query_start_loc_cpu, key_start_loc_cpu)
     if learns or _is_traced(query):
-        given = (*starts, *copies, custom_mask, sinks, alibi_slopes)
+        given = (*starts, *copies, custom_mask, attn_bias, sinks, alibi_slopes)
         output, lse = torch.ops.attnplug.attention_varlen(query, key, value, *given, *params)
     else:
-        tensors = _op.tensors_of(custom_mask, sinks, alibi_slopes)
+        tensors = _op.tensors_of(custom_mask, attn_bias, sinks, alibi_slopes)
         output, lse = run_packed(query, key, value, starts, copies, params, tensors)
     return (output, lse) if return_lse else output
 
@@ -164,13 +172,13 @@ def _is_traced(query: Tensor) -> bool:
 
 def _records_gradients(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> bool:
     """
-    Whether gradients are recorded through a call; `rest` are its mask, sinks and slopes.
+    Whether gradients are recorded through a call; `rest` are its masks, sinks and slopes.
 
     Raises:
         NotNegotiatedError: A mask or slopes require one.
     """
-    mask, sinks, slopes = rest
-    for name, tensor in (("a mask", mask), ("alibi_slopes", slopes)):
+    mask, bias, sinks, slopes = rest
+    for name, tensor in (("a mask", mask), ("a mask", bias), ("alibi_slopes", slopes)):
         if tensor is not None and _requires_gradient(tensor):
             raise NotNegotiatedError(
                 f"{name} that requires a gradient was given",

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.dense.params import CallParams
+    from attnplug.dense.params import CallParams, CallTensors
 
 _SCORES_AT_ONCE: Final = 1 << 24
 """Scores that are held at once, in several copies of 64 MiB."""
@@ -25,9 +25,7 @@ def attention_gradients(
     inputs: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
     params: CallParams,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    tensors: CallTensors,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
     Return the gradients of query, key, value and sinks.
@@ -37,10 +35,9 @@ def attention_gradients(
         inputs: ``(batch, tokens, heads, size)`` query, key and value.
         results: The output, and the LSE ``(batch, queries, num_q_heads)``, sinks included.
         params: The call's numbers.
-        mask: ``(batch, 1, queries, keys)`` bool, or a shape that expands to it; None for none.
-        sinks: ``(num_q_heads,)``, or None.
-        alibi_slopes: ``(num_q_heads,)``, or None.
+        tensors: Its other tensors; masks are ``(batch, heads, queries, keys)``, or of shapes that expand to it.
     """
+    mask, bias, sinks, alibi_slopes = tensors
     query, key, value = inputs
     batch, rows, heads, size = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -62,6 +59,8 @@ def attention_gradients(
         visible, distance = _visibility(params, range(first, part.stop), rows, keys, mask, query.device)
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.float().view(1, *groups, 1, 1) * distance
+        if bias is not None:
+            scores = scores + _bias(bias, part, groups)
         # Rows that attend to nothing have an LSE of -inf.
         shown = visible if visible is None else visible.unsqueeze(2)
         weights = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
@@ -91,6 +90,16 @@ def _scores(q: Tensor, k: Tensor, scale: float, cap: float | None) -> tuple[Tens
         return scores, None
     bent = (scores / cap).tanh()
     return bent * cap, 1 - bent * bent
+
+
+def _bias(bias: Tensor, rows: slice, groups: tuple[int, int]) -> Tensor:
+    """Return the additive mask of some rows, ``(batch or 1, kv_heads or 1, ratio or 1, rows or 1, keys or 1)``."""
+    bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
+    batch, heads, *last = bias.shape
+    # As in `Batch.attn_bias`: -inf is the lowest number.
+    bias = bias.clamp(min=torch.finfo(bias.dtype).min).float()
+    return bias.reshape(batch, *(groups if heads > 1 else (1, 1)), *last)
 
 
 def _visibility(

@@ -21,16 +21,18 @@ _PARAMS: Final = (
     "bool causal, float? scale, int? sliding_window, float? logits_soft_cap, bool return_lse, str[] backend, "
     "str options"
 )
-_TENSORS: Final = "Tensor? mask, Tensor? sinks, Tensor? alibi_slopes"
+_TENSORS: Final = "Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
 _STARTS: Final = "Tensor query_start, Tensor? key_start, Tensor? query_start_cpu, Tensor? key_start_cpu"
 _INPUTS: Final = "Tensor query, Tensor key, Tensor value"
 _RESULTS: Final = "Tensor grad_output, Tensor grad_lse, Tensor output, Tensor lse"
 _GRADS: Final = "(Tensor, Tensor, Tensor, Tensor)"
 
 
-def tensors_of(mask: Tensor | None, sinks: Tensor | None, slopes: Tensor | None) -> CallTensors:
+def tensors_of(mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None) -> CallTensors:
     """Return the tensors of a call besides queries, keys and values."""
-    return NO_TENSORS if mask is None and sinks is None and slopes is None else CallTensors(mask, sinks, slopes)
+    if mask is None and bias is None and sinks is None and slopes is None:
+        return NO_TENSORS
+    return CallTensors(mask, bias, sinks, slopes)
 
 
 def params_of(*given: Any) -> CallParams:
@@ -40,12 +42,12 @@ def params_of(*given: Any) -> CallParams:
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    output, lse = run_padded(query, key, value, params_of(*rest[3:]), tensors_of(*rest[:3]))
+    output, lse = run_padded(query, key, value, params_of(*rest[4:]), tensors_of(*rest[:4]))
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    starts, copies, tensors, params = rest[:2], rest[2:4], rest[4:7], rest[7:]
+    starts, copies, tensors, params = rest[:2], rest[2:4], rest[4:8], rest[8:]
     output, lse = run_packed(query, key, value, starts, copies, params_of(*params), tensors_of(*tensors))
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -60,9 +62,9 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
 def _padded_backward(
     grad_output: Tensor, grad_lse: Tensor, output: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, mask, sinks, slopes = rest[:6]
+    query, key, value, *given = rest[:7]
     grads = attention_gradients(
-        (grad_output, grad_lse), (query, key, value), (output, lse), params_of(*rest[6:]), mask, sinks, slopes
+        (grad_output, grad_lse), (query, key, value), (output, lse), params_of(*rest[7:]), tensors_of(*given)
     )
     return *grads[:3], query.new_empty(0) if grads[3] is None else grads[3]
 
@@ -72,8 +74,8 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of one sequence after another."""
     inputs: tuple[Tensor, Tensor, Tensor] = (rest[0], rest[1], rest[2])
-    (starts, key_starts, copy, key_copy), (mask, sinks, slopes) = rest[3:7], rest[7:10]
-    params = params_of(*rest[10:])
+    (starts, key_starts, copy, key_copy), tensors = rest[3:7], tensors_of(*rest[7:11])
+    params, sinks = params_of(*rest[11:]), tensors.sinks
     query_lens = lengths_of("query_start_loc", starts, copy)
     key_lens = query_lens if key_starts is None else lengths_of("key_start_loc", key_starts, key_copy)
     made = (torch.zeros_like(inputs[0]), torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]))
@@ -81,17 +83,16 @@ def _packed_backward(
     row = column = cell = 0
     for queries, keys in zip(query_lens, key_lens, strict=True):
         rows, columns = slice(row, row + queries), slice(column, column + keys)
-        own = None if mask is None else mask[cell : cell + queries * keys].view(queries, keys)
+        cells = slice(cell, cell + queries * keys)
+        mask, bias = (
+            None if one is None else one[..., cells].reshape(*one.shape[:-1], queries, keys)
+            for one in (tensors.mask, tensors.bias)
+        )
+        own = tensors_of(mask, bias, sinks, tensors.alibi_slopes)
         parts = [one[where].unsqueeze(0) for one, where in zip(inputs, (rows, columns, columns), strict=True)]
         of_rows = [one[rows].unsqueeze(0) for one in (grad_output, grad_lse, output, lse)]
         grads = attention_gradients(
-            (of_rows[0], of_rows[1]),
-            (parts[0], parts[1], parts[2]),
-            (of_rows[2], of_rows[3]),
-            params,
-            own,
-            sinks,
-            slopes,
+            (of_rows[0], of_rows[1]), (parts[0], parts[1], parts[2]), (of_rows[2], of_rows[3]), params, own
         )
         for whole, where, part in zip(made, (rows, columns, columns), grads[:3], strict=True):
             whole[where] = part[0]
@@ -112,7 +113,7 @@ def _fake_backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del grad_output, grad_lse, output, lse
-    sinks = rest[-9]
+    sinks = rest[-9]  # before the slopes and the seven numbers
     grad_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
 
@@ -136,7 +137,7 @@ def _backward_of(op: str, leading: int) -> Any:
         tensors = ctx.saved_tensors
         made = getattr(torch.ops.attnplug, op)(grad_output, grad_lse, *tensors, *ctx.params)
         sinks = made[3] if tensors[-2] is not None else None
-        return (*made[:3], *(None,) * (leading + 1), sinks, None, *(None,) * len(ctx.params))
+        return (*made[:3], *(None,) * (leading + 2), sinks, None, *(None,) * len(ctx.params))
 
     return backward
 

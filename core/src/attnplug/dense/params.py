@@ -63,11 +63,13 @@ class CallTensors(NamedTuple):
 
     Attributes:
         mask: A boolean mask, see `attention` and `attention_varlen`.
+        bias: An additive mask, likewise.
         sinks: ``(heads,)``.
         alibi_slopes: ``(heads,)``.
     """
 
     mask: Tensor | None = None
+    bias: Tensor | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
 
@@ -104,6 +106,7 @@ def requirements_of(
         sinks=tensors.sinks is not None,
         attn_type="decoder" if params.causal else "encoder_decoder" if is_cross else "encoder_only",
         custom_mask=tensors.mask is not None,
+        attn_bias=tensors.bias is not None,
         paged=False,
         phases=("prefill",),
         return_lse=params.return_lse,
@@ -218,31 +221,46 @@ def check_lengths(query_lens: tuple[int, ...], key_lens: tuple[int, ...], querie
             )
 
 
-def flat_mask(mask: Tensor, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
+def flat_mask(mask: Tensor, heads: int, sizes: tuple[int, int, int], query: Tensor) -> Tensor:
     """
-    Return a boolean mask as a `Batch` has it: ``(batch * queries * keys,)``.
+    Return a mask as a `Batch` has it: ``(batch * queries * keys,)`` bool, or additive ``(1 or heads, ...)``.
+
+    Args:
+        mask: The mask.
+        heads: How many heads may have separate ones.
+        sizes: Batch, queries and keys.
+        query: The queries, whose dtype an additive mask gets.
 
     Raises:
         TensorError: It is of another dtype, shape or device.
-        NotNegotiatedError: It is additive, or differs between heads.
     """
-    wanted = (batch, 1, queries, keys)
-    if mask.dtype != torch.bool:
-        raise NotNegotiatedError(
-            f"an attn_mask of {describe(mask)} was given",
-            "attn_mask is boolean, True where a query attends to a key",
-            "pass mask == 0 for a mask of 0 and -inf",
+    batch, queries, keys = sizes
+    wanted = (batch, heads, queries, keys)
+    if mask.device != query.device:
+        _refuse(
+            f"an attn_mask on {mask.device} was given",
+            f"the call is on {query.device}",
+            f"pass it on {str(query.device)!r}",
         )
-    if mask.device != device:
-        _refuse(f"an attn_mask on {mask.device} was given", f"the call is on {device}", f"pass it on {str(device)!r}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        _refuse(
+            f"an attn_mask of {describe(mask)} was given",
+            "attn_mask is boolean, True where a query attends to a key, or floating: then it is added to the scores",
+            "pass attn_mask.bool() for a mask of 0 and 1",
+        )
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if mask.ndim not in (2, 3, 4) or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+        axes = "(batch, 1, queries, keys)" if heads == 1 else "(batch, heads, queries, keys)"
         _refuse(
-            f"an attn_mask of shape {tuple(mask.shape)} was given",
-            f"it can be expanded to (batch, 1, queries, keys) = {wanted}: all heads attend to the same keys",
+            f"an attn_mask of {describe(mask)} was given",
+            f"it expands to {axes} = {wanted}" + (": a boolean mask is that of all heads" if heads == 1 else ""),
             "pass such a mask",
         )
-    return mask.detach().reshape(shape).expand(wanted).reshape(-1)
+    own = shape[1]
+    wide = mask.detach().reshape(shape).expand(batch, own, queries, keys)
+    if mask.dtype == torch.bool:
+        return wide.reshape(-1)
+    return wide.transpose(0, 1).reshape(own, -1).to(query.dtype)
 
 
 def refuse_capture() -> NoReturn:

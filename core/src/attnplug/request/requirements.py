@@ -340,7 +340,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
     ),
     (
         lambda r: bool(r.paged) and r.attn_bias,
-        lambda r: "paged=True and attn_bias=True were given",
+        lambda r: f"paged={r.paged} and attn_bias={r.attn_bias} were given",
         "an additive mask comes with calls that have contiguous (non-paged) K/V",
         "request paged=False",
     ),

@@ -115,8 +115,8 @@ class Tile:
     Attributes:
         rows: Rows of each member, as ``(start, end)``.
         keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1 or num_kv_heads, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own mask; None where
-            every key is visible.
+        mask: ``(members or 1, 1 or num_kv_heads, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own
+            mask; None where every key is visible.
         causal: Whether the tile is square and row i attends to the keys up to i; it has no mask then.
         fully_masked: ``(members, rows)`` bool, whether a row attends to no key, where that is known on the device only.
             Such a row is computed over all keys, and its result is replaced. None where no row is.

@@ -94,11 +94,11 @@ measurements:
                 CUDA also the replay of its graph
   dense         `attnplug.attention` of a shape that was called before, over torch's scaled_dot_product_attention
 
-build, forward and dense run the backend that a selection chooses here, or --backend, on this machine's device, or --device.
-On a CPU times are wall times. On CUDA they are host times of the launches, or device times between two events, as each
-line says. The direct calls are those of the backend's library, where its distribution registers them (entry-point group
-attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with a wrong result, or
-another failure, has no time.
+build, forward and dense run the backend that a selection chooses here, or --backend, on this machine's device, or
+--device. On a CPU times are wall times. On CUDA they are host times of the launches, or device times between two
+events, as each line says. The direct calls are those of the backend's library, where its distribution registers them
+(entry-point group attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with
+a wrong result, or another failure, has no time.
 
 Medians are compared with the budgets. The best of a measurement shows how much of it is other work of the machine.
 
@@ -125,13 +125,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "build, forward and dense: until medians are steady, but no longer than N fifths of a second for each step",
     )
     parser.add_argument(
-        "--backend", metavar="NAME", help="build, forward and dense: this backend or backend/variant; default: what is chosen"
+        "--backend",
+        metavar="NAME",
+        help="build, forward and dense: this backend or backend/variant; default: what is chosen",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="build, forward and dense: where they run; default: this machine's"
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="build, forward and dense: threads of torch's CPU kernels; default: torch's"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="build, forward and dense: threads of torch's CPU kernels; default: torch's",
     )
 
 

@@ -49,7 +49,7 @@ def measure_here(repeats: int, target: Target) -> SectionResult:
     ours = partial(attention, query, key, value, backend=target.backend)
     operator = partial(
         torch.ops.attnplug.attention,
-        *(query, key, value, None, None, None),
+        *(query, key, value, None, None, None, None),
         *(False, None, None, None, False, [target.backend] if target.backend else [], "{}"),
     )
     with torch.no_grad():

@@ -60,7 +60,8 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     The queries are the last tokens of the sequence: the position of query ``i`` is ``len(key) - len(query) + i``. It is
     negative for the first ones where there are more queries than keys.
 
-    Scores are scaled, capped, biased by ALiBi and by the additive mask, masked, and normalized together with the sink, in this order.
+    Scores are scaled, capped, biased by ALiBi and by the additive mask, masked, and normalized together with the sink,
+    in this order.
 
     Args:
         query: ``(queries, num_q_heads, head_size)``.
