@@ -62,6 +62,20 @@ def test_torchs_function_runs_through_attnplug(queries, keys, arguments, active)
     torch.testing.assert_close(found.double(), by_oracle(query, key, value, **features), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mask", [torch.rand(2, 1, 33, 20) > 0.3, torch.randn(1, 4, 33, 20)], ids=["boolean", "additive"]
+)
+def test_masks_run_through_attnplug(mask, active) -> None:
+    query, key, value = torch.randn(2, 4, 33, 64), torch.randn(2, 4, 20, 64), torch.randn(2, 4, 20, 64)
+
+    found = sdpa(query, key, value, attn_mask=mask)
+    count = len(active)
+    nn.attention.restore_flash_attention_impl()
+
+    assert count == 1
+    torch.testing.assert_close(found, sdpa(query, key, value, attn_mask=mask), rtol=1e-5, atol=1e-5)
+
+
 def test_causal_queries_begin_with_the_first_key(active) -> None:
     query, key, value = torch.randn(2, 4, 5, 64), torch.randn(2, 4, 9, 64), torch.randn(2, 4, 9, 64)
 
