@@ -97,6 +97,7 @@ def test_a_registration_changes_the_key_once(installed, tmp_path) -> None:
 
 
 def test_a_backend_that_fails_to_load_changes_the_key(world, flash_manifest, request_of) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
     world("generic", broken=(flash_manifest.replace('"flash"', '"broken"').replace('"FLASH"', '"BROKEN"'), "1 / 0"))
     before = attnplug.scope_key()
 
