@@ -40,6 +40,7 @@ def make(monkeypatch):
     [
         {},
         {"paged": False},
+        {"attn_bias": True, "paged": False},
         {"sinks": True, "return_lse": True},
         {"alibi": "linear", "head_size_v": 8},
         {"kv_cache_dtype": "fp8", "per_head_scales": True},

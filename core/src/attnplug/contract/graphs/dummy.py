@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
+from attnplug.contract.inputs.kv_cache import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ def dummy_batch_of(
     Return a valid batch of these lengths that writes no slot. With pages, all keys are in the null block.
 
     Cross attention gets encoders of one token, and DCP the largest share that any rank holds with an interleave of 1.
-    A custom mask shows every key.
+    A custom mask shows every key, and an additive one is zero.
 
     Args:
         agreement: What was negotiated.
@@ -56,9 +57,12 @@ def dummy_batch_of(
         fields: Further fields of `Batch`, by name.
     """
     requested, seq_lens = agreement.requirements, query_lens if seq_lens is None else seq_lens
-    if requested.custom_mask:
+    if requested.custom_mask or requested.attn_bias:
         size = sum(query * keys for query, keys in zip(query_lens, seq_lens, strict=True))
-        fields = {"custom_mask": torch.ones(size, dtype=torch.bool, device=device), **fields}
+        if requested.custom_mask:
+            fields = {"custom_mask": torch.ones(size, dtype=torch.bool, device=device), **fields}
+        if requested.attn_bias:
+            fields = {"attn_bias": torch.zeros(1, size, dtype=torch_dtype(requested.dtype), device=device), **fields}
     fields = {"device": device, "causal": bool(requested.causal), **fields}
     if not requested.paged:
         return Batch.from_lengths(query_lens, seq_lens, **fields)
