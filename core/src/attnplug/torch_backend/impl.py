@@ -137,12 +137,11 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         """Do what `_run` does for a plan of one kernel call, in a third of the time around it."""
         whole, heads = cast("WholeCall", plan.whole), self.num_q_heads
-        rows, keys, members = whole.rows, whole.keys, whole.members
-        query = narrow(query, rows).view(members, -1, heads, self.head_size).transpose(1, 2)
-        key = narrow(key, keys).view(members, -1, self.num_kv_heads, self.head_size).transpose(1, 2)
-        value = narrow(value, keys).view(members, -1, self.num_kv_heads, self.head_size_v).transpose(1, 2)
+        rows, members = whole.rows, whole.members
+        query = _by_head(query, rows, members)
+        key, value = _by_head(key, whole.keys, members), _by_head(value, whole.keys, members)
         out, found = plan.kernel.attend(query, key, value, None, self._score_params, causal=whole.causal)
-        narrow(output, rows).view(members, -1, heads, self.head_size_v).copy_(out.transpose(1, 2))
+        _by_head(output.view(-1, heads, self.head_size_v), rows, members).copy_(out)
         if lse is not None and found is not None:
             narrow(lse, rows).view(members, -1, heads).copy_(found.transpose(1, 2))
 
@@ -260,6 +259,14 @@ class Results:
             if mine is not None and theirs is not None:
                 rows = theirs.flatten(0, 1)
                 mine.index_copy_(0, target, rows if kept is None else rows.index_select(0, kept))
+
+
+def _by_head(tokens: Tensor, where: slice, members: int) -> Tensor:
+    """Return ``(members, heads, rows, size)`` of a slice of ``(tokens, heads, size)``: one view in place of three."""
+    (_, heads, size), (row, head, element) = tokens.shape, tokens.stride()
+    rows = (where.stop - where.start) // members
+    first = tokens.storage_offset() + where.start * row
+    return tokens.as_strided((members, heads, rows, size), (rows * row, head, row, element), first)
 
 
 def results_of_pass(results: Results, rows: int, sinks: Tensor | None) -> Results:
