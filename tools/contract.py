@@ -71,12 +71,13 @@ _ENTRY: Final = re.compile(r"^    (\w+): (.*)$")
 
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "What a plugin subclasses": ("Backend", "AttentionImpl", "MetadataBuilder", "Metadata", "State"),
-    "What a plugin returns or is given": ("CacheTensor", "BatchSplit", "Phase", "GraphBuffers"),
+    "What a plugin returns or is given": ("CacheTensor", "KVCache", "BatchSplit", "Phase", "GraphBuffers"),
     "What a host passes, and gets": ("Layer", "Batch", "Limits", "Parallel", "GraphShape", "Step", "DecodeInputs"),
 }
 CALLERS: Final[Mapping[str, str]] = {
     "Metadata": _PLUGIN,
     "CacheTensor": _BOTH,
+    "KVCache": _BOTH,
     "BatchSplit": _PLUGIN,
     "Phase": _PLUGIN,
     "Batch": _BOTH,
@@ -85,7 +86,6 @@ CALLERS: Final[Mapping[str, str]] = {
 }
 """Who calls the methods of classes without section comments."""
 FUNCTIONS: Final[Mapping[str, str]] = {
-    "CacheViews": _PLUGIN,
     "by_phase": _BOTH,
     "capture": _HOST,
     "check_backend_class": _BOTH,
@@ -94,12 +94,12 @@ FUNCTIONS: Final[Mapping[str, str]] = {
     "forward_context": _HOST,
     "hookimpl": _PLUGIN,
     "is_narrow_float": _BOTH,
+    "split_kv": _HOST,
     "torch_dtype": _BOTH,
     "upload": _PLUGIN,
     "warm_up": _PLUGIN,
 }
 _VALUES: Final = {
-    "Cache": (_BOTH, "A layer's KV cache: the tensor, or a mapping of roles to tensors where there are several."),
     "PAD_SLOT_ID": (_BOTH, "The slot of a token whose K/V are not written: -1."),
 }
 

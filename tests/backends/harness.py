@@ -106,7 +106,8 @@ class GraphHarness(Harness):
         super().__init__(load, layers, variant, **requirements)
         self.caches = [self.backend.make_cache(64) for _ in layers]
         for cache in self.caches:
-            cache.copy_(torch.randn(cache.shape, device=device))
+            for pages in (cache.k, cache.v):
+                pages.copy_(torch.randn(pages.shape, device=device))
 
     def rows(self, tokens: int, heads: int) -> Tensor:
         """Return random rows, ``(tokens, heads, head_size)``."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 LAYER = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--backend", "flash")
 HERE = ("--device", "cpu")
 SERVED = {"head_size": 64, "dtype": "bfloat16", "paged": True, "block_size": 16, "kv_layout": "NHD"}
+SERVED |= {"kv_cache_form": "joint"}
 
 
 def evidence(candidate: str, **change: Any) -> str:

@@ -78,7 +78,7 @@ def test_plain_text_names_layers_and_ends_with_the_plan(run, site, config: str) 
 
     assert done.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nrequested: ")
     assert done.out.rstrip().endswith(
-        "plan on cuda:9.0: block_size=128 kv_layout=NHD cudagraph=never\n"
+        "plan on cuda:9.0: block_size=128 kv_layout=NHD kv_cache_form=joint cudagraph=never\n"
         "    flash/new  layers.{0..4..2}.self_attn (3 layers)\n"
         "    flash/new  layers.{1..5..2}.self_attn (3 layers)"
     )

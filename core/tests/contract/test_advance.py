@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from attnplug.contract import DecodeInputs, GraphShape
 from attnplug.errors import BatchError, NotNegotiatedError, TensorError
 from core.tests.contract.test_graphs import capture, world
-from core.tests.contract.world import BLOCK_SIZE, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
+from core.tests.contract.world import (
+    BLOCK_SIZE,
+    copy_of,
+    make_backend,
+    make_batch,
+    make_builder,
+    make_layer,
+    make_qkv,
+    random_cache,
+    refused,
+    same,
+)
 
 WIDTH = 16
 
@@ -78,16 +89,16 @@ def test_an_advanced_step_attends_like_one_that_was_assembled():
     after.block_table[0, 2] = before.batch.block_table[0, 2] = 10
     after.slot_mapping.copy_(torch.tensor([10 * BLOCK_SIZE, 9 * BLOCK_SIZE]))
     query, key, value, output = make_qkv(backend, 2)
-    pages = torch.randn(backend.make_cache(32).shape)
+    pages = random_cache(backend, 32)
 
     outputs = []
     for metadata in (builder.advance_step(before), builder.build(after)):
-        cache, out = pages.clone(), output.clone()
+        cache, out = copy_of(backend, pages), output.clone()
         impl.forward(query, key, value, cache, metadata, out)
         outputs += [(out, cache)]
 
     torch.testing.assert_close(outputs[0][0], outputs[1][0])
-    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert same(outputs[0][1], outputs[1][1])
 
 
 def test_prefills_become_decodes_when_told():
@@ -178,8 +189,10 @@ def test_metadata_is_reused_for_another_group():
     assert other.batch.block_table is table
     assert (other.num_decodes, other.num_prefills) == (1, 1)
     query, key, value, output = make_qkv(backend, 3)
-    pages = torch.randn(backend.make_cache(32).shape)
-    moved = pages.roll(10, 1)
+    pages = random_cache(backend, 32)
+    moved = backend.make_cache(32)
+    for role, tensor in pages.tensors.items():
+        moved[role].copy_(tensor.roll(10, 0))
     expected = output.clone()
     impl.forward(query, key, value, pages, metadata, expected)
     impl.forward(query, key, value, moved, other, output)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, MetadataBuilder, State
+from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, MetadataBuilder, State, split_kv
 from attnplug.errors import LayerError, LimitsError, PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, make_layer, refused
@@ -184,12 +184,14 @@ def test_the_plan_key_holds_what_libraries_plan_for(fields, requested, differs):
 def test_a_layer_fills_its_own_part_of_the_cache():
     class Own(ToyImpl):
         def init_cache(self, kv_cache):
-            kv_cache.fill_(self.scale)
+            kv_cache.k.fill_(self.scale)
 
     backend = make_backend(with_impl(init_cache=Own.init_cache))
     impl = make_layer(backend, scale=3.0)
-    assert (backend.make_cache(4, impl=impl) == 3).all()
-    assert not backend.make_cache(4).any()
+    cache = backend.make_cache(4, impl=impl)
+    assert (cache.k == 3).all()
+    assert not backend.make_cache(4).k.any()
+    assert (backend.bind_cache(split_kv(torch.zeros(2, 4, 4, 2, 8), "joint", "NHD", 8), impl=impl).k == 3).all()
     assert (impl.backend, impl.device) == (backend, torch.device("cpu"))
 
 

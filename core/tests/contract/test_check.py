@@ -182,7 +182,7 @@ def test_metadata_is_decorated():
         (with_state(_graphs={}), "S._graphs hides"),
         (type("Bad", (ToyBackend,), {"id": "mine"}), "Bad.id hides Backend.id"),
         (type("Bad", (ToyBackend,), {"selection": None}), "Bad.selection hides"),
-        (type("Bad", (ToyBackend,), {"_specs": None}), "Bad._specs hides"),
+        (type("Bad", (ToyBackend,), {"_spec": None}), "Bad._spec hides"),
     ],
 )
 def test_names_of_core_are_reserved(cls, finding):

@@ -25,7 +25,18 @@ from attnplug.contract import (
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError
 from core.tests.contract.design import blocksparse, flash_attn, flashinfer, int8, vllm
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import NUM_BLOCKS, agree, limits, make_backend, make_batch, make_qkv, page_out
+from core.tests.contract.world import (
+    NUM_BLOCKS,
+    agree,
+    copy_of,
+    limits,
+    make_backend,
+    make_batch,
+    make_qkv,
+    page_out,
+    random_cache,
+    same,
+)
 
 DESIGN = Path(__file__).parent / "design"
 BACKENDS = {
@@ -147,15 +158,22 @@ def test_flashinfer_decodes_of_another_length_are_prefills():
 
 def test_flashinfer_scales_are_floats_and_its_lse_has_base_two():
     layer = Layer(name="layers.0", k_scale=0.5, v_scale=2.0)
-    world = flash_infer(layer, kv_cache_dtype="fp8_e4m3", dtype="bfloat16", return_lse=True, kv_layout="HND")
+    world = flash_infer(
+        layer,
+        kv_cache_dtype="fp8_e4m3",
+        dtype="bfloat16",
+        return_lse=True,
+        kv_layout="HND",
+        kv_cache_form="interleaved",
+    )
     lse = torch.full((7, 4), 7.0)
     metadata = world.builder.build(make_batch([1, 5], [9, 8]))
     world.run(metadata, tokens=7, lse=lse)
     run = world.impls[0].plan_of(metadata).decode.runs[0]
 
     assert (run["k_scale"], run["v_scale"]) == (0.5, 2.0)
-    assert (run["cache"].shape, run["cache"].dtype) == ((NUM_BLOCKS, 2, 4, 2, 8), torch.float8_e4m3fn)
-    assert run["cache"].stride()[-3:] == (8, 32, 1)  # heads first in memory
+    assert (run["cache"].k.shape, run["cache"].k.dtype) == ((NUM_BLOCKS, 4, 2, 8), torch.float8_e4m3fn)
+    assert run["cache"].k.stride() == (2 * 64, 8, 32, 1)  # interleaved, heads first in memory
     torch.testing.assert_close(lse[:6], torch.full((6, 4), math.log(2)))
     assert lse[6].eq(7).all()
 
@@ -447,15 +465,18 @@ def calibrated(tmp_path, **requested):
     torch.save(scales, tmp_path / "scales.pt")
     layers = [Layer(name=name) for name in scales]
     options = {"value_scales": str(tmp_path / "scales.pt")}
-    return World(int8.Int8Backend, *layers, options=options, kv_cache_dtype="int8", **requested), scales
+    return World(
+        int8.Int8Backend, *layers, options=options, kv_cache_dtype="int8", kv_layout="HND", **requested
+    ), scales
 
 
 def test_int8_caches_have_roles_with_and_without_blocks(tmp_path):
     world, scales = calibrated(tmp_path)
 
     for cache, values in zip(world.caches, scales.values(), strict=True):
-        assert {role: (tuple(each.shape), each.dtype) for role, each in cache.items()} == {
-            "kv": ((2, NUM_BLOCKS, 2, 4, 8), torch.int8),
+        assert {role: (tuple(each.shape), each.dtype) for role, each in cache.tensors.items()} == {
+            "k": ((NUM_BLOCKS, 4, 2, 8), torch.int8),
+            "v": ((NUM_BLOCKS, 4, 2, 8), torch.int8),
             "k_scale": ((NUM_BLOCKS, 2, 4), torch.float32),
             "v_scale": ((2, 8), torch.float32),
         }
@@ -466,23 +487,25 @@ def test_int8_caches_have_roles_with_and_without_blocks(tmp_path):
 def test_int8_blocks_move_with_their_scales_and_static_scales_stay(tmp_path):
     world, _ = calibrated(tmp_path)
     first, second = world.caches
-    first["kv"][:, 3], first["k_scale"][3] = 5, 0.5
+    first.k[3], first.v[3], first["k_scale"][3] = 5, 6, 0.5
 
     world.backend.copy_blocks([first], {3: [7, 8]})
     world.backend.swap_blocks(first, second, [(3, 9)])
 
-    assert first["kv"][:, 7:9].eq(5).all()
+    assert first.k[7:9].eq(5).all()
+    assert first.v[7:9].eq(6).all()
     assert first["k_scale"][7:9].eq(0.5).all()
-    assert (second["kv"][:, 9].eq(5).all(), second["k_scale"][9].eq(0.5).all()) == (True, True)
+    assert (second.v[9].eq(6).all(), second["k_scale"][9].eq(0.5).all()) == (True, True)
     assert not second["v_scale"].eq(first["v_scale"]).any()
 
 
 def test_int8_planes_are_views_by_role():
     """Level 2 of the vendor: three planes, K in the first, V as 16-bit numbers in the other two."""
-    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
+    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16", kv_layout="HND")
     planes = torch.zeros(3, NUM_BLOCKS, 2, 4, 8, dtype=torch.int8)
     values = planes[1:].reshape(-1).view(torch.bfloat16).view(NUM_BLOCKS, 2, 4, 8)
-    cache = {"k": planes[0], "v": values, "k_scale": torch.zeros(NUM_BLOCKS, 2, 4)}
+    views = {"k": planes[0].transpose(1, 2), "v": values.transpose(1, 2), "k_scale": torch.zeros(NUM_BLOCKS, 2, 4)}
+    cache = world.backend.bind_cache(views)
     world.caches = [cache]
     world.run(world.builder.build(make_batch([5], [5])))
     (call,) = int8.ixformer.prefills
@@ -518,7 +541,7 @@ def test_int8_prefills_write_apart_and_decodes_fused(tmp_path):
 
 def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
     layer = Layer(name="layers.0", cache_write="host")
-    world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16")
+    world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16", kv_layout="HND")
     impl, batch = world.impls[0], make_batch([1, 5], [9, 8])
     metadata = world.builder.build(batch)
     query, key, value, output = make_qkv(world.backend, 6)
@@ -533,7 +556,7 @@ def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
 
 
 def test_int8_graphs_write_padding_into_the_null_block():
-    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
+    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16", kv_layout="HND")
     ((graph, captured),) = world.capture(GraphShape(4, 4, 1))
     world.run(captured, tokens=4)
     assert not world.caches[0]["k_scale"][1:].any()  # the capture touches no block of a request
@@ -550,7 +573,7 @@ def test_int8_graphs_write_padding_into_the_null_block():
 
 def test_int8_layers_that_share_a_cache_save_nothing():
     layer = Layer(name="layers.1", kv_sharing_target="layers.0")
-    world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16", kv_sharing=True)
+    world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16", kv_sharing=True, kv_layout="HND")
     world.run(world.builder.build(make_batch([1, 5], [9, 8])), key=False)
 
     assert not int8.ixformer.written
@@ -570,7 +593,7 @@ def test_int8_calibrates_around_a_backend_that_the_selector_chose():
         other.impls[0].forward(query, key, value, other.caches[0], other.builder.build(batch), expected)
         assert torch.equal(output, expected)
         assert torch.equal(world.impls[0].largest >= value.abs().amax(0), torch.ones(2, 8, dtype=torch.bool))
-    assert torch.equal(world.caches[0], other.caches[0])
+    assert same(world.caches[0], other.caches[0])
 
 
 # --- block-sparse ---------------------------------------------------------------------------------------------------
@@ -674,7 +697,7 @@ def runner(rows, *groups, level="uniform_batch", **requested):
     for layers in groups:
         impls = [backend.make_impl(layer) for layer in layers]
         caches = {
-            impl.layer.name: torch.randn(backend.make_cache(2 * NUM_BLOCKS).shape)
+            impl.layer.name: random_cache(backend, 2 * NUM_BLOCKS)
             for impl in impls if not impl.layer.kv_sharing_target
         }  # fmt: skip
         made.append(vllm.KVCacheGroup(impls, backend.make_builder(impls, state), caches))
@@ -700,22 +723,23 @@ def tables(query_lens, seq_lens, count):
 def test_a_host_of_kv_cache_groups_replays_what_it_would_compute():
     groups = [[Layer(name="layers.0"), Layer(name="layers.1", cache_write="host")], [Layer(name="layers.2")]]
     host = runner(4, *groups)
-    before = [{name: cache.clone() for name, cache in group.caches.items()} for group in host.groups]
+    backend = host.groups[0].builder.backend
+    before = [{name: copy_of(backend, cache) for name, cache in group.caches.items()} for group in host.groups]
     host.capture_model([GraphShape(2, 2, 1), GraphShape(4, 4, 1)])
     for lens in ([9, 4, 7], [3, 8], [5]):
         query_lens = [1] * len(lens)
         pages = tables(query_lens, lens, 2)
         for group, kept in zip(host.groups, before, strict=True):
             for name, cache in group.caches.items():
-                cache.copy_(kept[name])
+                backend.swap_blocks(kept[name], cache, [(block, block) for block in range(cache.num_blocks)])
         step = host.execute_model(common(query_lens, lens), pages)
         assert step.graph.key.num_reqs == (4 if len(lens) == 3 else 2)
         replayed = {name: output.clone() for name, output in host.model.outputs.items()}
-        written = {name: cache.clone() for group in host.groups for name, cache in group.caches.items()}
+        written = {name: copy_of(backend, cache) for group in host.groups for name, cache in group.caches.items()}
 
         for group, kept in zip(host.groups, before, strict=True):
             for name, cache in group.caches.items():
-                cache.copy_(kept[name])
+                backend.swap_blocks(kept[name], cache, [(block, block) for block in range(cache.num_blocks)])
         batches = {
             group.builder: evolve(common(query_lens, lens), block_table_tensor=table, slot_mapping=slots).to_batch()
             for group, (table, slots) in zip(host.groups, pages, strict=True)
@@ -725,7 +749,8 @@ def test_a_host_of_kv_cache_groups_replays_what_it_would_compute():
             torch.testing.assert_close(replayed[name][: len(lens)], output[: len(lens)])
         for group in host.groups:
             for name, cache in group.caches.items():
-                assert torch.equal(cache[:, 1:], written[name][:, 1:])
+                for role, tensor in cache.tensors.items():
+                    assert torch.equal(tensor[1:], written[name][role][1:])
 
 
 def test_a_host_runs_mixed_batches_eagerly_and_leaves_padded_rows_alone():
@@ -835,13 +860,12 @@ def test_agreements_that_share_a_state_have_pages_of_their_own_size():
 
 
 def test_a_host_lays_roles_into_its_own_memory():
-    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
+    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16", kv_layout="HND")
     specs = world.backend.cache_tensors(NUM_BLOCKS)
     memory = torch.zeros(sum(spec.nbytes for spec in specs.values()), dtype=torch.uint8)
     parts = memory.split([spec.nbytes for spec in specs.values()])
-    cache = {role: spec.view(part) for (role, spec), part in zip(specs.items(), parts, strict=True)}
-    world.impls[0].init_cache(cache)
-    world.caches = [cache]
+    views = {role: spec.view(part) for (role, spec), part in zip(specs.items(), parts, strict=True)}
+    world.caches = [world.backend.bind_cache(views, impl=world.impls[0])]
 
     world.run(world.builder.build(make_batch([5], [5])))
 
@@ -851,12 +875,12 @@ def test_a_host_lays_roles_into_its_own_memory():
 def test_ranks_without_requests_run_the_model_and_touch_nothing():
     host = runner(4, [Layer(name="layers.0")])
     (group,) = host.groups
-    before = group.caches["layers.0"].clone()
+    before = copy_of(group.builder.backend, group.caches["layers.0"])
 
     host._run({group.builder: group.builder.build(group.builder.backend.dummy_batch(GraphShape(3, 3, 1)))})
 
     assert not host.model.outputs["layers.0"][:3].eq(7).any()
-    assert torch.equal(group.caches["layers.0"], before)
+    assert same(group.caches["layers.0"], before)
 
 
 def test_layers_on_two_states_replay_one_shape():

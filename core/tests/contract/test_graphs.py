@@ -18,6 +18,8 @@ from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginC
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
     NUM_BLOCKS,
+    copy_of,
+    is_clear,
     limits,
     make_backend,
     make_batch,
@@ -25,7 +27,9 @@ from core.tests.contract.world import (
     make_layer,
     make_qkv,
     page_out,
+    random_cache,
     refused,
+    same,
 )
 
 
@@ -54,7 +58,7 @@ def capture(builder, *keys, **how):
 
 def run(impl, metadata, query, key, value, pages):
     """Run a call over a copy of the pages; return output and pages."""
-    output, cache = torch.full((query.shape[0], impl.output_width), 7.0), pages.clone()
+    output, cache = torch.full((query.shape[0], impl.output_width), 7.0), copy_of(impl.backend, pages)
     impl.forward(query, key, value, cache, metadata, output)
     return output, cache
 
@@ -70,7 +74,7 @@ def test_a_replay_computes_its_own_batch(steps, spare):
     builder = make_builder(backend, impl, num_blocks=2 * NUM_BLOCKS)
     reqs = max(map(len, steps)) + spare
     (graph,), (captured,) = capture(builder, GraphShape(reqs, reqs, 1))
-    pages = torch.randn(backend.make_cache(NUM_BLOCKS * 2).shape)
+    pages = random_cache(backend, NUM_BLOCKS * 2)
     for lens in steps:
         batch = make_batch([1] * len(lens), lens)
         query, key, value, _ = make_qkv(backend, reqs)
@@ -81,7 +85,7 @@ def test_a_replay_computes_its_own_batch(steps, spare):
 
         count = len(lens)
         torch.testing.assert_close(output[:count], expected[:count])
-        assert torch.equal(cache, written)
+        assert same(cache, written)
 
 
 def test_padding_has_no_query_no_keys_and_no_slot():
@@ -103,7 +107,7 @@ def test_mixed_batches_are_captured_whole():
     (graph,), (captured,) = capture(builder, GraphShape(4, 16))
     batch = make_batch([1, 5, 3], [4, 9, 3])
     query, key, value, _ = make_qkv(backend, 16)
-    pages = torch.randn(backend.make_cache(NUM_BLOCKS).shape)
+    pages = random_cache(backend, NUM_BLOCKS)
 
     expected, _ = run(impl, builder.build(batch), query, key, value, pages)
     builder.build(batch, graph=graph)
@@ -499,10 +503,10 @@ def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
         _, (metadata,) = capture(builder, key)
         assert not (metadata.batch.slot_mapping >= 0).any()
     if not requested:
-        pages = torch.zeros(backend.make_cache(2).shape)
+        pages = backend.make_cache(2)
         query, key, value, _ = make_qkv(backend, 9)
         _, cache = run(impl, metadata, query, key, value, pages)
-        assert not cache.any()
+        assert is_clear(cache)
 
 
 @pytest.mark.parametrize("paged", [True, False])

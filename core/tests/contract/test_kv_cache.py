@@ -11,27 +11,13 @@ from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import make_backend, refused
 
 
-def test_the_default_cache_has_keys_and_values_in_one_tensor():
-    spec = make_backend().cache_tensors(5)["kv"]
+def test_the_default_cache_has_keys_and_values():
+    specs = make_backend(head_size_v=16).cache_tensors(5)
 
-    assert (spec.shape, spec.dtype, spec.block_axis) == ((2, 5, 4, 2, 8), torch.float32, 1)
-
-
-@pytest.mark.parametrize(("layout", "strides"), [("NHD", (320, 64, 16, 8, 1)), ("HND", (320, 64, 8, 32, 1))])
-def test_layouts_differ_in_memory_alone(layout, strides):
-    cache = make_backend(kv_layout=layout).make_cache(5)
-
-    assert cache.shape == (2, 5, 4, 2, 8)
-    assert cache.stride() == strides
-    assert not cache.any()
-
-
-@pytest.mark.parametrize(("layout", "strides"), [("NHD", (128, 32, 16, 1)), ("HND", (128, 16, 64, 1))])
-def test_values_of_another_size_have_a_tensor_of_their_own(layout, strides):
-    caches = make_backend(kv_layout=layout, head_size_v=16).make_cache(5)
-
-    assert {role: tuple(cache.shape) for role, cache in caches.items()} == {"k": (5, 4, 2, 8), "v": (5, 4, 2, 16)}
-    assert caches["v"].stride() == strides
+    assert {role: (spec.shape, spec.dtype, spec.block_axis) for role, spec in specs.items()} == {
+        "k": ((5, 4, 2, 8), torch.float32, 0),
+        "v": ((5, 4, 2, 16), torch.float32, 0),
+    }
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("auto", 4), ("bfloat16", 2), ("fp8_e4m3", 1), ("int8", 1)])
@@ -72,14 +58,15 @@ class Int8Backend(ToyBackend):
 
     def cache_tensors(self, num_blocks):
         return {
-            "k": CacheTensor((num_blocks, 2, 4, 8), torch.int8, 0),
+            "k": CacheTensor((num_blocks, 4, 2, 8), torch.int8, 0),
+            "v": CacheTensor((num_blocks, 4, 2, 8), torch.int8, 0),
             "k_scale": CacheTensor((num_blocks, 2, 4), torch.float32, 0, fill=1.0),
             "v_scale": CacheTensor((2, 8), torch.float32, None, fill=0.5),
         }
 
 
 def test_bytes_per_block_leave_out_what_has_no_blocks():
-    assert make_backend(Int8Backend).bytes_per_block == 2 * 4 * 8 + 2 * 4 * 4
+    assert make_backend(Int8Backend).bytes_per_block == 2 * 2 * 4 * 8 + 2 * 4 * 4
 
 
 def test_a_fresh_tensor_has_its_fill():
@@ -117,25 +104,11 @@ def test_a_tensor_lies_in_its_stride_order(order, data):
     assert tensor.unique().numel() == tensor.numel()  # no two elements share a place
 
 
-@pytest.mark.parametrize("layer_order", [(2, 0, 1, 3, 4, 5), (2, 4, 0, 1, 3, 5), (0, 1, 2, 3, 4, 5)])
-def test_a_cache_for_all_layers_has_the_order_requested(layer_order):
-    spec = CacheTensor((2, 5, 4, 2, 8), torch.float32, 1, layer_stride_order=layer_order)
-
-    layers = spec.with_layers(3)
-    tensor = layers.allocate("cpu")
-
-    assert layers.shape == (3, 2, 5, 4, 2, 8)
-    assert layers.block_axis == 2
-    assert [tensor.stride(axis) for axis in layer_order] == sorted(tensor.stride(), reverse=True)
-    assert spec.is_ordered(tensor[1])
-
-
 def test_padding_makes_pages_equal():
     spec = CacheTensor((5, 4, 8), torch.float32, 0, block_padding=32)
 
     assert spec.nbytes == 5 * (32 + 32) * 4
     assert spec.allocate("cpu").stride() == (64, 8, 1)
-    assert spec.with_layers(2).nbytes == 2 * spec.nbytes
 
 
 @pytest.mark.parametrize(
@@ -143,7 +116,6 @@ def test_padding_makes_pages_equal():
     [
         ({"stride_order": (0, 1)}, "stride_order=(0, 1)"),
         ({"stride_order": (0, 1, 1)}, "stride_order=(0, 1, 1)"),
-        ({"layer_stride_order": (0, 1, 2)}, "layer_stride_order=(0, 1, 2)"),
         ({"block_axis": 3}, "block_axis=3"),
         ({"block_axis": -1}, "block_axis=-1"),
         ({"block_padding": -1}, "block_padding=-1"),

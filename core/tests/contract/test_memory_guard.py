@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnplug.contract import split_kv
 from attnplug.contract.guards.memory import has_apart_rows, share_memory
 from attnplug.errors import TensorError
 from core.tests.contract.test_forward import Call
 from core.tests.contract.toy import ToyBackend
-from core.tests.contract.world import NUM_BLOCKS, make_backend, make_layer, refused
+from core.tests.contract.world import (
+    NUM_BLOCKS,
+    is_clear,
+    make_backend,
+    make_layer,
+    refused,
+)
 
 ROWS, WIDTH, HEADS = 5, 32, 4
 
@@ -79,7 +86,7 @@ def test_columns_of_one_tensor_are_apart():
 @pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value"])
 def test_nothing_is_in_the_cache(name):
     call = Call(return_lse=True)
-    memory = call.parts["kv_cache"].view(-1)
+    memory = call.parts["kv_cache"].storages[0].view(torch.float32)
     shape = {"output": (ROWS, WIDTH), "lse": (ROWS, HEADS), "query": (ROWS, HEADS, 8)}.get(name, (ROWS, 2, 8))
     shared = memory[-1024:][: torch.Size(shape).numel()].view(shape)
     call.parts["lse"] = torch.zeros(ROWS, HEADS)
@@ -100,7 +107,7 @@ def test_the_lse_is_not_the_output():
 
 def test_memory_is_compared_by_address_whatever_holds_it():
     call = Call()
-    array = call.parts["kv_cache"].numpy().reshape(-1)
+    array = call.parts["kv_cache"].storages[0].view(torch.float32).numpy()
 
     with refused(TensorError, problem="output and the KV cache"):
         call.run(output=torch.from_numpy(array[2000 : 2000 + ROWS * WIDTH]).view(ROWS, WIDTH))
@@ -110,7 +117,7 @@ def test_memory_is_compared_by_address_whatever_holds_it():
 def test_a_call_that_fit_does_not_vouch_for_the_next():
     call = Call()
     pool = torch.zeros(4096)
-    cache = pool[:4096].view(2, NUM_BLOCKS, 4, 2, 8)
+    cache = call.backend.bind_cache(split_kv(pool.view(2, NUM_BLOCKS, 4, 2, 8), "joint", "NHD", 8))
 
     call.run(kv_cache=cache)
     with refused(TensorError, problem="output and the KV cache"):
@@ -128,18 +135,26 @@ def inference(shape):
         return torch.zeros(shape)
 
 
+def bound(backend, pool):
+    """Return a joint KV cache over a pool."""
+    return backend.bind_cache(split_kv(pool, "joint", "NHD", 8))
+
+
+POOL = (2, NUM_BLOCKS, 4, 2, 8)
+
+
 @pytest.mark.parametrize("name", ["output", "lse", "kv_cache"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_inference_tensors_are_written_in_inference_mode(name, mode):
     call = Call(return_lse=True)
-    shape = {"output": (ROWS, WIDTH), "lse": (ROWS, HEADS), "kv_cache": call.parts["kv_cache"].shape}[name]
+    made = inference({"output": (ROWS, WIDTH), "lse": (ROWS, HEADS), "kv_cache": POOL}[name])
     before = call.parts["kv_cache"]
     call.parts["lse"] = torch.zeros(ROWS, HEADS)
 
     with mode(), refused(TensorError, problem="made in inference mode", fix="torch.inference_mode()"):
-        call.run(**{name: inference(shape)})
+        call.run(**{name: bound(call.backend, made) if name == "kv_cache" else made})
     assert call.is_untouched()
-    assert not before.any()
+    assert is_clear(before)
     with torch.inference_mode():
         call.run()
     assert not call.is_untouched()
@@ -158,7 +173,10 @@ def test_inference_tensors_are_read_anywhere(name):
 def test_nothing_that_is_written_requires_a_gradient(name):
     call = Call(return_lse=True)
     call.parts["lse"] = torch.zeros(ROWS, HEADS)
-    call.parts[name].requires_grad_()
+    if name == "lse":
+        call.parts[name].requires_grad_()
+    else:
+        call.parts[name] = bound(call.backend, torch.zeros(POOL, requires_grad=True))
 
     with refused(TensorError, problem="requires a gradient", expected="no backward", fix="torch.no_grad()"):
         call.run()
@@ -175,43 +193,46 @@ def written():
 
 def test_a_write_apart_from_forward_is_checked_likewise():
     impl, key, value, cache, slots = written()
-    memory = cache.view(-1)
+    memory, backend = cache.storages[0].view(torch.float32), impl.backend
 
     with refused(TensorError, problem="the KV cache and key"):
         impl.write_kv(memory[64:112].view(3, 2, 8), value, cache, slots)
     with refused(TensorError, problem="made in inference mode"):
-        impl.write_kv(key, value, inference(cache.shape), slots)
+        impl.write_kv(key, value, bound(backend, inference(POOL)), slots)
     with refused(TensorError, problem="value that requires a gradient"):
         impl.write_kv(key, value.clone().requires_grad_(), cache, slots)
     with refused(TensorError, problem="a KV cache that requires a gradient"):
-        impl.write_kv(key, value, cache.clone().requires_grad_(), slots)
-    assert not cache.any()
+        impl.write_kv(key, value, bound(backend, torch.zeros(POOL, requires_grad=True)), slots)
+    assert is_clear(cache)
     impl.write_kv(key, value, cache, slots)
-    assert cache.sum() == 96
+    assert cache.k.sum() + cache.v.sum() == 96
 
 
 def test_blocks_are_moved_into_writable_caches():
     backend = make_backend()
-    good = backend.make_cache(4).fill_(1)
-    caches = [good, inference(good.shape)]
+    good = bound(backend, torch.ones(2, 4, 4, 2, 8))
+    caches = [good, bound(backend, inference((2, 4, 4, 2, 8)))]
 
     with refused(TensorError, problem="made in inference mode"):
         backend.copy_blocks(caches, [(1, 2)])
     with refused(TensorError, problem="requires a gradient"):
-        backend.swap_blocks(good, good.clone().requires_grad_(), [(1, 2)])
-    assert good.eq(1).all()
+        backend.swap_blocks(good, bound(backend, torch.ones(2, 4, 4, 2, 8, requires_grad=True)), [(1, 2)])
+    assert good.k.eq(1).all()
 
 
 def test_several_cache_tensors_are_checked_each():
     impl_class = type("Impl", (ToyBackend.impl_class,), {"run": lambda *_: None})
-    call = Call(type("Backend", (ToyBackend,), {"impl_class": impl_class}), head_size_v=16)
+    call = Call(type("Backend", (ToyBackend,), {"impl_class": impl_class}), head_size_v=16, kv_cache_form="split")
     cache = call.parts["kv_cache"]
 
     call.run()
     with refused(TensorError, problem="output and the KV cache"):
-        call.run(output=cache["v"].view(-1)[: ROWS * 64].view(ROWS, 64))
+        call.run(output=cache.v.view(-1)[: ROWS * 64].view(ROWS, 64))
     with refused(TensorError, problem="made in inference mode"):
-        call.run(output=torch.zeros(ROWS, 64), kv_cache={**cache, "v": inference(cache["v"].shape)})
+        call.run(
+            output=torch.zeros(ROWS, 64),
+            kv_cache=call.backend.bind_cache({"k": cache.k, "v": inference(cache.v.shape)}),
+        )
 
 
 # --- by brute force -----------------------------------------------------------------------------------------------

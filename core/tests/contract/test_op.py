@@ -13,7 +13,17 @@ from torch import nn
 from attnplug.contract import CacheTensor, Layer, forward_context
 from attnplug.errors import BatchError, CacheError, LayerError
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import make_backend, make_batch, make_builder, make_layer, make_qkv, refused
+from core.tests.contract.world import (
+    copy_of,
+    make_backend,
+    make_batch,
+    make_builder,
+    make_layer,
+    make_qkv,
+    random_cache,
+    refused,
+    same,
+)
 
 
 class Model(nn.Module):
@@ -45,7 +55,7 @@ def test_a_compiled_model_serves_every_step(compiler):
     backend = make_backend(return_lse=True)
     impl = make_layer(backend)
     builder = make_builder(backend, impl)
-    pages = torch.randn(backend.make_cache(32).shape)
+    pages = random_cache(backend, 32)
     model = Model(impl, pages, lse=True)
     torch.compiler.reset()
     graphs = []
@@ -59,13 +69,13 @@ def test_a_compiled_model_serves_every_step(compiler):
     for query_lens, seq_lens in STEPS:
         metadata = builder.build(make_batch(query_lens, seq_lens))
         query, key, value, output = make_qkv(backend, sum(query_lens))
-        expected, lse, cache = output.clone(), torch.zeros(query.shape[:2]), pages.clone()
+        expected, lse, cache = output.clone(), torch.zeros(query.shape[:2]), copy_of(backend, pages)
         impl.forward(query * 2, key, value, cache, metadata, expected, lse=lse)
         with forward_context({"layers.0": metadata}), torch.no_grad():
             found, found_lse = compiled(query, key, value)
         torch.testing.assert_close(found, expected + 1)
         torch.testing.assert_close(found_lse, lse)
-        assert torch.equal(pages, cache)
+        assert same(pages, cache)
     assert len(graphs) == 2  # a single row is compiled by itself
 
 
@@ -78,32 +88,27 @@ def test_the_schema_names_what_is_written():
     with forward_context({"layers.0": metadata}):
         torch.library.opcheck(
             torch.ops.attnplug.forward,
-            (query, key, value, [pages], output, None, impl._handle),
+            (query, key, value, list(pages.storages), pages.handle, output, None, impl._handle),
             test_utils=("test_schema", "test_faketensor"),
         )
 
 
 def test_caches_of_several_roles_and_none():
-    class Roles(ToyImpl):
-        def run(self, query, key, value, kv_cache, metadata, output, lse):
-            super().run(query, key, value, torch.stack([kv_cache["v"], kv_cache["k"]]), metadata, output, lse)
-
     class RolesBackend(ToyBackend):
-        impl_class = Roles
-
         def cache_tensors(self, num_blocks):
-            shape = (num_blocks, 4, 2, 8)
-            return {role: CacheTensor(shape, torch.float32, 0) for role in ("v", "k")}
+            scales = CacheTensor((num_blocks, 4), torch.float32, 0)
+            return {"k_scale": scales, **super().cache_tensors(num_blocks)}
 
     backend = make_backend(RolesBackend)
     impl = make_layer(backend, cache_write="host")
     metadata = make_builder(backend, impl).build(make_batch([1], [5]))
     query, key, value, output = make_qkv(backend, 1)
-    cache = {role: torch.randn(tensor.shape) for role, tensor in backend.make_cache(8).items()}
+    cache = random_cache(backend, 8)
+    assert len(cache.storages) == 2  # that of keys and values, and that of the scales
     expected = output.clone()
     impl.forward(query, key, value, cache, metadata, expected)
     with forward_context({"layers.0": metadata}):
-        impl.forward_op(query, key, value, dict(reversed(cache.items())), output)
+        impl.forward_op(query, key, value, cache, output)
     assert torch.equal(output, expected)
 
     dense = make_backend(paged=False)
@@ -147,7 +152,7 @@ def test_a_layer_that_was_collected_is_named():
     del impl
     gc.collect()
     with refused(LayerError, problem=f"layer number {handle}", expected="garbage-collected"):
-        torch.ops.attnplug.forward(query, key, value, [], output, None, handle)
+        torch.ops.attnplug.forward(query, key, value, [], 0, output, None, handle)
     assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
 
 
@@ -175,8 +180,8 @@ def test_the_write_is_an_op_too(phases):
     metadata = make_builder(backend, impl).build(make_batch([1, 4], [6, 4]))
     reference = make_builder(plain.backend, plain).build(make_batch([1, 4], [6, 4]))
     query, key, value, output = make_qkv(backend, 5)
-    pages = torch.randn(backend.make_cache(8).shape)
-    expected, written = output.clone(), pages.clone()
+    pages = random_cache(backend, 8)
+    expected, written = output.clone(), copy_of(backend, pages)
     plain.forward(query, key, value, written, reference, expected)
 
     def call(query, key, value):
@@ -189,7 +194,7 @@ def test_the_write_is_an_op_too(phases):
     with forward_context({"layers.0": metadata}), torch.no_grad():
         found = compiled(query, key, value)
     torch.testing.assert_close(found, expected + 1)
-    assert torch.equal(pages, written)
+    assert same(pages, written)
     with forward_context({"layers.0": None}):
         impl.write_kv_op(key, value, pages)  # a profiling run
-    assert torch.equal(pages, written)
+    assert same(pages, written)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import pytest
+import torch
 from attrs import frozen
 
-from attnplug.contract import Layer, Metadata, MetadataBuilder, State
+from attnplug.contract import CacheTensor, Layer, Metadata, MetadataBuilder, State
 from attnplug.errors import PluginContractError
 from attnplug.selection.load import _construct
 from core.tests.contract.toy import ToyBackend, ToyImpl
@@ -149,7 +150,10 @@ def test_a_type_error_of_the_plugin_stays_one():
         building(lambda self, batch: {"mine": 1}, Picky).build(make_batch([1], [5]))
 
 
-@pytest.mark.parametrize("returned", [None, {}, {"kv": (2, 3)}, (2, 3), {"scale": "unset"}])
+CELL = CacheTensor((2, 4, 2, 8), torch.float32, 0)
+
+
+@pytest.mark.parametrize("returned", [None, {}, {"k": (2, 3)}, (2, 3), {"scale": "unset"}, {"v": CELL}])
 def test_a_cache_is_described(returned):
     backend = make_backend(type("Backend", (ToyBackend,), {"cache_tensors": lambda self, num_blocks: returned}))
 
@@ -159,7 +163,7 @@ def test_a_cache_is_described(returned):
         lambda: backend.bytes_per_block,
         lambda: backend.swap_blocks({}, {}, [(1, 2)]),
     ):
-        with refused(PluginContractError, "Backend.cache_tensors returned", "CacheTensor by role", "'kv'"):
+        with refused(PluginContractError, "Backend.cache_tensors returned", "", "'k'"):
             use()
 
 

@@ -11,7 +11,16 @@ from attrs import evolve
 from attnplug.contract import Batch, GraphShape
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 from core.tests.contract.test_graphs import capture, world
-from core.tests.contract.world import make_backend, make_batch, make_builder, make_qkv, refused
+from core.tests.contract.world import (
+    copy_of,
+    is_clear,
+    make_backend,
+    make_batch,
+    make_builder,
+    make_qkv,
+    refused,
+    same,
+)
 
 QUERIES, LENGTHS = [1, 1, 3], [5, 9, 3]
 LENS = torch.tensor(LENGTHS, dtype=torch.int32)
@@ -77,7 +86,7 @@ def test_metadata_that_a_later_build_has_overwritten_is_refused():
     pages = backend.make_cache(32)
     first = builder.build(make_batch([1, 1], [5, 3]), graph=graph)
     impl.forward(query, key, value, pages, first, output)
-    before = pages.clone()
+    before = copy_of(backend, pages)
 
     for later in (graph, larger):
         second = builder.build(make_batch([1, 1], [9, 7]), graph=later)
@@ -86,7 +95,7 @@ def test_metadata_that_a_later_build_has_overwritten_is_refused():
         with refused(BatchError, problem="from an earlier step"):
             builder.advance_step(first)
         first = second if later is graph else first
-    assert torch.equal(pages, before)
+    assert same(pages, before)
     impl.forward(query, key, value, pages, captured, output)  # a replay: it reads what was built last
 
 
@@ -152,7 +161,7 @@ def test_a_step_with_more_tokens_than_the_call_is_another(rows, keys):
 
     with refused(TensorError, fix="that the metadata was built for"):
         impl.forward(query, key, value, cache, metadata, output)
-    assert not cache.any()
+    assert is_clear(cache)
     impl.forward(*make_qkv(backend, 8)[:3], cache, metadata, make_qkv(backend, 8)[3])  # padded rows
 
 
@@ -163,7 +172,7 @@ def test_a_step_in_blocks_beyond_the_cache_is_another():
 
     with refused(CacheError, problem="a cache of 3 blocks"):
         impl.forward(*make_qkv(backend, 5)[:3], cache, metadata, make_qkv(backend, 5)[3])
-    assert not cache.any()
+    assert is_clear(cache)
 
 
 @pytest.mark.parametrize("lens", [LENS.to("meta"), [5, 9, 3]], ids=["meta", "list"])

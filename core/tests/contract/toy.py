@@ -33,13 +33,14 @@ class ToyImpl(AttentionImpl):
             start = int(batch.key_start_loc[i])
             k, v = key[start : start + length], value[start : start + length]
         else:
-            k, v = kv_cache[:, batch.block_table[i]].flatten(1, 2)[:, :length]
+            blocks = batch.block_table[i]
+            k, v = (pages[blocks].flatten(0, 1)[:length] for pages in (kv_cache.k, kv_cache.v))
         return (x.repeat_interleave(self.num_queries_per_kv, 1) for x in (k, v))
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        slots, size = slot_mapping[slot_mapping >= 0], kv_cache.shape[2]
-        for half, new in zip(kv_cache, (key, value), strict=True):
-            half[slots // size, slots % size] = new[: len(slot_mapping)][slot_mapping >= 0]
+        slots, size = slot_mapping[slot_mapping >= 0], kv_cache.k.shape[1]
+        for pages, new in zip((kv_cache.k, kv_cache.v), (key, value), strict=True):
+            pages[slots // size, slots % size] = new[: len(slot_mapping)][slot_mapping >= 0]
 
 
 class ToyBackend(Backend):

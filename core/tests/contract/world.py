@@ -32,6 +32,7 @@ def agree(*, agreed_graphs="never", device="cpu", **requested):
         requirements=requirements,
         block_size=(requirements.block_size or BLOCK_SIZE) if paged else None,
         kv_layout=(requirements.kv_layout or "NHD") if paged else None,
+        kv_cache_form=(requirements.kv_cache_form or "joint") if paged else None,
         kv_cache_dtype=requirements.kv_cache_dtype,
         cudagraph=agreed_graphs,
     )
@@ -46,6 +47,32 @@ def make_backend(cls=ToyBackend, **requested):
 def make_layer(backend, **fields):
     """Return the backend's implementation of a layer."""
     return backend.make_impl(Layer(**{"name": "layers.0", **fields}))
+
+
+def random_cache(backend, num_blocks):
+    """Return a KV cache of random numbers."""
+    cache = backend.make_cache(num_blocks)
+    for tensor in cache.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    return cache
+
+
+def copy_of(backend, cache):
+    """Return another KV cache with the same numbers."""
+    copy = backend.make_cache(cache.num_blocks)
+    for role, tensor in cache.tensors.items():
+        copy[role].copy_(tensor)
+    return copy
+
+
+def same(cache, other):
+    """Whether two KV caches hold the same numbers."""
+    return all(torch.equal(tensor, other[role]) for role, tensor in cache.tensors.items())
+
+
+def is_clear(cache):
+    """Whether a KV cache holds zeros alone."""
+    return not any(tensor.any() for tensor in cache.tensors.values())
 
 
 def limits(**changes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from itertools import product
 
+TERMS = ("block_size", "kv_layout", "kv_cache_form")
 LEVELS = ("never", "single_token_decode", "uniform_batch", "always")
 FLAGS = {
     "sinks",
@@ -147,12 +148,13 @@ class Variant:
             self.open_names |= {item for item in listed if "." in item}
         if "paged" in self.declared:
             self.declared.setdefault("kv_layout", "NHD")
+            self.declared.setdefault("kv_cache_form", "joint")
         self.rules = [*document.get("rules", []), *own.get("rules", [])]
 
     def serves(self, requirements, device):
         """Whether it serves, were all that it requires installed in a version that no rule is about."""
         facts = facts_of(requirements, device)
-        if not all(self.declares(name, facts) for name in facts if name not in ("block_size", "kv_layout")):
+        if not all(self.declares(name, facts) for name in facts if name not in TERMS):
             return False
         return any(all(rule_allows(rule, facts | terms) for rule in self.rules) for terms in self.all_terms(facts))
 
@@ -179,7 +181,10 @@ class Variant:
         sizes = [size for size in sizes if admits("block_size", self.declared["block_size"], size, facts)]
         layouts = [facts["kv_layout"]] if facts["kv_layout"] else ["NHD", "HND"]
         layouts = [layout for layout in layouts if admits("kv_layout", self.declared["kv_layout"], layout, facts)]
-        return [{"block_size": s, "kv_layout": o} for s, o in product(sizes if matters else sizes[:1], layouts)]
+        forms = [facts["kv_cache_form"]] if facts["kv_cache_form"] else ["joint", "interleaved", "split", "packed"]
+        forms = [form for form in forms if admits("kv_cache_form", self.declared["kv_cache_form"], form, facts)]
+        found = product(sizes if matters else sizes[:1], layouts, forms)
+        return [dict(zip(TERMS, terms, strict=True)) for terms in found]
 
 
 ANY = {"any": True}
@@ -217,6 +222,7 @@ REQUESTED = [
     "phases",
     "block_size",
     "kv_layout",
+    "kv_cache_form",
     "kv_cache_dtype",
     "cudagraph",
     "cascade",

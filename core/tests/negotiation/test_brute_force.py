@@ -30,10 +30,13 @@ MODEL = {
     "sinks": [False, True],
     "custom_mask": [False, True],
 }
+TERMS = ("block_size", "kv_layout", "kv_cache_form")
+FORMS = ["joint", "interleaved", "split", "packed"]
 ENGINE = {
     "paged": [True, False],
     "block_size": [None, 16, 48, 64, 256],
     "kv_layout": [None, "NHD", "HND"],
+    "kv_cache_form": [None, *FORMS],
     "kv_cache_dtype": ["auto", "fp8_e4m3", "int8"],
     "cudagraph": LEVELS,
     "cascade": [False, True],
@@ -120,7 +123,7 @@ def serves(raw, requirements, device):
     }
     supports = {"phases": ["prefill", "decode"], **supports}  # undeclared is both, and each of them
     for field, value in facts.items():
-        if field in ("block_size", "kv_layout") or (
+        if field in TERMS or (
             field not in ("head_size", "dtype", "device_type", "phases") and not is_requested(field, value, facts)
         ):
             continue
@@ -141,12 +144,14 @@ def serves(raw, requirements, device):
 
 def all_terms(supports, requirements):
     if not requirements.paged:
-        return [{"block_size": None, "kv_layout": None}]
+        return [dict.fromkeys(TERMS)]
     sizes = [requirements.block_size] if requirements.block_size else range(1, 1025)
     layouts = [requirements.kv_layout] if requirements.kv_layout else ["NHD", "HND"]
     sizes = [s for s in sizes if "block_size" in supports and admits("block_size", supports["block_size"], s, "")]
     layouts = [layout for layout in layouts if admits("kv_layout", supports.get("kv_layout", "NHD"), layout, "")]
-    return [{"block_size": s, "kv_layout": layout} for s, layout in product(sizes, layouts)]
+    forms = [requirements.kv_cache_form] if requirements.kv_cache_form else FORMS
+    forms = [form for form in forms if admits("kv_cache_form", supports.get("kv_cache_form", "joint"), form, "")]
+    return [dict(zip(TERMS, terms, strict=True)) for terms in product(sizes, layouts, forms)]
 
 
 def allowed(raw, facts):
@@ -178,6 +183,7 @@ DECLARATIONS = {
         [{"multiple_of": 16}, [128, {"multiple_of": 64}], {"multiple_of": 256}, [16, 32], {"min": 1}]
     ),
     "kv_layout": st.sampled_from(["NHD", ["HND", "NHD"], "HND"]),
+    "kv_cache_form": st.sampled_from(["split", ["interleaved", "joint"], ["packed", "split", "joint"]]),
     "kv_cache_dtype": st.sampled_from([["auto", "fp8"], "int8"]),
     "cudagraph": st.sampled_from([{"max": "uniform_batch"}, "single_token_decode", {"max": "always"}]),
     "decode_query_len": st.sampled_from([{"max": 4}, {"min": 1}]),
@@ -209,6 +215,7 @@ CONDITIONS = {
     "cudagraph": st.booleans() | st.just({"min": "uniform_batch"}),
     "block_size": st.sampled_from([{"max": 32}, {"min": 64}, {"multiple_of": 32}, 16, {"multiple_of": 128}]),
     "kv_layout": st.sampled_from(["NHD", "HND"]),
+    "kv_cache_form": st.sampled_from(["joint", ["split", "packed"]]),
     "head_size": st.sampled_from([256, {"max": 64}]),
     "compute_capability": st.sampled_from(["9.0", {"min": "10.0"}]),
     "decode_query_len": st.just({"min": 2}),
@@ -228,9 +235,7 @@ def tables(draw, names, most):
 
 @st.composite
 def manifests(draw):
-    optional = [
-        name for name in DECLARATIONS if name not in ("head_size", "dtype", "device_type", "block_size", "kv_layout")
-    ]
+    optional = [name for name in DECLARATIONS if name not in ("head_size", "dtype", "device_type", *TERMS)]
     declared = [
         "head_size",
         "dtype",
@@ -240,7 +245,7 @@ def manifests(draw):
     features = draw(st.lists(st.sampled_from(FEATURES), max_size=5, unique=True))
     if draw(st.booleans()) or "paged" in features:
         features.append("paged")
-        declared += ["block_size", *draw(st.lists(st.just("kv_layout"), max_size=1))]
+        declared += ["block_size", *draw(st.lists(st.sampled_from(["kv_cache_form", "kv_layout"]), unique=True))]
     supports = {name: draw(DECLARATIONS[name]) for name in dict.fromkeys(declared) if name not in features}
     rules = []
     for _ in range(draw(st.integers(0, 3))):
@@ -338,7 +343,8 @@ def canonical(world):
 
 
 def contradicts(world):
-    cache = world.block_size or world.kv_layout or world.cascade or world.kv_cache_dtype not in ("auto", world.dtype)
+    cache = world.block_size or world.kv_layout or world.kv_cache_form or world.cascade
+    cache = cache or world.kv_cache_dtype not in ("auto", world.dtype)
     cache = cache or world.dcp_size > 1
     return (not world.paged and cache) or (world.decode_query_len > 1 and "decode" not in world.phases)
 

@@ -24,6 +24,7 @@ dtype = ["float32", "bfloat16"]
 head_size = { min = 1, max = 512 }
 block_size = [16, { min = 1 }]
 kv_layout = ["NHD", "HND"]
+kv_cache_form = ["joint", "packed"]
 kv_cache_dtype = ["auto", "fp8_e4m3"]
 cudagraph = { max = "always" }
 phases = ["prefill", "decode"]
@@ -39,6 +40,7 @@ BASICS = {
     ("paged", True),
     ("block_size", 16),
     ("kv_layout", "NHD"),
+    ("kv_cache_form", "joint"),
     ("phases", ("prefill",)),
     ("phases", ("decode",)),
 }
@@ -51,10 +53,10 @@ def candidate():
 
 def agreed(**wanted):
     requirements = Requirements(**{**PLAIN, **wanted})
-    size, layout = (
-        (requirements.block_size or 16, requirements.kv_layout or "NHD") if requirements.paged else (None,) * 2
-    )
-    return Agreement("acme", "default", requirements, size, layout, requirements.kv_cache_dtype, requirements.cudagraph)
+    terms = (requirements.block_size or 16, requirements.kv_layout or "NHD", requirements.kv_cache_form or "joint")
+    if not requirements.paged:
+        terms = (None, None, None)
+    return Agreement("acme", "default", requirements, *terms, requirements.kv_cache_dtype, requirements.cudagraph)
 
 
 def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None, features=()):
@@ -132,6 +134,7 @@ VALUES = {
     "dtype": ("float32", "bfloat16"),
     "block_size": (1, 16, 48),
     "kv_layout": ("NHD", "HND"),
+    "kv_cache_form": ("joint", "packed"),
     "sliding_window": (None, 7, 4096),
     "sinks": (False, True),
     "cudagraph": ("never", "always"),

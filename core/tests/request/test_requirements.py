@@ -33,6 +33,7 @@ optional = st.fixed_dictionaries(
         "paged": st.sampled_from([None, True, False]),
         "block_size": st.sampled_from([None, 16, 128]),
         "kv_layout": st.sampled_from([None, "NHD", "HND"]),
+        "kv_cache_form": st.sampled_from([None, "joint", "interleaved", "split", "packed"]),
         "kv_cache_dtype": st.sampled_from(["auto", "fp8", "int8", "bf16", "acme.int3"]),
         "cudagraph": st.sampled_from(["never", "always"]),
         "phases": st.sampled_from([("prefill", "decode"), ("decode", "prefill"), ["decode"]]),
@@ -77,7 +78,7 @@ def test_requested_names_the_fields_that_are_not_neutral(requirements):
     assert ("sliding_window" in names) == (requirements.sliding_window is not None)
     assert ("kv_cache_dtype" in names) == (requirements.kv_cache_dtype != requirements.dtype)
     assert ("paged" in names) == requirements.paged
-    assert not names & {"block_size", "kv_layout"}
+    assert not names & {"block_size", "kv_layout", "kv_cache_form"}
 
 
 def test_the_vocabulary_is_the_class():
@@ -187,6 +188,7 @@ def test_a_dtype_of_torch_is_refused_with_its_text(field, value, written):
     [
         ("dtype", "BFloat16", "write dtype='bfloat16'"),
         ("kv_layout", "hnd", "write kv_layout='HND', or leave it out"),
+        ("kv_cache_form", "Split", "write kv_cache_form='split', or leave it out"),
         ("dtype", 16, "pass another dtype"),
     ],
 )

@@ -359,7 +359,7 @@ class TestPlan:
         assert plan["a"].agreement.block_sizes.alternatives == (Exact(64),)
         assert plan.bind(block_size=64).block_size == 64
         assert plan.bind(block_size=64)["b"] == plan["b"]
-        with pytest.raises(NotNegotiatedError, match="no layout serves all groups"):
+        with pytest.raises(NotNegotiatedError, match="no layout and form serve all groups"):
             plan.bind(block_size=48)
 
     def test_a_layout_that_groups_cannot_share_is_refused(self, world, flash_manifest, late_of):
@@ -372,7 +372,7 @@ class TestPlan:
 
         assert not plan.block_sizes.allows(32)
         assert plan.bind(block_size=16).kv_layout == "NHD"
-        with pytest.raises(NotNegotiatedError, match="no layout serves all groups"):
+        with pytest.raises(NotNegotiatedError, match="no layout and form serve all groups"):
             plan.bind(block_size=32)
 
     def test_a_later_layout_is_taken_where_all_share_it(self, world, flash_manifest, late_of):

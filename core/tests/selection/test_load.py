@@ -345,8 +345,9 @@ class TestElsewhere:
         [
             ({"cudagraph": "always"}, "cudagraph would be 'never', not 'always'"),
             ({"kv_cache_dtype": "float16"}, "kv_cache_dtype would be 'bfloat16', not 'float16'"),
-            ({"kv_layout": None}, "block_size and kv_layout would be True, not False"),
-            ({"block_size": None}, "block_size and kv_layout would be True, not False"),
+            ({"kv_cache_form": None}, "block_size and kv_layout and kv_cache_form would be True, not False"),
+            ({"kv_layout": None}, "block_size and kv_layout and kv_cache_form would be True, not False"),
+            ({"block_size": None}, "block_size and kv_layout and kv_cache_form would be True, not False"),
             ({"options": {"foo": 1}}, "the option 'foo' of 'flash'"),
             ({"options": {}}, "options would be {'splits': 0}, not {}"),
         ],

@@ -41,7 +41,8 @@ def test_a_plan_names_its_layers_and_prints_like_an_explanation(both, request_of
     assert "did you mean 'layers." in caught.value.problem
     found = str(plan)
     assert found.startswith(
-        "layers: 12 in 2 groups\ndevice: cuda:9.0\ncommon: block_size=16 kv_layout=NHD cudagraph=always\n\n"
+        "layers: 12 in 2 groups\ndevice: cuda:9.0\n"
+        "common: block_size=16 kv_layout=NHD kv_cache_form=joint cudagraph=always\n\n"
         "6 layers: layers.0, layers.2"
     )
     assert "\n    chosen: flash/hopper (decided by the plugin's preference)\n    block_size=16 " in found
@@ -61,6 +62,7 @@ def test_paged_layers_share_block_size_and_layout(both, request_of):
     assert [plan[name].id for name in "abc"] == ["flash/hopper", "flash/new", "flash/hopper"]
     assert {plan[name].agreement.block_size for name in "abc"} == {16} == {plan.block_size}
     assert plan.kv_layout == "NHD"
+    assert plan.kv_cache_form == "joint"
 
 
 def test_the_smaller_group_yields(world, request_of, flash_manifest):

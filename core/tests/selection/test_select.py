@@ -573,7 +573,8 @@ def test_nothing_can_serve_says_so_for_everyone(both, request_of):
 
 
 def test_a_selection_reads_in_a_line(both, request_of):
-    text = "flash/new on cuda:9.0: block_size=128 kv_layout=NHD kv_cache_dtype=bfloat16 cudagraph=never"
+    terms = "block_size=128 kv_layout=NHD kv_cache_form=joint kv_cache_dtype=bfloat16 cudagraph=never"
+    text = f"flash/new on cuda:9.0: {terms}"
 
     assert str(attnplug.select(request_of(sinks=True))) == text
 

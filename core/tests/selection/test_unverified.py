@@ -18,7 +18,14 @@ from attnplug.selection.explanation import detail
 from attnplug.selection.selection import Selection
 
 NOTHING_KNOWN = ("device", "cuda:9.0", "no run of the conformance kit on cuda:9.0 is known")
-BASICS = {"head_size": 64, "dtype": "bfloat16", "paged": True, "block_size": 16, "kv_layout": "NHD"}
+BASICS = {
+    "head_size": 64,
+    "dtype": "bfloat16",
+    "paged": True,
+    "block_size": 16,
+    "kv_layout": "NHD",
+    "kv_cache_form": "joint",
+}
 
 
 def records(found):

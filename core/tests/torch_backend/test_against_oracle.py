@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.ops import key_and_value_pages
+from attnplug.contract import split_kv
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug.torch_backend.builder import Sizes
@@ -190,7 +190,7 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> 
 
     cache = run(backend, scene).call.cache  # type: ignore[union-attr]
 
-    for got, wanted in zip(key_and_value_pages(cache), key_and_value_pages(expected), strict=True):
+    for got, wanted in zip((cache.k, cache.v), (expected.k, expected.v), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -202,13 +202,14 @@ def test_a_layer_of_a_tensor_with_all_layers(case: Case, layout: str, layer: int
     heads, size = case.num_kv_heads, case.head_size
     page = (case.block_size, heads) if layout == "NHD" else (heads, case.block_size)
     layers = torch.zeros(2, scene.num_blocks, 3, *page, size, dtype=scene.keys[0].dtype)
-    layers = layers.movedim(2, 0) if layout == "NHD" else layers.movedim(2, 0).transpose(3, 4)
+    layers = layers.movedim(2, 0)
     call = scene.paged(backend)
-    scene.fill(layers[layer])
+    cache = backend.bind_cache(split_kv(layers[layer], "joint", layout, size))
+    scene.fill(cache)
     impl = backend.make_impl(scene.layer())
     metadata = backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
 
-    impl.forward(call.query, call.key, call.value, layers[layer], metadata, call.output)
+    impl.forward(call.query, call.key, call.value, cache, metadata, call.output)
 
     got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
     assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value)
@@ -218,8 +219,9 @@ def test_a_layer_of_a_tensor_with_all_layers(case: Case, layout: str, layer: int
 
 @given(cases(features=SELF), st.booleans())
 @settings(max_examples=20)
-def test_a_profiling_run_of_pages_succeeds(case: Case, empty_cache: bool) -> None:
-    profile(load(case), case, torch.empty(0) if empty_cache else None)
+def test_a_profiling_run_of_pages_succeeds(case: Case, has_cache: bool) -> None:
+    backend = load(case)
+    profile(backend, case, backend.make_cache(2) if has_cache else None)
 
 
 @given(cases(features=set(DENSE) - {"attn_type"}))
@@ -261,7 +263,7 @@ def test_blocks_before_the_visible_keys_may_be_freed(requested: dict[str, object
     scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
     table = scene.block_table.clone()
-    for pages in key_and_value_pages(call.cache):
+    for pages in (call.cache.k, call.cache.v):
         pages[table[:, :8].flatten().long()] = torch.nan
     table[:, :8] = 10**6
     batch = evolve(call.batch, block_table=table, block_table_cpu=table)

@@ -11,7 +11,6 @@ import torch
 from attrs import evolve
 
 import attnplug
-from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, check, limits_of, materialize, random_case
 
@@ -106,7 +105,7 @@ def test_writes_saturate_and_keep_nan(variant: str, dtype: str, largest: float) 
 
     impl.write_kv(call.key, call.value, call.cache, call.batch.slot_mapping)  # type: ignore[arg-type]
 
-    keys = key_and_value_pages(call.cache)[0].cpu().float().flatten(0, 1)
+    keys = call.cache.k.cpu().float().flatten(0, 1)
     assert keys[scene.slot_mapping[0]].eq(largest).all()
     assert keys[scene.slot_mapping[1]].isnan().all()
     assert keys[: case.block_size].isnan().all(), "the null block keeps its poison"
@@ -118,13 +117,13 @@ def test_8_bit_blocks_travel_between_host_and_device(variant: str, dtype: str, h
     case = Case(query_lens=(5,), context_lens=(3,), head_size=64, head_size_v=head_size_v, dtype="bfloat16")
     backend = load(variant, evolve(case, kv_cache_dtype=dtype))
     there, here = backend.make_cache(6), backend.make_cache(6, device="cpu")
-    for pages in key_and_value_pages(there):
+    for pages in (there.k, there.v):
         pages.view(torch.uint8).random_(0, 120)
 
     backend.swap_blocks(there, here, [(2, 4), (5, 1)])
     backend.copy_blocks([here], {4: [2, 3]})
     backend.swap_blocks(here, there, [(3, 1)])
 
-    for sent, returned in zip(key_and_value_pages(there), key_and_value_pages(here), strict=True):
+    for sent, returned in zip((there.k, there.v), (here.k, here.v), strict=True):
         assert torch.equal(returned[2].view(torch.uint8), sent[2].cpu().view(torch.uint8))
         assert torch.equal(sent[1].view(torch.uint8), sent[2].view(torch.uint8))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import GraphShape, Limits
 from attnplug.errors import NoBackendError
-from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import FEATURES, Case, Scene, cases, check_replays, materialize, padded_for
@@ -99,7 +98,7 @@ def test_blocks_before_the_visible_keys_may_be_freed(requested, monkeypatch):
     def paged(scene, backend, device=None):
         call = plain(scene, backend, device)
         table = call.batch.block_table.clone()
-        for pages in key_and_value_pages(call.cache):
+        for pages in (call.cache.k, call.cache.v):
             pages[table[:, :8].flatten().long()] = torch.nan
         table[:, :8] = 2**30
         return evolve(call, batch=evolve(call.batch, block_table=table, block_table_cpu=table))

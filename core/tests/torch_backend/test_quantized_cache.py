@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import PAD_SLOT_ID, Backend, Layer
+from attnplug.contract import PAD_SLOT_ID, Backend, Layer, split_kv
 from attnplug.errors import NotNegotiatedError
-from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, assert_close, cases, check, limits_of, materialize, run
@@ -96,7 +95,7 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str, hos
 
     cache = run(backend, scene, host_writes=host_writes).call.cache  # type: ignore[union-attr]
 
-    for got, wanted in zip(key_and_value_pages(cache), key_and_value_pages(expected), strict=True):
+    for got, wanted in zip((cache.k, cache.v), (expected.k, expected.v), strict=True):
         torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -107,13 +106,14 @@ def test_a_layer_of_a_tensor_with_all_layers(case: Case, layout: str, layer: int
     scene, backend = materialize(case), load(case, layout)
     call = scene.paged(backend)
     page = (case.block_size, case.num_kv_heads) if layout == "NHD" else (case.num_kv_heads, case.block_size)
-    layers = torch.zeros(2, scene.num_blocks, 3, *page, case.head_size).to(call.cache.dtype)  # type: ignore[union-attr]
-    layers = layers.movedim(2, 0) if layout == "NHD" else layers.movedim(2, 0).transpose(3, 4)
-    scene.fill(layers[layer])
+    layers = torch.zeros(2, scene.num_blocks, 3, *page, case.head_size).to(call.cache.k.dtype)
+    layers = layers.movedim(2, 0)
+    cache = backend.bind_cache(split_kv(layers[layer], "joint", layout, case.head_size))
+    scene.fill(cache)
     impl = backend.make_impl(scene.layer())
     metadata = backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
 
-    impl.forward(call.query, call.key, call.value, layers[layer], metadata, call.output)
+    impl.forward(call.query, call.key, call.value, cache, metadata, call.output)
 
     got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
     assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value, scaled_keys=True)
@@ -138,7 +138,7 @@ def test_writes_saturate_and_keep_nan(dtype: str, largest: float, writer: str) -
         metadata = backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
         impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
 
-    keys = key_and_value_pages(call.cache)[0].float().flatten(0, 1)
+    keys = call.cache.k.float().flatten(0, 1)
     assert keys[slots[0]].eq(largest).all()
     assert keys[slots[1]].isnan().all()
     assert (~keys.isnan()).flatten(1).any(1).sum() == 1, "the padded row is not written"

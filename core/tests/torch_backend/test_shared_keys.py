@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import Batch, Limits
 from attnplug.errors import BatchError, CacheError
-from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, assert_close, cases, check, limits_of, materialize, run
 
@@ -39,7 +38,7 @@ def prepare(backend: Backend, scene: Scene) -> tuple[AttentionImpl, Paged, Metad
 def test_a_layer_that_shares_a_kv_cache_ignores_given_keys(case: Case) -> None:
     scene, backend = materialize(case), load(case)
     impl, call, metadata = prepare(backend, scene)
-    before = [pages.clone() for pages in key_and_value_pages(call.cache)]
+    before = [pages.clone() for pages in (call.cache.k, call.cache.v)]
     shape = (call.query.shape[0], case.num_kv_heads, case.head_size)
     key = torch.full(shape, torch.nan, dtype=call.query.dtype)
 
@@ -47,7 +46,7 @@ def test_a_layer_that_shares_a_kv_cache_ignores_given_keys(case: Case) -> None:
 
     got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
     assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value)
-    for pages, as_before in zip(key_and_value_pages(call.cache), before, strict=True):
+    for pages, as_before in zip((call.cache.k, call.cache.v), before, strict=True):
         torch.testing.assert_close(pages, as_before, rtol=0, atol=0, equal_nan=True)
 
 

@@ -132,7 +132,7 @@ def slot_of(table, row, position, size):
 
 def write_scene(group, scene, batch, table, size):
     """Write a scene's cached rows into pages of a fixed table, and its lengths and slots in place."""
-    keys, values = group.cache[0], group.cache[1]
+    keys, values = group.cache.k, group.cache.v
     for row, (cached_keys, cached_values) in enumerate(zip(scene.keys, scene.values, strict=True)):
         context = scene.case.context_lens[row]
         for position in range(context):

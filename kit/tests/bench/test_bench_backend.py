@@ -97,7 +97,8 @@ def test_both_caches_have_the_past() -> None:
     rig = make_rig(step, TORCH)
     before = rig.forward()().clone()
 
-    rig.cache.zero_()  # type: ignore[union-attr]
+    for pages in (rig.cache.k, rig.cache.v):
+        pages.zero_()
 
     assert not torch.allclose(rig.forward()(), before)
     assert torch.allclose(TorchBaseline().layer(rig)(), before, atol=1e-5)
@@ -192,7 +193,7 @@ def test_forward_is_reported_over_direct_calls() -> None:
     assert large[2].median == 1
     assert all(m.name == "forward" and "ticks" in m.what for m in found.measurements)
     assert found.setup == {
-        "backend": "torch/sdpa, float32, blocks of 16, layout NHD",
+        "backend": "torch/sdpa, float32, blocks of 16, layout NHD, joint KV cache",
         "device": "cpu",
         "torch threads": str(torch.get_num_threads()),
     }

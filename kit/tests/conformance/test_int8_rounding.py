@@ -7,19 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract.inputs.kv_cache import CacheTensor
+from attnplug.contract.inputs.kv_cache import CacheSpec, CacheTensor, KVCache
 from attnplug_kit.oracle import Case, by_channel, materialize, paged_tensors, tolerance
 from attnplug_kit.oracle.rounding import Int8Rounding, by_row, int8_rounding
 
 
-def cache_of(level: int) -> dict[str, torch.Tensor]:
+def cache_of(level: int) -> KVCache:
     shape, order = (5, 16, 2, 8), (0, 2, 1, 3)
-    scales = {"k_scale": torch.zeros(5, 2, 16)}
-    if level == 2:
-        halves = {"k": CacheTensor(shape, torch.int8, 0, order), "v": CacheTensor(shape, torch.bfloat16, 0, order)}
-        return {role: spec.allocate("cpu") for role, spec in halves.items()} | scales
-    both = CacheTensor((2, *shape), torch.int8, 1, (0, 1, 3, 2, 4)).allocate("cpu")
-    return {"kv": both, "v_scale": torch.zeros(2, 8), **scales}
+    dtypes = {"k": torch.int8, "v": torch.int8 if level == 1 else torch.bfloat16}
+    specs = {role: CacheTensor(shape, dtype, 0, order) for role, dtype in dtypes.items()}
+    scales = {"k_scale": torch.zeros(5, 2, 16)} | ({"v_scale": torch.zeros(2, 8)} if level == 1 else {})
+    pages = {role: spec.allocate("cpu") for role, spec in specs.items()}
+    return KVCache({**pages, **scales}, 5, CacheSpec("split", "HND", specs))
 
 
 @given(st.lists(st.integers(-(2**20), 2**20).map(lambda number: number / 128), min_size=4, max_size=4))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given
 import attnplug
 from attnplug.contract import PAD_SLOT_ID
 from attnplug.errors import NotNegotiatedError
-from attnplug.ops import key_and_value_pages
 from attnplug_kit.oracle import (
     CANARY,
     FEATURES,
@@ -95,12 +95,13 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
 def test_every_key_is_in_its_slot_and_other_slots_are_poisoned(case: Case) -> None:
     scene = materialize(case)
     shape = (2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
-    cache = torch.zeros(shape, dtype=scene.keys[0].dtype)
+    both = torch.zeros(shape, dtype=scene.keys[0].dtype)
+    cache = SimpleNamespace(k=both[0], v=both[1])
 
     scene.fill(cache)
 
     used = sum(case.context_lens) * case.num_kv_heads * case.head_size
-    for pages, rows in zip(key_and_value_pages(cache), (scene.keys, scene.values), strict=True):
+    for pages, rows in zip((cache.k, cache.v), (scene.keys, scene.values), strict=True):
         assert (~pages.isnan()).sum() == used
         assert pages[0].isnan().all()
         for request, context_len in enumerate(case.context_lens):
@@ -114,7 +115,7 @@ def test_encoder_keys_are_cached_after_the_first_step(case: Case) -> None:
     scene = materialize(case)
     pages = torch.zeros(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
 
-    scene.fill(pages)
+    scene.fill(SimpleNamespace(k=pages[0], v=pages[1]))
 
     cached = [bool(context) for context in case.context_lens]
     lens = zip(case.encoder_lens, cached, strict=True)

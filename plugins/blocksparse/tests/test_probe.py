@@ -61,6 +61,7 @@ def test_tiles_and_kernels_of_a_device(device, kib, has_tma):
         requirements=requirements,
         block_size=64,
         kv_layout="NHD",
+        kv_cache_form="joint",
         kv_cache_dtype="bfloat16",
         cudagraph="never",
     )

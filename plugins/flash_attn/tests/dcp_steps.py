@@ -26,7 +26,7 @@ from plugins.flash_attn.tests.real import FLASH_ATTN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import Backend, Metadata, MetadataBuilder
+    from attnplug.contract import Backend, KVCache, Metadata, MetadataBuilder
 
 CANARY: Final = 12288.0
 SCALES: Final = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125}
@@ -248,7 +248,7 @@ def run_on(backend: Backend, rank: int, group: Any, step: DcpStep, *, replayed: 
         replay()
     else:
         forward(metadata)
-    return pages.result(output.cpu(), lse.cpu(), cache.cpu().float())
+    return pages.result(output.cpu(), lse.cpu(), cache)
 
 
 def _captured(builder: MetadataBuilder, step: DcpStep, forward: Callable[[Metadata], None]) -> Callable[[], None]:
@@ -348,28 +348,30 @@ class RankPages:
             return batch
         return evolve(batch, **_loose(batch, step))
 
-    def fill(self, backend: Backend, tensors: StepTensors, device: torch.device) -> Tensor:
+    def fill(self, backend: Backend, tensors: StepTensors, device: torch.device) -> KVCache:
         """Return a cache with the cached tokens that this rank holds, NaN elsewhere."""
         cache = backend.make_cache(self.num_blocks, device="cpu")
-        cache.copy_(torch.full(cache.shape, torch.nan))
-        for side, rows in enumerate((tensors.cached_keys, tensors.cached_values)):
+        for pages, rows in ((cache.k, tensors.cached_keys), (cache.v, tensors.cached_values)):
+            pages.copy_(torch.full(pages.shape, torch.nan))
             for request, mine in enumerate(self.mine):
                 for position in mine:
                     if position < self.step.cached[request]:
-                        self._token(cache[side], request, position).copy_(rows[request][position])
-        return cache.to(device)
+                        self._token(pages, request, position).copy_(rows[request][position])
+        there = backend.make_cache(self.num_blocks, device=device)
+        backend.swap_blocks(cache, there, [(block, block) for block in range(self.num_blocks)])
+        return there
 
     def _token(self, pages: Tensor, request: int, position: int) -> Tensor:
         block, offset = divmod(self.slot(request, position), self.step.block_size)
         return pages[block, offset]
 
-    def result(self, output: Tensor, lse: Tensor, cache: Tensor) -> Result:
+    def result(self, output: Tensor, lse: Tensor, cache: KVCache) -> Result:
         step, tokens = self.step, sum(self.step.new)
-        keys = []
+        keys, sides = [], [pages.cpu().float() for pages in (cache.k, cache.v)]
         for request, mine in enumerate(self.mine):
             rows = torch.full((step.lens[request], step.kv_heads, step.head_size), torch.nan)
             for position in mine:
-                key, value = (self._token(side, request, position) for side in cache)
+                key, value = (self._token(side, request, position) for side in sides)
                 rows[position] = key
                 key.fill_(torch.nan)
                 value.fill_(torch.nan)
@@ -378,7 +380,7 @@ class RankPages:
             output[:tokens].view(tokens, step.q_heads, -1),
             lse[:tokens],
             tuple(keys),
-            int((~cache.isnan()).sum()),
+            sum(int((~side.isnan()).sum()) for side in sides),
             bool((output[tokens:] == CANARY).all() and (lse[tokens:] == CANARY).all()),
         )
 

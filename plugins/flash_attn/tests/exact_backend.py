@@ -164,6 +164,7 @@ def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagra
         requirements=requirements,
         block_size=requirements.block_size,
         kv_layout=requirements.kv_layout or "NHD",
+        kv_cache_form=requirements.kv_cache_form or "joint",
         kv_cache_dtype=requirements.kv_cache_dtype,
         cudagraph=cudagraph,
     )

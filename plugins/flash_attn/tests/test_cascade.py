@@ -10,9 +10,10 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract import Batch, Layer
+from attnplug.contract import Batch, KVCache, Layer
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests.recording_kernels import load
+from tests.backends.caches import copy_of, random_cache
 from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
@@ -36,12 +37,13 @@ def shared_batch(harness: Harness, query_lens: list[int], own: list[int], blocks
     return evolve(batch, **given, slot_mapping_cpu=given["slot_mapping"], common_prefix_len=blocks * BLOCK, **more)
 
 
-def results(harness: Harness, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def results(harness: Harness, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, generator = batch.num_actual_tokens, torch.Generator().manual_seed(5)
     query = torch.randn(tokens, 4, 64, generator=generator)
     key, value = (torch.randn(tokens, 2, 64, generator=generator) for _ in range(2))
     output, lse = torch.empty(tokens, 256), torch.empty(tokens, 4)
-    harness.impls[0].forward(query, key, value, cache.clone(), harness.builder.build(batch), output, lse=lse)
+    copy = copy_of(harness.backend, cache)
+    harness.impls[0].forward(query, key, value, copy, harness.builder.build(batch), output, lse=lse)
     return output, lse
 
 
@@ -62,8 +64,7 @@ def test_cascade_equals_flat_attention(query_lens, prompts, padding, own, blocks
     layer = Layer(name="layers.0", sinks=SINKS if with_sinks else None)
     harness = Harness(load, [layer], kind, **REQUIRED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
     batch = shared_batch(harness, lens, [own + request for request in range(len(lens))], blocks)
-    cache = harness.backend.make_cache(64)
-    cache.normal_(generator=torch.Generator().manual_seed(1))
+    cache = random_cache(harness.backend, 64)
 
     (output, lse), (flat, flat_lse) = (
         results(harness, each, cache) for each in (batch, evolve(batch, common_prefix_len=0))
@@ -135,7 +136,8 @@ def test_strided_outputs_are_merged_in_place() -> None:
     query, keys = torch.randn(3, 4, 64), torch.randn(3, 2, 64)
     plain = torch.full((3, 256), 7.0)
     for output in (wide[:, 256:], plain):
-        harness.impls[0].forward(query, keys, keys, cache.clone(), harness.builder.build(batch), output)
+        copy = copy_of(harness.backend, cache)
+        harness.impls[0].forward(query, keys, keys, copy, harness.builder.build(batch), output)
 
     assert torch.equal(wide[:2, 256:], plain[:2])
     assert bool((wide[:, :256] == 7.0).all())

@@ -14,6 +14,7 @@ from attnplug.contract import Layer, Limits
 from attnplug.ops import gather_slots
 from attnplug_flash_attn import packing
 from plugins.flash_attn.tests.recording_kernels import load
+from tests.backends.caches import copy_of, random_cache
 from tests.backends.harness import Harness
 
 PER_KEY = 2 * 2 * 64 * 2  # key and value, two heads of 64, two bytes
@@ -133,7 +134,7 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
     batch = evolve(batch, block_table=table, block_table_cpu=table, common_prefix_len=16)
     flat = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", **required)
     plain = evolve(batch, common_prefix_len=0)
-    cache = harness.backend.make_cache(64).normal_(generator=torch.Generator().manual_seed(1))
+    cache = random_cache(harness.backend, 64)
     found = []
     for world, given_batch in ((harness, batch), (flat, plain)):
         query, key, value = (
@@ -141,7 +142,7 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
         )
         output, lse = torch.empty(12, 256).bfloat16(), torch.empty(12, 4)
         metadata = world.builder.build(given_batch)
-        world.impls[0].forward(query, key, value, cache.clone(), metadata, output, lse=lse)
+        world.impls[0].forward(query, key, value, copy_of(harness.backend, cache), metadata, output, lse=lse)
         found.append((output, lse))
 
     assert len(harness.impls[0].plan_of(harness.builder.build(batch)).parts) == 4
@@ -153,12 +154,12 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
 def test_packing_takes_no_memory_beside_the_workspace(layout) -> None:
     """Pages whose heads come first cannot be looked up as rows: they are read by block and place, into the memory."""
     harness = Small(load, variant="packed", kv_layout=layout)
-    cache = harness.backend.make_cache(8).normal_()
+    cache = random_cache(harness.backend, 8)
     slots, out = torch.arange(20, 60), torch.empty(40, 2, 64).bfloat16()
     with torch.profiler.profile(profile_memory=True) as profile:
-        found = gather_slots(cache[0], slots, out=out)
+        found = gather_slots(cache.k, slots, out=out)
 
     assert found is out
-    assert torch.equal(out, torch.stack([cache[0, slot // 16, slot % 16] for slot in slots.tolist()]))
+    assert torch.equal(out, torch.stack([cache.k[slot // 16, slot % 16] for slot in slots.tolist()]))
     taken = sum(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0)
     assert taken < out.nbytes // 4

@@ -33,8 +33,8 @@ LIBRARIES = (
 
 def agreed(variant: str, kv_cache_dtype: str = "bfloat16", **required: object) -> Agreement:
     requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **required})
-    size, layout = (16, "NHD") if requirements.paged else (None, None)
-    return Agreement("flash_attn", variant, requirements, size, layout, kv_cache_dtype, "never", {})
+    size, layout, form = (16, "NHD", "joint") if requirements.paged else (None, None, None)
+    return Agreement("flash_attn", variant, requirements, size, layout, form, kv_cache_dtype, "never", {})
 
 
 def declaration(library: str, op: str, *, without: str = "") -> bytes:

@@ -296,7 +296,8 @@ def _bits_that_differ(harness: Harness) -> int:
     rows = [torch.randn(8, heads, 128, device=harness.backend.device).bfloat16() for heads in (4, 2, 2)]
     size = harness.backend.agreement.block_size
     cache = harness.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
-    cache.normal_()
+    for pages in (cache.k, cache.v):
+        pages.normal_()
     together = run(harness, cache, harness.batch([1] * 8, LENGTHS), rows)
     first, differing = 1, 0
     for request, length in enumerate(LENGTHS):

@@ -30,7 +30,7 @@ def kernels(variant: str, **required: Any) -> Kernels:
     requirements = Requirements(head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", **required)
     agreement = Agreement(
         backend="flash_attn", variant=variant, requirements=requirements, block_size=256, kv_layout="NHD",
-        kv_cache_dtype=requirements.kv_cache_dtype, cudagraph="never",
+        kv_cache_form="joint", kv_cache_dtype=requirements.kv_cache_dtype, cudagraph="never",
     )  # fmt: skip
     return kernels_of(variant)(agreement)
 

@@ -12,4 +12,4 @@ def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str =
     model = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
     requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **required})
     options = {"decode_kernel": kernel, "workspace_mib": 256}
-    return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)
+    return Agreement("flashinfer", variant, requirements, 16, "NHD", "interleaved", kv_cache_dtype, "never", options)

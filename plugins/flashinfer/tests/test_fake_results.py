@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,7 +63,7 @@ def cache_of(scene: Scene, layout: str, *, as_tuple: bool = False) -> Any:
     case = scene.case
     dtype = torch_dtype(case.requirements().kv_cache_dtype)
     cache = torch.empty(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size, dtype=dtype)
-    scene.fill(cache, written=True)
+    scene.fill(SimpleNamespace(k=cache[0], v=cache[1]), written=True)
     halves = cache if layout == "NHD" else cache.transpose(2, 3).contiguous()
     return (halves[0], halves[1]) if as_tuple else halves.transpose(0, 1).contiguous()
 

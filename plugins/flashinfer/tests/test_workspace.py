@@ -18,9 +18,8 @@ def agreed(
 ) -> Agreement:
     heads = {"head_size": 128, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "dtype": "bfloat16"}
     options = {"decode_kernel": "auto", "workspace_mib": mib}
-    return Agreement(
-        "flashinfer", "fa2", Requirements(**{**heads, **required}), 16, "NHD", "bfloat16", cudagraph, options
-    )
+    terms = (16, "NHD", "interleaved", "bfloat16", cudagraph, options)
+    return Agreement("flashinfer", "fa2", Requirements(**{**heads, **required}), *terms)
 
 
 def limits(num_reqs: int = 256, **others: object) -> Limits:

@@ -147,7 +147,7 @@ def test_strided_index_tensors_and_scales():
     given = {name: spread(getattr(call.batch, name)) for name in names}
     hosts = {f"{name}_cpu": getattr(call.batch, f"{name}_cpu") for name in names}
     rows = torch.cat([call.cache["v_scale"], torch.full_like(call.cache["v_scale"], 9)], 1)
-    cache = {**call.cache, "v_scale": rows[:, :64]}
+    cache = impl.backend.bind_cache({**call.cache.tensors, "v_scale": rows[:, :64]})
 
     impl.forward(
         call.query, call.key, call.value, cache, builder.build(evolve(call.batch, **given, **hosts)), call.output
@@ -202,8 +202,8 @@ def test_bytes_per_token():
 def test_cache_layouts():
     one, two = backend_of(1).make_cache(5), backend_of(2).make_cache(5)
 
-    assert one["kv"].transpose(2, 3).shape == (2, 5, 2, 16, 64)
-    assert one["kv"].transpose(2, 3).is_contiguous()
+    assert one.k.transpose(1, 2).shape == one.v.transpose(1, 2).shape == (5, 2, 16, 64)
+    assert one.k.transpose(1, 2).is_contiguous()
     assert (two["k"].dtype, two["v"].dtype) == (torch.int8, torch.bfloat16)
     assert two["k"].transpose(1, 2).is_contiguous()
     assert (one["k_scale"].shape, one["v_scale"].shape) == ((5, 2, 16), (2, 64))
@@ -229,7 +229,7 @@ def test_a_calibration_is_loaded_and_no_step_changes_it(scales):
 
     assert torch.equal(call.cache["v_scale"].cpu(), expected)
     block, slot = divmod(int(scene.slot_mapping[30]), 32)
-    held = call.cache["kv"][1, block, slot].cpu().double()
+    held = call.cache.v[block, slot].cpu().double()
     assert torch.equal(held, by_channel(call.value[30:31].cpu(), expected)[0])
 
 
@@ -240,7 +240,7 @@ def test_level_1_requires_a_calibration():
         impl.backend.make_cache(3, impl=impl)
     assert backend_of(1).make_cache(3)["v_scale"].isnan().all()  # such a cache holds swapped-out blocks only
     two = backend_of(2)
-    assert set(two.make_cache(3, impl=two.make_impl(Layer(name="layer")))) == {"k", "v", "k_scale"}
+    assert set(two.make_cache(3, impl=two.make_impl(Layer(name="layer"))).tensors) == {"k", "v", "k_scale"}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,8 @@ def test_warmup_with_a_shared_cache_writes_nothing(launches):
 def test_blocks_of_the_vendor_s_layout_are_copied():
     backend = backend_of(2)
     planes = torch.zeros(3, 5, 2, 16, 64, dtype=torch.int8, device=DEVICE)
-    cache = {**of_planes(planes, torch.bfloat16), "k_scale": torch.ones(5, 2, 16, device=DEVICE)}
+    views = {**of_planes(planes, torch.bfloat16), "k_scale": torch.ones(5, 2, 16, device=DEVICE)}
+    cache = backend.bind_cache(views)
     cache["v"][3] = 2.5
     cache["k"][3] = 7
 

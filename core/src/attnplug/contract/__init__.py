@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from attnplug.contract.impl import AttentionImpl as AttentionImpl
     from attnplug.contract.inputs.batch import PAD_SLOT_ID as PAD_SLOT_ID
     from attnplug.contract.inputs.batch import Batch as Batch
-    from attnplug.contract.inputs.kv_cache import Cache as Cache
+    from attnplug.contract.inputs.cache_form import split_kv as split_kv
     from attnplug.contract.inputs.kv_cache import CacheTensor as CacheTensor
-    from attnplug.contract.inputs.kv_cache import CacheViews as CacheViews
+    from attnplug.contract.inputs.kv_cache import KVCache as KVCache
     from attnplug.contract.inputs.kv_cache import is_narrow_float as is_narrow_float
     from attnplug.contract.inputs.kv_cache import torch_dtype as torch_dtype
     from attnplug.contract.inputs.layer import Layer as Layer
@@ -59,7 +59,8 @@ _MODULES: Final = {
     "attnplug.contract.hooks": "hookimpl",
     "attnplug.contract.impl": "AttentionImpl",
     "attnplug.contract.inputs.batch": "Batch PAD_SLOT_ID",
-    "attnplug.contract.inputs.kv_cache": "Cache CacheTensor CacheViews is_narrow_float torch_dtype",
+    "attnplug.contract.inputs.cache_form": "split_kv",
+    "attnplug.contract.inputs.kv_cache": "CacheTensor KVCache is_narrow_float torch_dtype",
     "attnplug.contract.inputs.layer": "Layer",
     "attnplug.contract.inputs.limits": "Limits Parallel",
     "attnplug.contract.inputs.phase": "BatchSplit Phase",

@@ -9,14 +9,15 @@ import torch
 
 from attnplug.contract._final import check_made, final, keep_attributes
 from attnplug.contract.builder import MetadataBuilder, check_supports_graphs
-from attnplug.contract.calls.block_copy import check_blocks, copy_between, to_pairs
+from attnplug.contract.calls.block_copy import check_blocks, check_movable, copy_between, to_pairs
 from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
-from attnplug.contract.guards.memory import check_writable, tensors_in
+from attnplug.contract.guards.memory import check_cache_writable
 from attnplug.contract.impl import AttentionImpl
-from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, tensor_of, torch_dtype
+from attnplug.contract.inputs.cache_form import allocate_kv
+from attnplug.contract.inputs.kv_cache import CacheTensor, KVCache, torch_dtype
 from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.kv_cache import CacheSpec
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -51,6 +53,8 @@ class Backend(ABC):
         agreement: What was negotiated.
         device_properties: The device that was selected for: vendor, compute capability, number of multiprocessors.
         selection: The decision that this backend carries out. `attnplug.load` sets it, after the constructor.
+        kv_cache_forms: The forms of a KV cache that the variant declares, in order of preference. `attnplug.load` sets
+            it too.
     """
 
     impl_class: ClassVar[type[AttentionImpl]]
@@ -62,10 +66,14 @@ class Backend(ABC):
     agreement: Agreement
     device_properties: Device
     selection: Decision
+    kv_cache_forms: tuple[str, ...]
+    _cache_spec: CacheSpec | None
 
     def __init__(self, agreement: Agreement, device: Device) -> None:
         self.agreement = agreement
         self.device_properties = device
+        self.kv_cache_forms = ()
+        self._cache_spec = None
         keep_attributes(self)  # last: `check_backend` compares these with what a subclass's constructor leaves
 
     def __repr__(self) -> str:
@@ -75,11 +83,12 @@ class Backend(ABC):
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """
-        Describe one layer's cache.
+        Describe one layer's KV cache: the roles ``"k"`` and ``"v"``, and what else is kept for its blocks or the layer.
 
-        The default is one role, ``"kv"``, of logical shape ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
-        keys first; where values have another head size, the roles ``"k"`` and ``"v"`` without the leading axis. The
-        agreed layout sets the order in memory. Dense agreements have no cache.
+        The default is keys ``(num_blocks, block_size, num_kv_heads, head_size)`` and values
+        ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
+        the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says. Further roles are in
+        memory as described. Dense agreements have no cache.
 
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
@@ -89,11 +98,7 @@ class Backend(ABC):
             return {}
         dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), requested.num_kv_heads
         size = self.agreement.block_size or 1  # an agreement with pages always has a block size
-        heads_first = self.agreement.kv_layout == "HND"
-        if requested.head_size_v == requested.head_size:
-            shape = (2, num_blocks, size, heads, requested.head_size)
-            return {"kv": CacheTensor(shape, dtype, 1, (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4))}
-        order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+        order = (0, 2, 1, 3) if self.agreement.kv_layout == "HND" else (0, 1, 2, 3)
         widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
         return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
 
@@ -122,9 +127,9 @@ class Backend(ABC):
         """
         return dummy_batch(self.agreement, key, self.device)
 
-    def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
+    def swap_blocks(self, src: KVCache, dst: KVCache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
         """
-        Copy whole blocks of one layer from one cache to another, between devices too.
+        Copy whole blocks of one layer from one cache to another, between devices and between forms too.
 
         Every role that has a block axis moves. All sources are read before any block is written, so that overlapping
         pairs mean what they say.
@@ -142,7 +147,7 @@ class Backend(ABC):
         self._move(src, dst, pairs)
 
     def copy_blocks(
-        self, caches: Iterable[Cache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
+        self, caches: Iterable[KVCache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
     ) -> None:
         """
         Copy whole blocks inside each layer's cache.
@@ -192,15 +197,15 @@ class Backend(ABC):
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block adds to one layer's cache; 0 without a cache."""
-        # A difference: tensors without a block axis, such as static scales, do not grow with the blocks.
-        return self._cache_bytes(3) - self._cache_bytes(2)
+        specs = {} if self._spec() is None else self.cache_tensors(2)
+        return sum(one.nbytes // 2 for one in specs.values() if one.block_axis is not None)
 
     @final
     def make_cache(
         self, num_blocks: int, device: torch.device | str | None = None, *, impl: AttentionImpl | None = None
-    ) -> Cache:
+    ) -> KVCache:
         """
-        Return a fresh cache of one layer: a tensor, or a mapping of roles to tensors where there are several.
+        Return a fresh cache of one layer, in the agreed form.
 
         Args:
             num_blocks: Blocks, the null block 0 included.
@@ -211,8 +216,9 @@ class Backend(ABC):
         Raises:
             CacheError: The agreement has no cache, or there are too few blocks.
         """
-        specs = self._specs(num_blocks) if type(num_blocks) is int and 2 <= num_blocks <= MOST else {}
-        if not specs:
+        is_count = type(num_blocks) is int and 2 <= num_blocks <= MOST
+        spec = self._spec() if is_count else None
+        if spec is None:
             raise CacheError(
                 f"a KV cache of {shown(num_blocks)} blocks was requested of {self.id}",
                 f"a cache has at least 2 blocks, since no request gets block 0, and at most {MOST}"
@@ -223,8 +229,33 @@ class Backend(ABC):
                 else "pass kv_cache=None to forward",
             )
         target = self.device if device is None else torch.device(device)
-        tensors = {role: spec.allocate(target) for role, spec in specs.items()}
-        cache: Cache = tensors if len(tensors) > 1 else next(iter(tensors.values()))
+        further = {role: one for role, one in self.cache_tensors(num_blocks).items() if role not in ("k", "v")}
+        tensors = {role: one.allocate(target) for role, one in further.items()}
+        return self.bind_cache({**allocate_kv(spec, num_blocks, target), **tensors}, impl=impl)
+
+    @final
+    def bind_cache(self, tensors: Mapping[str, Tensor], *, impl: AttentionImpl | None = None) -> KVCache:
+        """
+        Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay.
+
+        This is where strides are checked, once: `AttentionImpl.forward` then only recognizes what was bound.
+
+        Args:
+            tensors: A view for each role of `cache_tensors`, of its shape but for the number of blocks. The strides of
+                ``"k"`` and ``"v"`` are those of the agreed form and layout; blocks may be further apart, so that
+                padding or other layers fit between them. `attnplug.contract.split_kv` makes both from one tensor.
+            impl: The layer whose cache it is, as for `make_cache`.
+
+        Raises:
+            CacheError: A role is missing or unknown, a shape, dtype or device differs, block counts differ, tensors
+                share memory, or strides are not those of the agreed form; the error names the forms whose they are.
+        """
+        spec = self._spec()
+        if spec is None:
+            raise CacheError(
+                f"a KV cache was given to {self.id}", "paged=False was negotiated", "pass kv_cache=None to forward"
+            )
+        cache = CacheGuard(self.agreement, spec, self.kv_cache_forms).bind(tensors)
         if impl is not None:
             impl.init_cache(cache)
         return cache
@@ -254,17 +285,18 @@ class Backend(ABC):
                 "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
         check_made(impl, AttentionImpl)
-        specs = self._specs(2)
+        spec = self._spec()
         form = CallForm(
             query_dtype=impl.query_dtype,
             output_dtype=impl.output_dtype,
             output_width=impl.output_width,
             host_writes=bool(impl.host_writes),
             forward_writes=bool(impl.forward_writes),
-            cache=specs,
+            cache=spec,
             metadata_class=self.metadata_class,
         )
-        impl.bind(ForwardGuard(completed, form, self.agreement, self.device), tuple(specs))
+        roles = () if spec is None else tuple(spec.tensors)
+        impl.bind(ForwardGuard(completed, form, self.agreement, self.device), roles)
         return impl
 
     @final
@@ -330,22 +362,21 @@ class Backend(ABC):
 
     # --- machinery ---
 
-    def _cache_bytes(self, num_blocks: int) -> int:
-        return sum(spec.nbytes for spec in self._specs(num_blocks).values())
+    def _spec(self) -> CacheSpec | None:
+        """Return what this agreement's KV caches are, the same object each time; None without one."""
+        if self._cache_spec is None:
+            self._cache_spec = checked_specs(self.cache_tensors(2), self.agreement, type(self).__name__)
+        return self._cache_spec
 
-    def _specs(self, num_blocks: int) -> dict[str, CacheTensor]:
-        return checked_specs(self.cache_tensors(num_blocks), self.agreement, type(self).__name__)
-
-    def _check_move(self, src: Cache, dst: Cache, pairs: Tensor, first: int) -> None:
-        guard = CacheGuard(self._specs(2), self.agreement)
+    def _check_move(self, src: KVCache, dst: KVCache, pairs: Tensor, first: int) -> None:
         for name, cache, blocks in (("source", src, pairs[:, 0]), ("destination", dst, pairs[:, 1])):
-            check_blocks(name, blocks, first, guard.check(cache, device_of(cache)))
-        for tensor in tensors_in(dst):
-            check_writable(f"of {self.id}", "a KV cache", tensor)
+            check_movable(name, cache, self.agreement, self._spec())
+            check_blocks(name, blocks, first, cache.num_blocks)
+        check_cache_writable(f"of {self.id}", dst)
 
-    def _move(self, src: Cache, dst: Cache, pairs: Tensor) -> None:
-        for role, spec in self._specs(2).items():
-            copy_between(spec, tensor_of(src, role), tensor_of(dst, role), pairs)
+    def _move(self, src: KVCache, dst: KVCache, pairs: Tensor) -> None:
+        for role, spec in dst.spec.tensors.items():
+            copy_between(spec, src[role], dst[role], pairs)
 
     def _check_sink_lse(self) -> None:
         requested = self.agreement.requirements

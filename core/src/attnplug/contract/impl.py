@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 
 from attnplug.contract._final import final, keep_attributes
-from attnplug.contract.calls.op import enlist, tensors_of
+from attnplug.contract.calls.op import cache_arguments, enlist
 from attnplug.contract.guards.cache import cache_writers
 from attnplug.contract.guards.layer import check_call_sinks
 from attnplug.contract.guards.scales import UNQUANTIZED, replace_scales
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.guards.call import ForwardGuard
-    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
     from attnplug.negotiation.agreement import Agreement
@@ -142,7 +142,12 @@ class AttentionImpl(ABC):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
+        """
+        Attend. Everything is checked; `metadata` is never None.
+
+        `kv_cache` is a `KVCache`, None for dense calls only. Its ``k`` and ``v`` have the strides that were agreed on,
+        blocks apart by any distance: read what they are, and assume no other.
+        """
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
@@ -253,7 +258,7 @@ class AttentionImpl(ABC):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Cache | None,
+        kv_cache: KVCache | None,
         metadata: Metadata | None,
         output: Tensor,
         *,
@@ -268,7 +273,8 @@ class AttentionImpl(ABC):
             key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None
                 where the keys are cached already: KV sharing, and cross attention after its first step.
             value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is.
-            kv_cache: What `Backend.make_cache` returned; None for dense calls. An empty tensor is a profiling run.
+            kv_cache: What `Backend.make_cache` or `Backend.bind_cache` returned; None for dense calls, and where a
+                profiling run has none.
             metadata: What the builder of this backend returned for the step; None is a profiling run.
             output: ``(tokens, num_q_heads * head_size_v)``, written in place; rows beyond the batch's actual tokens are
                 not touched.
@@ -284,7 +290,7 @@ class AttentionImpl(ABC):
             TensorError: A tensor has the wrong shape, dtype or device; one that is written has rows over each other,
                 shares memory with another tensor of the call, requires a gradient where gradients are recorded, or is
                 an inference tensor outside of inference mode.
-            CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
+            CacheError: The cache is not bound, bound to another agreement, or smaller than the blocks in use.
             NotNegotiatedError: LSE or sinks are given and were not negotiated.
             LayerError: Sinks are absent, not finite, or others than those that a captured graph has.
             BatchError: The metadata is not from a builder of this layer's agreement, or a later build has overwritten
@@ -298,17 +304,17 @@ class AttentionImpl(ABC):
         if is_profiling:
             self.run_profile(query, key, value, output, lse)
         else:
-            self.run(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
+            self.run(query, key, value, kv_cache, metadata, output, lse)
 
     @final
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor) -> None:
         """
         Write new K/V into the cache, apart from forward.
 
         Args:
             key: ``(tokens, num_kv_heads, head_size)``.
             value: ``(tokens, num_kv_heads, head_size_v)``.
-            kv_cache: What `Backend.make_cache` returned; nothing is written into a profiling run's empty one.
+            kv_cache: What `Backend.make_cache` or `Backend.bind_cache` returned; None in a profiling run.
             slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
 
         Raises:
@@ -327,7 +333,7 @@ class AttentionImpl(ABC):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Cache | None,
+        kv_cache: KVCache | None,
         output: Tensor,
         *,
         lse: Tensor | None = None,
@@ -342,11 +348,10 @@ class AttentionImpl(ABC):
         if not self._handle:
             self._refuse_unbound()
         # An op takes tensors and numbers, no objects: the handle names this implementation inside the graph.
-        tensors = tensors_of(kv_cache, self.cache_roles)
-        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle, sinks)
+        torch.ops.attnplug.forward(query, key, value, *cache_arguments(kv_cache), output, lse, self._handle, sinks)
 
     @final
-    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
+    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: KVCache | None) -> None:
         """
         Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
 
@@ -356,11 +361,11 @@ class AttentionImpl(ABC):
         Args:
             key: ``(tokens, num_kv_heads, head_size)``, the rows of the step, of all phases.
             value: ``(tokens, num_kv_heads, head_size_v)``.
-            kv_cache: What `Backend.make_cache` returned.
+            kv_cache: What `Backend.make_cache` or `Backend.bind_cache` returned.
         """
         if not self._handle:
             self._refuse_unbound()
-        torch.ops.attnplug.write_kv(key, value, tensors_of(kv_cache, self.cache_roles), self._handle)
+        torch.ops.attnplug.write_kv(key, value, *cache_arguments(kv_cache), self._handle)
 
     @final
     def update_scales(

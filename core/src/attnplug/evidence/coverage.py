@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
+from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.reason import Unverified
 from attnplug.request.fields import FIELDS, Names
 
@@ -140,8 +141,7 @@ def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -
     facts = {
         **dict(wanted.requested()),
         "paged": wanted.paged,  # calls without pages are kernels of their own
-        "block_size": agreement.block_size,
-        "kv_layout": agreement.kv_layout,
+        **{name: getattr(agreement, name) for name in TERMS},
         **device.facts(),
     }
     for name, item in FIELDS.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from attrs import evolve, frozen
 
@@ -84,10 +84,16 @@ def complete(fail: Fail, declared: Declared, where: Path) -> Declared:
     return declared
 
 
+_CACHE_DEFAULTS: Final = {
+    name: Constraint(FIELDS[name].domain, (Exact(value),))
+    for name, value in (("kv_layout", "NHD"), ("kv_cache_form", "joint"))
+}
+
+
 def _complete_cache(fail: Fail, found: Mapping[str, Constraint], where: Path) -> Mapping[str, Constraint]:
     """
-    Complete the declaration of a paged KV cache. Its block size only the author knows; its layout is NHD by default,
-    tokens before heads.
+    Complete the declaration of a paged KV cache. Its block size only the author knows; by default its layout is NHD,
+    tokens before heads, and its form joint, all keys before all values.
     """
     if "block_size" not in found:
         raise fail(
@@ -96,7 +102,7 @@ def _complete_cache(fail: Fail, found: Mapping[str, Constraint], where: Path) ->
             "a paged KV cache has blocks of a supported size",
             "declare block_size",
         )
-    return {"kv_layout": Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)), **found}
+    return {**_CACHE_DEFAULTS, **found}
 
 
 def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constraint:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
 
-_CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
+_CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")

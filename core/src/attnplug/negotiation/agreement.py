@@ -37,6 +37,8 @@ class Agreement:
         requirements: What was requested; all of it is served.
         block_size: Tokens per KV-cache block; None without a paged cache, and while it is late.
         kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache, and where it depends on a late block size.
+        kv_cache_form: Where a block's values are, seen from its keys: ``"joint"``, ``"interleaved"``, ``"split"`` or
+            ``"packed"``; None as `kv_layout` is.
         kv_cache_dtype: Dtype of the KV cache, canonical.
         cudagraph: The highest graph level that is supported, at least the requested one.
         options: The plugin's own settings, complete.
@@ -51,6 +53,7 @@ class Agreement:
     requirements: Requirements
     block_size: int | None
     kv_layout: str | None
+    kv_cache_form: str | None
     kv_cache_dtype: str
     cudagraph: str
     options: Mapping[str, Any] = field(factory=dict, converter=read_only, hash=False)
@@ -69,6 +72,7 @@ class Agreement:
             "requirements": self.requirements.to_dict(),
             "block_size": self.block_size,
             "kv_layout": self.kv_layout,
+            "kv_cache_form": self.kv_cache_form,
             "kv_cache_dtype": self.kv_cache_dtype,
             "cudagraph": self.cudagraph,
             "options": dict(self.options),
@@ -111,6 +115,7 @@ _CHECKS = {
     "requirements": is_table,
     "block_size": is_value_of("block_size", optional=True),
     "kv_layout": is_value_of("kv_layout", optional=True),
+    "kv_cache_form": is_value_of("kv_cache_form", optional=True),
     "kv_cache_dtype": is_value_of("kv_cache_dtype"),
     "cudagraph": is_value_of("cudagraph"),
     "options": are_options,

@@ -1,13 +1,14 @@
-"""The block sizes and layouts that a candidate accepts, and the agreement that leaves the block size to be bound."""
+"""The block sizes, layouts and forms that a candidate accepts, and agreements whose block size is left to be bound."""
 
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
 from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
+from attnplug.negotiation.candidate import TERMS, mentions
 from attnplug.negotiation.matching import Request, agree, judge_terms, live_rules
 from attnplug.request.fields import FIELDS
 
@@ -17,27 +18,40 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
 
-CacheTerms = tuple["int | None", "str | None"]
-"""A block size and a layout; None for both without a paged cache."""
+CacheTerms = tuple["int | None", "str | None", "str | None"]
+"""A block size, a layout and a form; None for all without a paged cache."""
+
+
+_FORM: Final = frozenset({"kv_cache_form"})
 
 
 def as_facts(terms: CacheTerms) -> Mapping[str, Any]:
     """Return terms under the names of their fields."""
-    return {"block_size": terms[0], "kv_layout": terms[1]}
+    return dict(zip(TERMS, terms, strict=True))
 
 
 def passing_terms(candidate: Candidate, request: Request) -> tuple[CacheTerms, ...]:
     """
-    Return every (block size, layout) that a candidate accepts for a request that it can serve, most preferred first.
+    Return every (block size, layout, form) that a candidate accepts for a request that it can serve, best first.
 
     Block sizes beyond 1024 tokens are considered only where the manifest names them.
     """
     wanted = request.requirements
     if not wanted.paged:
         return ()
-    sizes = (wanted.block_size,) if wanted.block_size is not None else _members(candidate, "block_size")
-    layouts = (wanted.kv_layout,) if wanted.kv_layout is not None else _members(candidate, "kv_layout")
-    return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, request, as_facts(terms)))
+    known = ((name, getattr(wanted, name)) for name in TERMS)
+    sizes, layouts, forms = (_members(candidate, name) if value is None else (value,) for name, value in known)
+    if any(mentions(rule, _FORM) for rule in live_rules(candidate, request)):
+        found = product(sizes, layouts, forms)
+        return tuple(terms for terms in found if not judge_terms(candidate, request, as_facts(terms)))
+    # No rule tells forms apart: the first of those that are declared is judged for all.
+    allowed = [form for form in forms if not candidate.objections((("kv_cache_form", form),))]
+    pairs = (
+        pair
+        for pair in product(sizes, layouts)
+        if allowed and not judge_terms(candidate, request, as_facts((*pair, allowed[0])))
+    )
+    return tuple((*pair, form) for pair in pairs for form in allowed)
 
 
 def agree_unbound(
@@ -49,7 +63,7 @@ def agree_unbound(
     Args:
         candidate: A candidate that can serve the request.
         request: What is requested of it.
-        terms: A block size and a layout that pass.
+        terms: A block size, a layout and a form that pass.
         common: The terms that all layers of a model accept; empty where they are not planned together.
     """
     agreed = agree(candidate, request, terms)
@@ -61,14 +75,15 @@ def agree_unbound(
         return evolve(agreed, block_size=None, block_sizes=Constraint(declared.domain, tuple(whole)))
     # A rule can refuse any block size, so the set is found by trial, and stated as far as it was tried.
     passing = common or passing_terms(candidate, request)
-    first: dict[int | None, str | None] = {}
-    for size, layout in passing:
-        first.setdefault(size, layout)
-    layouts = set(first.values())
+    first: dict[int | None, tuple[str | None, str | None]] = {}
+    for size, layout, form in passing:
+        first.setdefault(size, (layout, form))
+    layouts, forms = (set(values) for values in zip(*first.values(), strict=True))
     return evolve(
         agreed,
         block_size=None,
         kv_layout=layouts.pop() if len(layouts) == 1 else None,
+        kv_cache_form=forms.pop() if len(forms) == 1 else None,
         block_sizes=restrict(declared, lambda size: size in first),
     )
 

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 Availability = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
 
-FREE: Final = frozenset({"block_size", "kv_layout"})
-"""The fields that a negotiation settles where they are left open."""
+TERMS: Final = ("block_size", "kv_layout", "kv_cache_form")
+"""The fields that a negotiation settles where they are left open, in the order in which they are tried."""
+
+FREE: Final = frozenset(TERMS)
 
 _SUPPORTED: Final = Reason("unsupported", "", None, "")
 """Stands for "no objection" among the known ones, where None means "not known yet"."""
@@ -85,7 +87,7 @@ class Candidate:
 
     @cached_property
     def free_rules(self) -> tuple[Rule, ...]:
-        """The rules about block size or layout."""
+        """The rules about block size, layout or form."""
         return tuple(rule for rule in self.rules if mentions(rule, FREE))
 
     @cached_property
@@ -100,14 +102,9 @@ class Candidate:
         return any(mentions(rule, frozenset({"cudagraph"})) for rule in self.rules)
 
     @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
-        """The block sizes to try where none is requested, in declared order."""
-        return self._values_to_try("block_size")
-
-    @cached_property
-    def kv_layouts(self) -> tuple[str, ...]:
-        """The KV-cache layouts to try where none is requested, in declared order."""
-        return self._values_to_try("kv_layout")
+    def terms_to_try(self) -> tuple[tuple[Any, ...], ...]:
+        """The values of each of `TERMS` to try where none is requested, in declared order."""
+        return tuple(map(self._values_to_try, TERMS))
 
     @property
     def if_installed(self) -> Candidate:

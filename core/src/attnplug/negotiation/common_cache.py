@@ -1,4 +1,4 @@
-"""One block size and one KV-cache layout for all layers of a model."""
+"""One block size, one layout and one form of the KV cache for all layers of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
     """
-    Pick an evaluation for each request so that all paged ones share one block size and one layout.
+    Pick an evaluation for each request so that all paged ones share one block size, one layout and one form.
 
     Candidates are tried in their ranked order, the first request first (give the one with most layers first): a later
     request yields before an earlier one.
@@ -36,7 +36,7 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
     if not all("block_size" in each.request.requirements.late for each in paged):
         shared = shared[:1] if shared else shared  # one layer's block size is settled now, and holds for the late ones
     # The first of the shared terms is the one that the first request, with most layers, prefers.
-    terms = as_facts(shared[0] if shared else (None, None))
+    terms = as_facts(shared[0] if shared else (None, None, None))
     return [each.with_terms(terms, shared or ()) if each in paged else each for each in evaluations]
 
 
@@ -78,5 +78,9 @@ def _narrow(evaluation: Evaluation, shared: tuple[CacheTerms, ...] | None) -> tu
 def _refused_terms(candidate: Candidate, request: Request) -> frozenset[CacheTerms]:
     """Return the terms of those agreements on a request that the candidate's probe has refused."""
     refused = (each.agreement for each in candidate.refusals or ())
-    terms = {(agreement.block_size, agreement.kv_layout) for agreement in refused if agreement is not None}
-    return frozenset(pair for pair in terms if find_refusal(candidate, request, as_facts(pair)) is not None)
+    found = {
+        (agreement.block_size, agreement.kv_layout, agreement.kv_cache_form)
+        for agreement in refused
+        if agreement is not None
+    }
+    return frozenset(terms for terms in found if find_refusal(candidate, request, as_facts(terms)) is not None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
+from attnplug.negotiation.candidate import FREE
 from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
@@ -31,6 +32,7 @@ _ENGINE = tuple(item.name for item in fields_of("engine"))
 _OF_PAGES: Mapping[str, Any] = {
     "block_size": None,
     "kv_layout": None,
+    "kv_cache_form": None,
     "kv_cache_dtype": "auto",
     "cascade": False,
     "dcp_size": 1,
@@ -72,7 +74,7 @@ def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
 def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
     """Return the other engine fields on which a rule depends."""
     mentioned = {condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need)}
-    if mentioned & {"block_size", "kv_layout"}:
+    if mentioned & FREE:
         mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
     if "decode_query_len" in mentioned:
         mentioned.add("phases")  # only a request that decodes has a decode query length

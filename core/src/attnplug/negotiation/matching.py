@@ -1,19 +1,20 @@
 """
 One candidate against one request: everything that refuses it, and the terms where nothing does.
 
-The order of work: requested fields against declared ones, rules about them, then the free fields (block size, layout)
-in declared order until the remaining rules pass. All objections are collected; nothing stops at the first.
+The order of work: requested fields against declared ones, rules about them, then the free fields (block size, layout,
+form) in declared order until the remaining rules pass. All objections are collected; nothing stops at the first.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import FREE, Candidate, mentions
+from attnplug.negotiation.candidate import FREE, TERMS, Candidate, mentions
 from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
 
-_NO_TERMS: Final[Mapping[str, Any]] = {"block_size": None, "kv_layout": None}
+_NO_TERMS: Final[Mapping[str, Any]] = dict.fromkeys(TERMS)
 _NO_SETTINGS: Final = Settings()
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
@@ -66,7 +67,7 @@ class Request:
         put(self, "requested_names", frozenset(name for name, _ in requested))
         phases = () if "phases" in self.requested_names else (("phases", self.requirements.phases),)
         put(self, "requested", (*requested, *phases))
-        terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
+        terms = ((name, self.facts[name]) for name in TERMS)
         put(self, "requested_terms", tuple(term for term in terms if term[1] is not None))
         late = self.requirements.late
         heads = frozenset(late) - FREE if late else _NO_NAMES
@@ -117,14 +118,13 @@ def agree(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> A
     Args:
         candidate: The candidate.
         request: What is requested of it.
-        terms: A block size and a layout that pass; None for both without a paged cache.
+        terms: A block size, a layout and a form that pass; None for all without a paged cache.
     """
     return Agreement(
         backend=candidate.backend,
         variant=candidate.id.partition("/")[2],
         requirements=request.requirements,
-        block_size=terms["block_size"],
-        kv_layout=terms["kv_layout"],
+        **terms,
         kv_cache_dtype=request.requirements.kv_cache_dtype,
         cudagraph=graph_level(candidate, request),
         options=candidate.manifest.options_under(request.settings) if candidate.manifest else {},
@@ -199,8 +199,8 @@ def _settle(candidate: Candidate, request: Request) -> tuple[Mapping[str, Any], 
 
 def judge_terms(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> list[Reason]:
     """
-    Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged
-    cache.
+    Return the objections of a candidate to settled terms: a block size, a layout and a form, or None for all without a
+    paged cache.
     """
     return _judge(candidate, request, terms, live_rules(candidate, request))
 
@@ -240,8 +240,8 @@ def _all_terms(candidate: Candidate, request: Request) -> Iterator[Mapping[str, 
     if not wanted.paged:
         yield _NO_TERMS
         return
-    sizes = candidate.block_sizes if wanted.block_size is None else (wanted.block_size,)
-    layouts = candidate.kv_layouts if wanted.kv_layout is None else (wanted.kv_layout,)
-    for size in sizes or (None,):
-        for layout in layouts or (None,):
-            yield {"block_size": size, "kv_layout": layout}
+    known = (wanted.block_size, wanted.kv_layout, wanted.kv_cache_form)
+    open_terms = candidate.terms_to_try
+    choices = [to_try or (None,) if one is None else (one,) for one, to_try in zip(known, open_terms, strict=True)]
+    for size, layout, form in product(*choices):
+        yield {"block_size": size, "kv_layout": layout, "kv_cache_form": form}

@@ -5,7 +5,7 @@ from attnplug.ops.merge import merge_attention_states, merge_into
 from attnplug.ops.quantize import dequantize, quantize, quantize_queries
 from attnplug.ops.splits import merge_splits, split_bytes, split_views
 from attnplug.ops.triton import Kernel
-from attnplug.ops.write import key_and_value_pages, write_kv, write_pages
+from attnplug.ops.write import write_kv, write_pages
 
 __all__ = [
     "Kernel",
@@ -14,7 +14,6 @@ __all__ = [
     "gather_dense",
     "gather_packed",
     "gather_slots",
-    "key_and_value_pages",
     "merge_attention_states",
     "merge_into",
     "merge_splits",

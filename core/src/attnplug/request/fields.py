@@ -354,6 +354,9 @@ _CACHE_DTYPE: Final = Name(
 _QUANTIZED: Final = Name(values=("fp8_e4m3", "fp8_e5m2", "int8", "int4", "nvfp4"), aliases=FLOAT_ALIASES, open=True)
 _FEATURE: Final = Name(open=True, text="a dotted name such as 'acme.rope_fused'")
 
+CACHE_FORMS: Final = ("joint", "interleaved", "split", "packed")
+"""Where a block's values are, seen from its keys: `attnplug.contract.split_kv` says what each form is in memory."""
+
 GRAPH_LEVELS: Final = ("never", "single_token_decode", "uniform_batch", "always")
 ATTENTION_TYPES: Final = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
@@ -400,6 +403,7 @@ _ALL: Final = (
     ),
     Field("block_size", "engine", Integer(), "tokens per KV-cache block", free=True),
     Field("kv_layout", "engine", Name(values=("NHD", "HND")), "order of tokens and heads inside a block", free=True),
+    Field("kv_cache_form", "engine", Name(values=CACHE_FORMS), "where values are, seen from their keys", free=True),
     Field("kv_cache_dtype", "engine", _CACHE_DTYPE, "dtype of the KV cache; auto is the dtype", neutral="auto"),
     Field(
         "cudagraph",

@@ -84,8 +84,8 @@ class Requirements:
     (``"fp8"`` becomes ``"fp8_e4m3"``).
 
     The meaning of each field, with its unit, is in `attnplug.request.fields`. The first group belongs to the *model*:
-    no fix ever changes it. The second group belongs to the *engine*. `block_size` and `kv_layout` may be left None: the
-    negotiation settles them.
+    no fix ever changes it. The second group belongs to the *engine*. `block_size`, `kv_layout` and `kv_cache_form` may
+    be left None: the negotiation settles them.
 
     `late` names what the engine does not know yet: ``"block_size"``, ``"num_q_heads"``, ``"num_kv_heads"``. Such a
     field is not given, and is None: the request is for any value that the variant serves, and `Selection.bind` settles
@@ -116,6 +116,7 @@ class Requirements:
     phases: tuple[str, ...] = ("prefill", "decode")
     block_size: int | None = None
     kv_layout: str | None = None
+    kv_cache_form: str | None = None
     kv_cache_dtype: str = "auto"
     cudagraph: str = "never"
     cascade: bool = False
@@ -321,10 +322,13 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         "leave paged out, or request attn_type='decoder'",
     ),
     (
-        lambda r: not r.paged and (r.block_size is not None or r.kv_layout is not None),
-        lambda r: f"paged=False, block_size={r.block_size} and kv_layout={r.kv_layout!r} were given",
-        "block size and layout describe a paged KV cache",
-        "leave block_size and kv_layout out, or request paged=True",
+        lambda r: not r.paged and (r.block_size, r.kv_layout, r.kv_cache_form) != (None, None, None),
+        lambda r: (
+            f"paged=False, block_size={r.block_size}, kv_layout={r.kv_layout!r} and kv_cache_form={r.kv_cache_form!r} "
+            "were given"
+        ),
+        "block size, layout and form describe a paged KV cache",
+        "leave block_size, kv_layout and kv_cache_form out, or request paged=True",
     ),
     (
         lambda r: not r.paged and r.kv_cache_dtype != r.dtype,

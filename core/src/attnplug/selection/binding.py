@@ -9,6 +9,7 @@ from attrs import evolve
 from attnplug.errors import NotNegotiatedError, RequirementsError
 from attnplug.manifest.constraint import Constraint, Range
 from attnplug.negotiation.cache_terms import restrict
+from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request
@@ -81,7 +82,7 @@ def _evaluate_bound(selection: Selection, given: Mapping[str, int]) -> Evaluatio
     own = {name: value for name, value in given.items() if name in selection.late}
     wanted, agreed = selection.requirements, selection.agreement
     if not wanted.late:  # a decision among late ones holds them to its terms
-        completed = wanted.evolve(block_size=agreed.block_size, kv_layout=agreed.kv_layout)
+        completed = wanted.evolve(**{name: getattr(agreed, name) for name in TERMS})
     else:
         completed = wanted.evolve(**own, late=[name for name in wanted.late if name not in own])
     settings = Settings(options={selection.backend: dict(agreed.options)} if agreed.options else {})
@@ -138,13 +139,13 @@ def _nothing_common(
 ) -> NotNegotiatedError:
     bound = ", ".join(f"{name}={value}" for name, value in given.items())
     terms = {
-        f"{each.id}: block_size={e.request.requirements.block_size}, kv_layout={e.request.requirements.kv_layout}"
+        f"{each.id}: {', '.join(f'{name}={getattr(e.request.requirements, name)}' for name in TERMS)}"
         for each, e in zip(selections, evaluations, strict=True)
         if e.request.requirements.paged
     }
     sizes = next((s.agreement.block_sizes for s in selections if s.agreement.block_sizes is not None), None)
     return NotNegotiatedError(
         f"the layers of a plan were to be bound to {bound}",
-        f"no layout serves all groups with one block size ({'; '.join(sorted(terms))})",
+        f"no layout and form serve all groups with one block size ({'; '.join(sorted(terms))})",
         f"bind a block size that all of them serve: {sizes}" if sizes is not None else "plan again with these values",
     )

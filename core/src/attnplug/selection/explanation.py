@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug._escape import escaped
+from attnplug.negotiation.candidate import TERMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -125,7 +126,7 @@ def detail(verdict: Verdict) -> Iterator[str]:
     if verdict.agreement is not None:
         terms = verdict.agreement
         if terms.requirements.paged:
-            shown = ("block_size", "kv_layout", "kv_cache_dtype", "cudagraph")
+            shown = (*TERMS, "kv_cache_dtype", "cudagraph")
             values = {name: getattr(terms, name) for name in shown}
             yield " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         if terms.requirements.late:

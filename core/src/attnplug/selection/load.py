@@ -24,6 +24,7 @@ from attnplug.errors import (
     exception_text,
     shortened,
 )
+from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
@@ -258,7 +259,7 @@ def _same_plugin(selection: Selection) -> Plugin:
         if refusal is not None:
             raise _refused(selection, refusal)
     request = Request(selection.requirements, selection.device)
-    terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
+    terms = {name: getattr(selection.agreement, name) for name in TERMS}
     reasons = (
         *candidate.reasons,
         *negotiate(candidate, request).objections,
@@ -308,6 +309,7 @@ def same_candidate(selection: Selection) -> tuple[Plugin, Candidate]:
 def _check_terms(selection: Selection, candidate: Candidate, request: Request) -> None:
     """Check that the candidate would agree here to exactly what was agreed on there."""
     agreed, wanted = selection.agreement, selection.requirements
+    agreed_terms = {name: getattr(agreed, name) for name in TERMS}
     origins = dict.fromkeys(agreed.options, "the decision")
     try:
         options = candidate.manifest.read_options(agreed.options, origins) if candidate.manifest else {}
@@ -316,17 +318,15 @@ def _check_terms(selection: Selection, candidate: Candidate, request: Request) -
             f"{selection.id!r} cannot be loaded here: {error.problem}", error.expected, error.fix
         ) from error
     here = {
-        "block_size and kv_layout": bool(wanted.paged),
-        "block_size": wanted.block_size or agreed.block_size,
-        "kv_layout": wanted.kv_layout or agreed.kv_layout,
+        " and ".join(TERMS): bool(wanted.paged),
+        **{name: getattr(wanted, name) or getattr(agreed, name) for name in TERMS},
         "kv_cache_dtype": wanted.kv_cache_dtype,
         "cudagraph": graph_level(candidate, request),
         "options": options,
     }
     there = {
-        "block_size and kv_layout": agreed.block_size is not None and agreed.kv_layout is not None,
-        "block_size": agreed.block_size,
-        "kv_layout": agreed.kv_layout,
+        " and ".join(TERMS): None not in agreed_terms.values(),
+        **agreed_terms,
         "kv_cache_dtype": agreed.kv_cache_dtype,
         "cudagraph": agreed.cudagraph,
         "options": dict(agreed.options),
@@ -417,4 +417,7 @@ def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
         ) from error
     check_backend(backend)
     backend.selection = selection
+    candidates = registry().candidates(current_state().settings)
+    declared = next((one.supports("kv_cache_form") for one in candidates if one.id == selection.id), None)
+    backend.kv_cache_forms = () if declared is None else declared.choices()
     return backend

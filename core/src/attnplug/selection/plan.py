@@ -94,7 +94,8 @@ class Plan:
         if self.groups:
             yield f"device: {self.groups[0].selection.device}"
             size = self.block_size if self.block_sizes is None else f"({self.block_sizes})"
-            yield f"common: block_size={size} kv_layout={self.kv_layout} cudagraph={self.cudagraph}"
+            terms = f"block_size={size} kv_layout={self.kv_layout} kv_cache_form={self.kv_cache_form}"
+            yield f"common: {terms} cudagraph={self.cudagraph}"
         for group in self.groups:
             yield ""
             names = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {', '.join(group.layers)}"
@@ -104,14 +105,25 @@ class Plan:
     @property
     def block_size(self) -> int | None:
         """Tokens per cache block, common to all layers with a paged cache; None while it is late."""
-        return next(
-            (s.agreement.block_size for s in self._by_layer.values() if s.agreement.block_size is not None), None
-        )
+        size: int | None = self._common("block_size")
+        return size
 
     @property
     def kv_layout(self) -> str | None:
         """The layout of the cache, common likewise."""
-        return next((s.agreement.kv_layout for s in self._by_layer.values() if s.agreement.kv_layout is not None), None)
+        layout: str | None = self._common("kv_layout")
+        return layout
+
+    @property
+    def kv_cache_form(self) -> str | None:
+        """The form of the cache, common likewise."""
+        form: str | None = self._common("kv_cache_form")
+        return form
+
+    def _common(self, term: str) -> Any:
+        """Return a term of the layers with a paged cache; None where there are none."""
+        values = (getattr(selection.agreement, term) for selection in self._by_layer.values())
+        return next((value for value in values if value is not None), None)
 
     @property
     def cudagraph(self) -> str:
@@ -283,7 +295,7 @@ def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluation
     text = "\n    ".join(lines)
     return NoBackendError(
         "the layers of this model were planned together",
-        f"no choice of backends gives them one block size and one layout\n    {text}",
+        f"no choice of backends gives them one block size, one layout and one form\n    {text}",
         "name a backend that serves them all, or plan the layers in separate calls with a cache each",
         explain_choice(found[0]),
     )
@@ -291,7 +303,6 @@ def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluation
 
 def _accepted_terms(evaluation: Evaluation) -> str:
     terms = passing_terms(evaluation.candidate, evaluation.request)
-    sizes = list(dict.fromkeys(str(size) for size, _ in terms))
-    layouts = list(dict.fromkeys(str(layout) for _, layout in terms))
+    sizes, layouts, forms = ([str(value) for value in dict.fromkeys(values)] for values in zip(*terms, strict=True))
     shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
-    return f"blocks of {shown}; {', '.join(layouts)}"
+    return f"blocks of {shown}; {', '.join(layouts)}; {', '.join(forms)}"

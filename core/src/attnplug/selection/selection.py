@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
@@ -117,8 +118,9 @@ class Selection:
     def __str__(self) -> str:
         terms = self.agreement
         size = terms.block_size if terms.block_sizes is None else f"({terms.block_sizes})"
-        pages = f" block_size={size} kv_layout={terms.kv_layout}" if size is not None else ""
-        return f"{self.id} on {self.device}:{pages} kv_cache_dtype={terms.kv_cache_dtype} cudagraph={terms.cudagraph}"
+        values = {name: getattr(terms, name) for name in (*TERMS, "kv_cache_dtype", "cudagraph")}
+        shown = {**values, "block_size": size}.items() if size is not None else list(values.items())[len(TERMS) :]
+        return f"{self.id} on {self.device}: {' '.join(f'{name}={value}' for name, value in shown)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values. Another process that reads them loads exactly this decision."""

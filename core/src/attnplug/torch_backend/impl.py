@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.batch import Batch
 from attnplug.ops.merge import merge_attention_states
-from attnplug.ops.write import key_and_value_pages, write_kv
+from attnplug.ops.write import write_kv
 from attnplug.torch_backend.builder import plan_params_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.plan import make_plan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.impl import CacheWrite
-    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
@@ -64,19 +64,19 @@ class TorchImpl(AttentionImpl):
         return self.window
 
     def update_kv_cache(
-        self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor, *, padded: bool = True
+        self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor, *, padded: bool = True
     ) -> None:
         """Write K/V, quantized where the KV cache is FP8; `padded` is False if no slot is negative."""
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
-        write_kv(key, value, *key_and_value_pages(kv_cache), slot_mapping, padded=padded)
+        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, padded=padded)
 
     def run(
         self,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Cache | None,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,

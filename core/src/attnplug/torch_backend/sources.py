@@ -11,12 +11,11 @@ from torch import Tensor
 from attnplug.contract.inputs.upload import upload
 from attnplug.ops.gather import gather_blocks, gather_slots, slots_view
 from attnplug.ops.quantize import dequantize
-from attnplug.ops.write import key_and_value_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.torch_backend.builder import PlanParams
     from attnplug.torch_backend.codec import Codec
     from attnplug.torch_backend.plan import Group, Segment
@@ -159,7 +158,7 @@ class Sources:
 
     key: Tensor
     value: Tensor
-    cache: Cache | None = None
+    cache: KVCache | None = None
     workspace: Tensor | None = None
     codec: Codec | None = None
     _decoded: list[tuple[Tensor, Tensor]] = field(init=False, factory=list)
@@ -170,7 +169,8 @@ class Sources:
         if isinstance(source, CallKeys):
             key, value = self._call_rows()
             return source.take(key, keys, members), source.take(value, keys, members)
-        pages = key_and_value_pages(cast("Cache", self.cache))
+        cache = cast("KVCache", self.cache)
+        pages = (cache.k, cache.v)
         if self.codec is None and isinstance(source, BlockKeys):
             key_view, value_view = source.view(pages[0], keys), source.view(pages[1], keys)
             if key_view is not None and value_view is not None:

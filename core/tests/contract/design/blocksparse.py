@@ -98,7 +98,7 @@ class BlockSparseImpl(AttentionImpl):
             )  # fmt: skip
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        for rows, pages in zip((key, value), kv_cache, strict=True):
+        for rows, pages in ((key, kv_cache.k), (value, kv_cache.v)):
             write_pages(rows, pages, slot_mapping)
 
 

@@ -82,7 +82,7 @@ class FlashAttentionImpl(AttentionImpl):
         batch, rows = metadata.batch, output.unflatten(1, (self.num_q_heads, self.head_size))
         if kv_cache is not None and self.forward_writes and key is not None:
             self.update_kv_cache(key, value, kv_cache, batch.slot_mapping)
-        pages = (key, value) if kv_cache is None else kv_cache.unbind(0)
+        pages = (key, value) if kv_cache is None else (kv_cache.k, kv_cache.v)
         passes, dcp = self.plan_of(metadata), metadata.state.parallel
         if not (batch.common_prefix_len or dcp.dcp_size > 1):  # phases: rows of their own, written in place
             for each in passes:
@@ -128,8 +128,8 @@ class FlashAttentionImpl(AttentionImpl):
         return lse.T
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        write_pages(key, kv_cache[0], slot_mapping, self.layer.k_scale_tensor)
-        write_pages(value, kv_cache[1], slot_mapping, self.layer.v_scale_tensor)
+        write_pages(key, kv_cache.k, slot_mapping, self.layer.k_scale_tensor)
+        write_pages(value, kv_cache.v, slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashAttentionBuilder(MetadataBuilder):

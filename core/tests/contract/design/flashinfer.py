@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 
 from attnplug.batching import pages_of
-from attnplug.contract import AttentionImpl, Backend, CacheTensor, MetadataBuilder, torch_dtype
+from attnplug.contract import AttentionImpl, Backend, MetadataBuilder, torch_dtype
 from attnplug.ops import write_pages
 
 # --- the fake -------------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class FlashInferImpl(AttentionImpl):
                     part.mul_(LN2)  # the library's LSE has base 2
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        write_pages(key, kv_cache[:, 0], slot_mapping, self.layer.k_scale_tensor)
-        write_pages(value, kv_cache[:, 1], slot_mapping, self.layer.v_scale_tensor)
+        write_pages(key, kv_cache.k, slot_mapping, self.layer.k_scale_tensor)
+        write_pages(value, kv_cache.v, slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashInferBuilder(MetadataBuilder):
@@ -203,12 +203,6 @@ class FlashInferBuilder(MetadataBuilder):
 class FlashInferBackend(Backend):
     impl_class = FlashInferImpl
     builder_class = FlashInferBuilder
-
-    def cache_tensors(self, num_blocks):
-        requested, agreed = self.agreement.requirements, self.agreement
-        order = (0, 1, 3, 2, 4) if agreed.kv_layout == "HND" else (0, 1, 2, 3, 4)
-        shape = (num_blocks, 2, agreed.block_size, requested.num_kv_heads, requested.head_size)
-        return {"kv": CacheTensor(shape, torch_dtype(agreed.kv_cache_dtype), 0, order)}
 
     def workspace_bytes(self, limits):
         return flashinfer.WORKSPACE

@@ -103,7 +103,7 @@ class Int8Impl(AttentionImpl):
                 self.update_kv_cache(key[part], value[part], kv_cache, batch.slot_mapping[part])
             q, scale = ixformer.scaled_int8_quant_for_attn(query[part], 2, transpose_scale=True)
             ixformer.flash_attn_varlen_int8_func(
-                q, keys, values, q_scale=scale, k_scale=kv_cache["k_scale"], v_scale=kv_cache.get("v_scale"),
+                q, keys, values, q_scale=scale, k_scale=kv_cache["k_scale"], v_scale=kv_cache.tensors.get("v_scale"),
                 cu_seqlens_q=prefills.query_start_loc, cu_seqlens_k=metadata.cu_seqlens_k,
                 max_seqlen_q=prefills.max_query_len, max_seqlen_k=prefills.max_seq_len, softmax_scale=self.scale,
                 causal=True, window_size=self.window, out=rows[part], block_table=prefills.block_table,
@@ -113,7 +113,8 @@ class Int8Impl(AttentionImpl):
             q, scale = ixformer.scaled_int8_quant_for_attn(query[part], 2)
             saved = self._saved(key, value, kv_cache, part) if "decode" in self.forward_writes else {}
             ixformer.vllm_paged_attention(
-                rows[part], q, keys, values, scale, kv_cache["k_scale"], value_scale_cache=kv_cache.get("v_scale"),
+                rows[part], q, keys, values, scale, kv_cache["k_scale"],
+                value_scale_cache=kv_cache.tensors.get("v_scale"),
                 num_kv_heads=self.num_kv_heads, scale=self.scale, block_tables=decodes.block_table,
                 context_lens=metadata.context_lens, max_context_len=decodes.max_seq_len,
                 cu_query_lens=decodes.query_start_loc, max_query_len=decodes.max_query_len,
@@ -133,7 +134,7 @@ class Int8Impl(AttentionImpl):
         return {"save_key": key, "save_value": value, "save_key_scale": scale}
 
     def _pages(self, kv_cache):
-        return kv_cache["kv"].unbind(0) if "kv" in kv_cache else (kv_cache["k"], kv_cache["v"])
+        return kv_cache.k.transpose(1, 2), kv_cache.v.transpose(1, 2)  # heads first, as in memory
 
 
 class Int8Builder(MetadataBuilder):
@@ -159,13 +160,14 @@ class Int8Backend(Backend):
 
     def cache_tensors(self, num_blocks):
         requested, size = self.agreement.requirements, self.agreement.block_size
-        pages, heads = (num_blocks, requested.num_kv_heads, size, requested.head_size), requested.num_kv_heads
-        scales = {"k_scale": CacheTensor(pages[:3], torch.float32, 0)}
+        heads, order = requested.num_kv_heads, (0, 2, 1, 3)
+        pages = (num_blocks, size, heads, requested.head_size)
+        scales = {"k_scale": CacheTensor((num_blocks, heads, size), torch.float32, 0)}
         if self.agreement.kv_cache_dtype == "int8":  # level 1
             scales["v_scale"] = CacheTensor((heads, requested.head_size), torch.float32, None, fill=1.0)
-            return {"kv": CacheTensor((2, *pages), torch.int8, 1), **scales}
-        values = CacheTensor(pages, torch_dtype(requested.dtype), 0)
-        return {"k": CacheTensor(pages, torch.int8, 0), "v": values, **scales}
+            return {**{role: CacheTensor(pages, torch.int8, 0, order) for role in "kv"}, **scales}
+        values = CacheTensor(pages, torch_dtype(requested.dtype), 0, order)
+        return {"k": CacheTensor(pages, torch.int8, 0, order), "v": values, **scales}
 
 
 # --- level 0: an observer around another backend --------------------------------------------------------------------

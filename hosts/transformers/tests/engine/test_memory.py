@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug.contract import AttentionImpl, CacheTensor, Limits
+from attnplug.contract import AttentionImpl, Backend, Limits
 from attnplug.errors import LimitsError
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.layers import CPU_BYTES, count_blocks, free_bytes, make_caches
@@ -43,10 +43,10 @@ def test_too_little_memory():
 def test_caches_that_do_not_fit(host, monkeypatch):
     engine = Engine(reference("llama")[0])
 
-    def full(*given):
+    def full(*given, **keywords):
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(CacheTensor, "allocate", full)
+    monkeypatch.setattr(Backend, "make_cache", full)
     with pytest.raises(LimitsError, match="smaller num_blocks"):
         make_caches(engine._groups, 5, CPU)
     engine.close()

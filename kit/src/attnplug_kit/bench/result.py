@@ -376,7 +376,8 @@ def setup_of(backend: Backend) -> dict[str, str]:
     device, dtype = backend.device_properties, agreement.requirements.dtype
     libraries = _libraries(backend)
     return {
-        "backend": f"{backend.id}, {dtype}, blocks of {agreement.block_size}, layout {agreement.kv_layout}",
+        "backend": f"{backend.id}, {dtype}, blocks of {agreement.block_size}, layout {agreement.kv_layout}, "
+        f"{agreement.kv_cache_form} KV cache",
         **({"libraries": libraries} if libraries else {}),
         "device": f"{device} with CUDA {torch.version.cuda}" if device.type == "cuda" else str(device),
         "torch threads": str(torch.get_num_threads()),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.batching import BatchAssembler
-    from attnplug.contract import AttentionImpl, Backend, Batch, Cache, GraphBuffers, Layer, Metadata, MetadataBuilder
+    from attnplug.contract import AttentionImpl, Backend, Batch, GraphBuffers, KVCache, Layer, Metadata, MetadataBuilder
 
 LAYER = "layer"
 
@@ -238,7 +238,7 @@ class Rig(Planner):
         metadata: Of the step.
     """
 
-    cache: Cache
+    cache: KVCache
     past: tuple[Tensor, Tensor]
     query: Tensor
     key: Tensor

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def _declared_by_all(subject: Subject) -> Any:
-    return field_values_of(subject).of("dtype", "head_size", "gqa_ratio", "paged", "block_size", "kv_layout")
+    return field_values_of(subject).of(
+        "dtype", "head_size", "gqa_ratio", "paged", "block_size", "kv_layout", "kv_cache_form"
+    )
 
 
 class Basic(Tier):

@@ -9,11 +9,18 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import by_phase, is_narrow_float, torch_dtype
-from attnplug.ops import key_and_value_pages
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
-from attnplug_kit.oracle import CANARY, Paged, SceneRunner, assert_close, materialize, paged_tensors
+from attnplug_kit.oracle import (
+    CANARY,
+    Paged,
+    SceneRunner,
+    assert_close,
+    materialize,
+    paged_tensors,
+    untouched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +31,15 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
 
-_FIELDS: Final = ("kv_layout", "kv_cache_dtype", "block_size", "head_size_v", "per_head_scales", "dtype")
+_FIELDS: Final = (
+    "kv_layout",
+    "kv_cache_form",
+    "kv_cache_dtype",
+    "block_size",
+    "head_size_v",
+    "per_head_scales",
+    "dtype",
+)
 _OUTER: Final = {"NHD": "tokens", "HND": "heads"}
 
 
@@ -38,14 +53,14 @@ class CacheWrites(Tier):
 
     @over(_caches)
     def test_cache_is_as_agreed(self, subject: Subject, point: Any) -> None:
-        """A cache has the dtype, the blocks and the order of tokens and heads of the agreement."""
+        """A cache has the dtype and the blocks of the agreement, and its order of tokens and heads."""
         backend = load_for(subject, point, point.case(40))
         agreed, requirements = backend.agreement, backend.agreement.requirements
         dtypes = {"key": agreed.kv_cache_dtype, "value": agreed.kv_cache_dtype}
         if agreed.kv_cache_dtype == "int8_k":
             dtypes = {"key": "int8", "value": requirements.dtype}
         cache = backend.make_cache(3, device=backend.device)
-        for name, pages in zip(("key", "value"), key_and_value_pages(cache), strict=True):
+        for name, pages in zip(("key", "value"), (cache.k, cache.v), strict=True):
             expected, what = torch_dtype(dtypes[name]), f"{subject} with {point}: the pages of {name}s"
             require(pages.dtype == expected, f"{what} are {pages.dtype}, and the agreement has {expected}")
             blocks = (3, agreed.block_size, requirements.num_kv_heads)
@@ -137,6 +152,7 @@ def _require_written(runner: SceneRunner, scene: Scene) -> None:
             rows[tokens:] = 3.0  # so that a write of padding shows: free slots hold NaN, as padding rows do
     before = {name: _bytes(pages).clone() for name, pages in paged_tensors(call.cache).items()}
     runner.forward(call, runner.builder.build(call.batch))
+    require(untouched(call.cache), f"{subject}: memory between the blocks was written, which belongs to the host")
     new = call.batch.slot_mapping[:tokens].cpu()  # type: ignore[index]
     expected = paged_tensors(scene.paged(runner.backend, written=True).cache)
     for name, was in before.items():

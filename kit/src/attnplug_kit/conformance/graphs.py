@@ -31,6 +31,7 @@ _FEATURES: Final = (
     "custom_mask",
     "kv_cache_dtype",
     "kv_layout",
+    "kv_cache_form",
     "return_lse",
     "block_sparse",
 )

@@ -54,7 +54,8 @@ class Record:
     def served(self, backend: Backend) -> None:
         """Record all values of an agreement."""
         agreed, requirements = backend.agreement, backend.agreement.requirements
-        facts = {**requirements.facts(), "block_size": agreed.block_size, "kv_layout": agreed.kv_layout}
+        terms = {name: getattr(agreed, name) for name in ("block_size", "kv_layout", "kv_cache_form")}
+        facts = {**requirements.facts(), **terms}
         facts |= {name: value for name, value in backend.device_properties.facts().items() if value is not None}
         facts.pop("cudagraph")  # recorded by tests that replay
         if requirements.head_size_v == requirements.head_size:

@@ -19,7 +19,7 @@ FP8_DTYPES: Final = ("fp8_e4m3", "fp8_e5m2")
 """The FP8 cache dtypes whose rounding the oracle has."""
 
 _CASE_FIELDS: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
-_OF_PAGES: Final = ("block_size", "kv_layout")
+_OF_PAGES: Final = ("block_size", "kv_layout", "kv_cache_form")
 
 
 @frozen

@@ -23,6 +23,7 @@ several agreements in one state.
 from attnplug_kit.oracle.attention import OracleResult, attend, seen_by
 from attnplug_kit.oracle.case import FEATURES, Case, cases, random_case
 from attnplug_kit.oracle.closeness import Tolerance, assert_close, tolerance
+from attnplug_kit.oracle.host_memory import bind_pool, untouched
 from attnplug_kit.oracle.replaying import check_replays, check_replays_without_build, check_shared_state
 from attnplug_kit.oracle.rounding import by_channel, nearest, paged_tensors
 from attnplug_kit.oracle.running import (
@@ -49,6 +50,7 @@ __all__ = [
     "Tolerance",
     "assert_close",
     "attend",
+    "bind_pool",
     "by_channel",
     "cases",
     "check",
@@ -65,4 +67,5 @@ __all__ = [
     "run",
     "seen_by",
     "tolerance",
+    "untouched",
 ]

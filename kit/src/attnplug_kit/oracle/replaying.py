@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -260,7 +259,7 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
             mine.copy_(theirs)
     for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
         mine[: theirs.shape[0]].copy_(theirs)
-    if isinstance(static.cache, Mapping) and isinstance(call.cache, Mapping) and "v_scale" in static.cache:
+    if "v_scale" in static.cache:
         static.cache["v_scale"].copy_(call.cache["v_scale"])
 
 

@@ -6,7 +6,6 @@ FP8: the numbers of the dtype are looked up. Int8: symmetric, with a scale per r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,10 +13,11 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.contract import is_narrow_float, torch_dtype
-from attnplug.ops import key_and_value_pages
 
 if TYPE_CHECKING:
-    from attnplug.contract import Backend, Cache
+    from collections.abc import Collection
+
+    from attnplug.contract import Backend, KVCache
     from attnplug_kit.oracle.case import Case
 
 INT8_DTYPES: Final = ("int8", "int8_k")
@@ -157,8 +157,8 @@ class Int8Rounding:
     Queries and keys have a scale per token and head, which follows from the row. Values have one per head and channel,
     which is fixed.
 
-    Its cache is a mapping. Beside ``"kv"``, or ``"k"`` and ``"v"``, it has ``"k_scale"``, ``(num_blocks, num_kv_heads,
-    block_size)`` float32, and for int8 values ``"v_scale"``, ``(num_kv_heads, head_size)`` float32.
+    Beside keys and values, its cache has the role ``"k_scale"``, ``(num_blocks, num_kv_heads, block_size)`` float32,
+    and for int8 values ``"v_scale"``, ``(num_kv_heads, head_size)`` float32.
 
     Attributes:
         value_scales: ``(num_kv_heads, head_size)`` float32; None where values are cached in the layer's dtype.
@@ -176,7 +176,7 @@ class Int8Rounding:
         scales = self.value_scales
         return rows if scales is None else by_channel(rows, scales) * scales.double()
 
-    def fill(self, cache: Cache, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+    def fill(self, cache: KVCache, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         """
         Write rows and the value scales into a cache.
 
@@ -190,7 +190,7 @@ class Int8Rounding:
         held = values if self.value_scales is None else by_channel(values, self.value_scales)
         for name, rows in (("key", quantized), ("value", held), ("key scale", scales)):
             tensors[name][places] = rows.to(tensors[name])
-        if self.value_scales is not None and isinstance(cache, Mapping):
+        if self.value_scales is not None:
             cache["v_scale"].copy_(self.value_scales)
 
 
@@ -215,10 +215,9 @@ def by_channel(rows: Tensor, scales: Tensor) -> Tensor:
     return (rows.float() / scales).round().clamp(-127, 127).double()
 
 
-def paged_tensors(cache: Cache) -> dict[str, Tensor]:
+def paged_tensors(cache: KVCache) -> dict[str, Tensor]:
     """Return what a cache holds per token, by name: views ``(num_blocks, block_size, ...)``."""
-    keys, values = key_and_value_pages(cache)
-    found = {"key": keys, "value": values}
-    if isinstance(cache, Mapping) and "k_scale" in cache:
+    found = {"key": cache.k, "value": cache.v}
+    if "k_scale" in cache:
         found["key scale"] = cache["k_scale"].transpose(1, 2)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,10 +10,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract import PAD_SLOT_ID, Batch, Cache, Layer, torch_dtype
+from attnplug.contract import PAD_SLOT_ID, Batch, KVCache, Layer, torch_dtype
 from attnplug.errors import NotNegotiatedError
-from attnplug.ops import key_and_value_pages
 from attnplug_kit.oracle.attention import OracleResult, attend
+from attnplug_kit.oracle.host_memory import bind_pool
 from attnplug_kit.oracle.rounding import (
     Fp8Rounding,
     Int8Rounding,
@@ -73,7 +72,7 @@ class Paged(Dense):
             null block included.
     """
 
-    cache: Cache
+    cache: KVCache
 
 
 @frozen(eq=False)
@@ -220,10 +219,10 @@ class Scene:
 
     def paged(self, backend: Backend, device: torch.device | str | None = None, *, written: bool = False) -> Paged:
         """
-        Return a paged call with a new KV cache of the backend, in the layout of the agreement.
+        Return a paged call with a new KV cache in memory of the host, in the form and the layout of the agreement.
 
         Args:
-            backend: Makes the cache.
+            backend: Binds the cache.
             device: The device of all tensors; None for the CPU.
             written: Whether the new tokens are in the cache already, as after the cache write of a host.
 
@@ -231,7 +230,7 @@ class Scene:
             NotNegotiatedError: The backend was loaded for other requirements than the case's.
         """
         self._check_agreed(backend)
-        cache = backend.make_cache(self.num_blocks, device="cpu" if device is None else device)
+        cache = bind_pool(backend, self.num_blocks, "cpu" if device is None else device)
         self._fill_from_host(backend, cache, written=written)
         batch = Batch.from_lengths(
             self.case.query_lens,
@@ -272,36 +271,35 @@ class Scene:
     def _custom_mask(self, device: torch.device | str | None) -> Tensor | None:
         return None if self.masks is None else torch.cat([mask.flatten() for mask in self.masks]).to(device)
 
-    def _fill_from_host(self, backend: Backend, cache: Cache, *, written: bool) -> None:
+    def _fill_from_host(self, backend: Backend, cache: KVCache, *, written: bool) -> None:
         """Fill a cache on the CPU, and copy it: loops over slots are slow on a device."""
         here = backend.make_cache(self.num_blocks, device="cpu")
         self.fill(here, written=written or self.case.kv_sharing)
         for mine, theirs in zip(paged_tensors(here).values(), paged_tensors(cache).values(), strict=True):
             theirs.copy_(mine)
-        if self.has_byte_weights and isinstance(here, Mapping) and isinstance(cache, Mapping):
+        if self.has_byte_weights:
             cache["v_scale"].copy_(here["v_scale"])
 
-    def fill(self, cache: Cache, *, written: bool = False, poison: float = torch.nan) -> None:
+    def fill(self, cache: KVCache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
         Write what is cached of every request into a cache, and poison all other slots, with plain loops.
 
         Args:
-            cache: What `Backend.make_cache` returned, with the role ``"kv"``, or ``"k"`` and ``"v"``; an int8 cache has
-                the scales of `Int8Rounding` besides.
+            cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
             written: Whether the new tokens are written too, as where a cache is shared.
             poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do.
         """
         if self.int8_rounding is not None:
             self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
             return
-        for pages, rows in zip(key_and_value_pages(cache), self._cached(), strict=True):
+        for pages, rows in zip((cache.k, cache.v), self._cached(), strict=True):
             pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 for position in range(filled):
                     block, offset = divmod(self._slot(request, position), self.case.block_size)
                     pages[block, offset] = rows[request][position].to(pages)
 
-    def _fill_int8(self, cache: Cache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
+    def _fill_int8(self, cache: KVCache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
         for tensor in paged_tensors(cache).values():
             tensor.fill_(poison if tensor.dtype.is_floating_point else _POISONED_BYTE)
         for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):

@@ -28,14 +28,15 @@ class LeastImpl(AttentionImpl):
             first = int(batch.key_start_loc[request])
             pair = key[first : first + length], value[first : first + length]
         else:
-            size = kv_cache.shape[2]
-            pair = kv_cache[:, batch.block_table[request, : -(-length // size)]].flatten(1, 2)[:, :length]
+            size = kv_cache.k.shape[1]
+            blocks = batch.block_table[request, : -(-length // size)]
+            pair = (pages[blocks].flatten(0, 1)[:length] for pages in (kv_cache.k, kv_cache.v))
         return (rows.float().repeat_interleave(self.num_queries_per_kv, 1) for rows in pair)
 
     def _put(self, key, value, kv_cache, slot_mapping):
-        kept, size = slot_mapping >= 0, kv_cache.shape[2]
+        kept, size = slot_mapping >= 0, kv_cache.k.shape[1]
         slots = slot_mapping[kept]
-        for pages, rows in zip(kv_cache, (key, value), strict=True):
+        for pages, rows in ((kv_cache.k, key), (kv_cache.v, value)):
             pages[slots // size, slots % size] = rows[: len(slot_mapping)][kept]
 
 

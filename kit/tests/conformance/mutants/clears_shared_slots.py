@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from attnplug.contract import hookimpl
-from attnplug.ops.write import key_and_value_pages
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -12,8 +11,9 @@ class MutantImpl(TorchImpl):
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.layer.kv_sharing_target is not None:
             slots = metadata.batch.slot_mapping
-            for pages in key_and_value_pages(kv_cache):
-                pages.view(-1, *pages.shape[2:])[slots[slots >= 0]] = 0
+            for pages in (kv_cache.k, kv_cache.v):
+                used, size = slots[slots >= 0], pages.shape[1]
+                pages[used // size, used % size] = 0
         super().run(query, key, value, kv_cache, metadata, output, lse)
 
 

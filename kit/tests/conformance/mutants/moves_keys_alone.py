@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from attnplug.contract import hookimpl
-from attnplug.ops import key_and_value_pages
 from attnplug.torch_backend.backend import TorchBackend
 
 
 class MutantBackend(TorchBackend):
     def swap_blocks(self, src, dst, src_to_dst):
-        values = key_and_value_pages(dst)[1]
+        values = dst.v
         held = values.clone()
         super().swap_blocks(src, dst, src_to_dst)
         values.copy_(held)

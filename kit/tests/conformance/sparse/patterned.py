@@ -15,7 +15,7 @@ class PatternedImpl(AttentionImpl):
         starts = batch.query_start_loc.tolist()
         if kv_cache is not None:
             slots = batch.slot_mapping
-            for pages, rows in zip(kv_cache, (key, value), strict=True):
+            for pages, rows in ((kv_cache.k, key), (kv_cache.v, value)):
                 kept = slots >= 0
                 pages[slots[kept] // size, slots[kept] % size] = rows[: len(slots)][kept]
         for request, length in enumerate(batch.seq_lens.tolist()):
@@ -24,7 +24,8 @@ class PatternedImpl(AttentionImpl):
                 first = int(batch.key_start_loc[request])
                 pair = key[first : first + length], value[first : first + length]
             else:
-                pair = kv_cache[:, batch.block_table[request, : -(-length // size)]].flatten(1, 2)[:, :length]
+                blocks = batch.block_table[request, : -(-length // size)]
+                pair = (pages[blocks].flatten(0, 1)[:length] for pages in (kv_cache.k, kv_cache.v))
             keys, values = (part.double().repeat_interleave(self.num_queries_per_kv, 1) for part in pair)
             scores = torch.einsum("qhd,khd->hqk", query[rows].double(), keys) * self.scale
             seen = self.seen(torch.arange(length)[length - scores.shape[1] :], torch.arange(length))

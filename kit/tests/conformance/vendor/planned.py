@@ -9,8 +9,8 @@ import torch
 
 from attnplug.batching.pages import pad_pages, pages_of
 from attnplug.contract import AttentionImpl, Backend, MetadataBuilder, hookimpl
-from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
-from attnplug.ops import key_and_value_pages, merge_attention_states, write_pages
+from attnplug.contract.inputs.kv_cache import is_narrow_float
+from attnplug.ops import merge_attention_states, write_pages
 
 
 @attrs.frozen(eq=False)
@@ -46,7 +46,7 @@ class PlannedImpl(AttentionImpl):
     static_scales = frozenset("kv")
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
-        plan, halves = self.plan_of(metadata), key_and_value_pages(kv_cache)
+        plan, halves = self.plan_of(metadata), (kv_cache.k, kv_cache.v)
         narrow = is_narrow_float(halves[0].dtype)
         scales = (self.layer.k_scale_tensor, self.layer.v_scale_tensor) if narrow else (None, None)
         for rows, pages, scale in zip((key, value), halves, scales, strict=True):
@@ -99,12 +99,6 @@ class PlannedImpl(AttentionImpl):
 class PlannedBackend(Backend):
     impl_class = PlannedImpl
     builder_class = PlannedBuilder
-
-    def cache_tensors(self, num_blocks):
-        """A block has keys and values side by side, heads before tokens if the agreement says so."""
-        tokens_and_heads = (3, 2) if self.agreement.kv_layout == "HND" else (2, 3)
-        (spec,) = super().cache_tensors(num_blocks).values()
-        return {"kv": CacheTensor(spec.shape, spec.dtype, 1, (1, 0, *tokens_and_heads, 4))}
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import key_and_value_pages, write_kv
+from attnplug.ops import write_kv
 from attnplug_blocksparse import decode, prefill
 from attnplug_blocksparse.pattern import check_pattern
 from attnplug_blocksparse.plan import Scales
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Layer, Metadata
+    from attnplug.contract import KVCache, Layer, Metadata
     from attnplug_blocksparse.backend import BlocksparseBackend
     from attnplug_blocksparse.plan import StepPlan
 
@@ -53,7 +53,7 @@ class BlocksparseImpl(AttentionImpl):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Any,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
@@ -61,8 +61,8 @@ class BlocksparseImpl(AttentionImpl):
         """Write the new rows to the KV cache if forward writes them, then run decodes and prefills."""
         plan: StepPlan = metadata.plans.get(_KEY) or self.plan_of(metadata)
         out = output.view(-1, self.num_q_heads, self.head_size)
-        pages = None if kv_cache is None else key_and_value_pages(kv_cache)
-        if pages is not None and self.forward_writes:
+        pages = None if kv_cache is None else (kv_cache.k, kv_cache.v)
+        if kv_cache is not None and self.forward_writes:
             self.update_kv_cache(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.batch.slot_mapping)
         if plan.decode is not None:
             rows = plan.decode_rows
@@ -95,12 +95,13 @@ class BlocksparseImpl(AttentionImpl):
             return key, value
         return (key[rows], value[rows]) if plan.contiguous_kv else pages
 
-    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Any) -> None:
         """Write rows to their slots, with the layer's scales."""
         write_kv(
             key,
             value,
-            *key_and_value_pages(kv_cache),
+            kv_cache.k,
+            kv_cache.v,
             slot_mapping,
             self.layer.k_scale_tensor,
             self.layer.v_scale_tensor,

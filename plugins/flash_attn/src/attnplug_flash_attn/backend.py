@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from attrs import evolve
-
-from attnplug.contract import Backend, CacheTensor
+from attnplug.contract import Backend
 from attnplug_flash_attn.builder import FlashAttentionBuilder
 from attnplug_flash_attn.impl import FlashAttentionImpl
 from attnplug_flash_attn.kernels import kernels_of
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 
     from attnplug.contract import GraphShape, Limits
     from attnplug_flash_attn.kernels.interface import Kernels
-
-_LAYER_STRIDE_ORDERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
 
 
 class FlashAttentionBackend(Backend):
@@ -34,15 +30,6 @@ class FlashAttentionBackend(Backend):
     def kernels(self) -> Kernels:
         """The kernel library of the variant, imported at its first use."""
         return kernels_of(self.variant)(self.agreement)
-
-    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """Return the contract's tensors. A host may keep all layers in one tensor: then a block holds all layers."""
-        order = _LAYER_STRIDE_ORDERS[self.agreement.kv_layout or "NHD"]
-        tensors = super().cache_tensors(num_blocks)
-        return {
-            role: evolve(tensor, layer_stride_order=order) if role == "kv" else tensor
-            for role, tensor in tensors.items()
-        }
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffer into which pages are packed for a library without paged kernels."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 import torch
 from attrs import evolve
 
-from attnplug.contract import AttentionImpl, CacheViews, torch_dtype
+from attnplug.contract import AttentionImpl, torch_dtype
 from attnplug.errors import LayerError
 from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Agreement
-    from attnplug.contract import Layer, Metadata
+    from attnplug.contract import KVCache, Layer, Metadata
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.dcp import DcpPlan
     from attnplug_flash_attn.kernels.interface import Kernels, VarlenCall
@@ -45,13 +45,10 @@ class FlashAttentionImpl(AttentionImpl):
 
     def __init__(self, layer: Layer, backend: FlashAttentionBackend) -> None:
         super().__init__(layer, backend)
-        required = self.agreement.requirements
         self.kernels = backend.kernels
         self.parameters_changed()
         self._key = (self.window, self.logits_soft_cap)
         self._heads_v = (self.num_q_heads, self.head_size_v)
-        self._is_one_tensor = required.head_size_v == required.head_size
-        self._caches = CacheViews(_keys_and_values)
         self._writes = bool(self.forward_writes)
 
     def parameters_changed(self) -> None:
@@ -88,7 +85,7 @@ class FlashAttentionImpl(AttentionImpl):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Any,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
@@ -100,7 +97,7 @@ class FlashAttentionImpl(AttentionImpl):
             if keys.shape[0] != rows:
                 keys, values = keys[:rows], values[:rows]
         else:
-            keys, values = self._pages(kv_cache)
+            keys, values = kv_cache.k, kv_cache.v
             if self._writes and key is not None and value is not None:
                 write_kv(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
         if self._query_scale is not None:
@@ -212,22 +209,14 @@ class FlashAttentionImpl(AttentionImpl):
         for part in plan.packed_context.calls:
             self._attend(part, query, keys, values, out, lse, params)
 
-    def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
-        return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
-
-    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
-        write_kv(key, value, *self._pages(kv_cache), slot_mapping, *self._scale_tensors)
+        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
     """Return a view ``(1,)`` or ``(kv_heads,)``, so that the kernels read later changes of the scale."""
     return None if scale is None else scale.view(-1)
-
-
-def _keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = kv_cache.unbind(0)
-    return keys, values
 
 
 _FLOAT32: Final = torch.float32.itemsize

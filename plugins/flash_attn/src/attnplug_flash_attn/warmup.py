@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Requirements
-    from attnplug.contract import AttentionImpl, Backend
+    from attnplug.contract import AttentionImpl, Backend, KVCache
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.impl import FlashAttentionImpl
 
@@ -32,12 +32,12 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
     required = backend.agreement.requirements
     if required.dcp_size > 1:
         impl = backend.make_impl(dummy_layer(backend))
-        _run_shard(backend, cast("FlashAttentionImpl", impl), cast("Tensor", backend.make_cache(2)))
+        _run_shard(backend, cast("FlashAttentionImpl", impl), backend.make_cache(2))
     else:
         warm_up(backend, _batches(backend))
 
 
-def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: Tensor) -> None:
+def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: KVCache) -> None:
     """Run the new tokens of two requests, and their cached tokens for the query heads of all ranks."""
     required, device = backend.agreement.requirements, backend.device
     lens = torch.tensor([1, 2], dtype=torch.int32, device=device)
@@ -47,7 +47,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     new = VarlenCall(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     cached = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
-    keys, values = cache.unbind(0)
+    keys, values = cache.k, cache.v
     if backend.kernels.paged:
         context = adapted(cached, backend.kernels, leftpad_of(backend.kernels, 2, device))
     else:
@@ -57,7 +57,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
         (impl.num_q_heads, key, value, new, impl.params),
         (impl.num_q_heads * required.dcp_size, keys, values, context, impl.params_without_sinks),
     ):
-        query = _zeros(impl, tokens, heads, impl.head_size).to(cache.dtype)
+        query = _zeros(impl, tokens, heads, impl.head_size).to(keys.dtype)
         lse = torch.empty(tokens, heads, device=device)
         out = _zeros(impl, tokens, heads, impl.head_size_v)
         backend.kernels.attend(query, keys_of_call, values_of_call, out, call, params, lse)

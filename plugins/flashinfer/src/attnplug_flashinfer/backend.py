@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.contract import Backend, CacheTensor
+from attnplug.contract import Backend
 from attnplug_flashinfer.builder import FlashInferBuilder
 from attnplug_flashinfer.impl import FlashInferImpl
 from attnplug_flashinfer.warmup import run_each_kind
@@ -21,12 +21,6 @@ class FlashInferBackend(Backend):
 
     impl_class = FlashInferImpl
     builder_class = FlashInferBuilder
-
-    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """Return the contract's tensor in the library's memory order: each block has its keys, then its values."""
-        order = (1, 0, 3, 2, 4) if self.agreement.kv_layout == "HND" else (1, 0, 2, 3, 4)
-        tensors = super().cache_tensors(num_blocks)
-        return {role: CacheTensor(one.shape, one.dtype, one.block_axis, order) for role, one in tensors.items()}
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the library's float workspace in bytes."""

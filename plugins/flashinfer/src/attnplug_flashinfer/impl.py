@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 
-from attnplug.contract import AttentionImpl, CacheViews
+from attnplug.contract import AttentionImpl
 from attnplug.ops import write_kv
 from attnplug_flashinfer import library
 from attnplug_flashinfer.routes import check_decode_kernel
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Backend, Layer, Metadata
+    from attnplug.contract import Backend, KVCache, Layer, Metadata
     from attnplug_flashinfer.plan import Part, Plan
 
 _LN2: Final = math.log(2.0)
@@ -41,7 +40,7 @@ class FlashInferImpl(AttentionImpl):
         check_decode_kernel(self.agreement)
         self._key = super().plan_key
         self._heads = (self.num_q_heads, self.head_size)
-        self._cache_views = CacheViews(partial(_views, is_hnd=self.agreement.kv_layout == "HND"))
+        self._is_hnd = self.agreement.kv_layout == "HND"
         self._writes = bool(self.forward_writes)
         self.parameters_changed()
 
@@ -64,7 +63,7 @@ class FlashInferImpl(AttentionImpl):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Tensor | None,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
@@ -75,7 +74,9 @@ class FlashInferImpl(AttentionImpl):
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
         else:
-            halves, pages = self._cache_views.of(kv_cache)
+            halves = pages = (kv_cache.k, kv_cache.v)
+            if self._is_hnd:  # the library's shape is the order in memory
+                pages = (halves[0].transpose(1, 2), halves[1].transpose(1, 2))
             if self._writes and key is not None and value is not None:
                 write_kv(key, value, *halves, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
             operands = (pages, *self._extra)
@@ -145,10 +146,9 @@ class FlashInferImpl(AttentionImpl):
         if lse is not None and sums is not None:
             lse[:tokens] = sums
 
-    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
-        halves, _ = self._cache_views.of(kv_cache)
-        write_kv(key, value, *halves, slot_mapping, *self._scale_tensors)
+        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -157,9 +157,3 @@ class FlashInferImpl(AttentionImpl):
         del lse
         if key is not None and value is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
-
-
-def _views(kv_cache: Tensor, *, is_hnd: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return K and V, ``(num_blocks, block_size, num_kv_heads, head_size)``, and the same in the library's layout."""
-    keys, values = kv_cache.unbind(0)
-    return (keys, values), (keys.transpose(1, 2), values.transpose(1, 2)) if is_hnd else (keys, values)

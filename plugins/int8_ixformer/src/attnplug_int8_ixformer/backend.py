@@ -50,9 +50,8 @@ class Int8Backend(Backend):
         """
         Return the tensors of one layer's KV cache.
 
-        Level 1 has the role ``"kv"``, ``(2, num_blocks, num_kv_heads, block_size, head_size)`` in memory; level 2 has
-        ``"k"`` and ``"v"``. Shapes are logical: tokens before heads. ``"k_scale"`` has a block axis; ``"v_scale"`` has
-        none, and is NaN until it is loaded, so that outputs without calibration are NaN.
+        Keys are int8; values are int8 at level 1, and of the layer's dtype at level 2. ``"k_scale"`` has a block axis;
+        ``"v_scale"``, at level 1, has none, and is NaN until it is loaded, so that outputs without calibration are NaN.
         """
         requested, size = self.agreement.requirements, self.agreement.block_size or 1
         heads = requested.num_kv_heads
@@ -61,9 +60,9 @@ class Int8Backend(Backend):
         if self.level == 2:
             values = CacheTensor(shape, torch_dtype(requested.dtype), 0, order)
             return {"k": CacheTensor(shape, torch.int8, 0, order), "v": values, "k_scale": key_scales}
-        both = CacheTensor((2, *shape), torch.int8, 1, (0, 1, 3, 2, 4))
+        both = CacheTensor(shape, torch.int8, 0, order)
         value_scales = CacheTensor((heads, requested.head_size), torch.float32, None, fill=nan)
-        return {"kv": both, "k_scale": key_scales, "v_scale": value_scales}
+        return {"k": both, "v": both, "k_scale": key_scales, "v_scale": value_scales}
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes that the provider needs."""

@@ -15,10 +15,11 @@ CALIBRATE: Final = "int8_ixformer.calibrate"
 
 
 def requirements_of(agreement: Agreement) -> Requirements:
-    """Return the requirements without the calibration, with the block size and the layout that were agreed."""
+    """Return the requirements without the calibration, with the agreed block size, layout and form."""
     requested = agreement.requirements
     features = tuple(name for name in requested.features if name != CALIBRATE)
-    return requested.evolve(features=features, block_size=agreement.block_size, kv_layout=agreement.kv_layout)
+    names = ("block_size", "kv_layout", "kv_cache_form")
+    return requested.evolve(features=features, **{name: getattr(agreement, name) for name in names})
 
 
 def choose(agreement: Agreement, device: Device) -> Selection:

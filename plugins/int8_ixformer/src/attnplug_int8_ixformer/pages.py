@@ -9,10 +9,10 @@ from attrs import frozen
 from attnplug.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from torch import Tensor
+
+    from attnplug.contract import KVCache
 
 
 @frozen(eq=False)
@@ -33,11 +33,10 @@ class Pages:
     value_scales: Tensor | None
 
     @classmethod
-    def of(cls, cache: Mapping[str, Tensor]) -> Pages:
-        """Return the pages of a cache that `Backend.make_cache` returned."""
-        both, scales = cache.get("kv"), cache.get("v_scale")
-        keys, values = (cache["k"], cache["v"]) if both is None else both.unbind(0)
-        return cls(keys, values, cache["k_scale"], None if scales is None else scales.contiguous())
+    def of(cls, cache: KVCache) -> Pages:
+        """Return the pages of a KV cache."""
+        scales = cache.tensors.get("v_scale")
+        return cls(cache.k, cache.v, cache["k_scale"], None if scales is None else scales.contiguous())
 
 
 def of_planes(planes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

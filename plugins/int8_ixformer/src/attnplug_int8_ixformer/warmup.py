@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
 from attrs import evolve
 
 from attnplug.contract import dummy_batch_of, dummy_layer, warm_up
@@ -24,7 +23,7 @@ def run_warmup(backend: Int8Backend) -> None:
     target = "earlier" if backend.agreement.requirements.kv_sharing else None
     layer = evolve(dummy_layer(backend, LAYER), kv_sharing_target=target)
     cache = backend.make_cache(2)
-    if not isinstance(cache, torch.Tensor) and "v_scale" in cache:
+    if "v_scale" in cache:
         cache["v_scale"].fill_(1.0)
     agreement, device = backend.agreement, backend.device
     batches = (dummy_batch_of(agreement, device, [query], [seq]) for query, seq in _lengths(backend))

@@ -29,14 +29,14 @@ class DroppingImpl(AttentionImpl):
         if kv_cache is None:
             start = int(batch.key_start_loc[i])
             return key[start : start + length], value[start : start + length]
-        used = batch.block_table[i, : -(-length // kv_cache.shape[2])]
-        return kv_cache[:, used].flatten(1, 2)[:, :length]
+        used = batch.block_table[i, : -(-length // kv_cache.k.shape[1])]
+        return [pages[used].flatten(0, 1)[:length] for pages in (kv_cache.k, kv_cache.v)]
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        written, size = slot_mapping >= 0, kv_cache.shape[2]
+        written, size = slot_mapping >= 0, kv_cache.k.shape[1]
         slots = slot_mapping[written]
-        for half, new in zip(kv_cache, (key, value), strict=True):
-            half[slots // size, slots % size] = new[: len(slot_mapping)][written]
+        for pages, new in ((kv_cache.k, key), (kv_cache.v, value)):
+            pages[slots // size, slots % size] = new[: len(slot_mapping)][written]
 
 
 class DroppingBackend(Backend):

@@ -29,15 +29,15 @@ class ToyImpl(AttentionImpl):
             start = int(batch.key_start_loc[i])
             k, v = key[start : start + length], value[start : start + length]
         else:
-            used = batch.block_table[i, : -(-length // kv_cache.shape[2])]
-            k, v = kv_cache[:, used].flatten(1, 2)[:, :length]
+            used = batch.block_table[i, : -(-length // kv_cache.k.shape[1])]
+            k, v = (pages[used].flatten(0, 1)[:length] for pages in (kv_cache.k, kv_cache.v))
         return (x.repeat_interleave(self.num_queries_per_kv, 1) for x in (k, v))
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        written, size = slot_mapping >= 0, kv_cache.shape[2]
+        written, size = slot_mapping >= 0, kv_cache.k.shape[1]
         slots = slot_mapping[written]
-        for half, new in zip(kv_cache, (key, value), strict=True):
-            half[slots // size, slots % size] = new[: len(slot_mapping)][written]
+        for pages, new in ((kv_cache.k, key), (kv_cache.v, value)):
+            pages[slots // size, slots % size] = new[: len(slot_mapping)][written]
 
 
 class ToyBackend(Backend):

@@ -30,6 +30,7 @@ from attnplug.commands import (
     table,
     wrapped,
 )
+from attnplug.negotiation.candidate import TERMS
 from attnplug.selection.explanation import NOT_INSTALLED, detail
 
 if TYPE_CHECKING:
@@ -242,7 +243,8 @@ def _plan_lines(result: Result) -> Iterator[str]:
         yield from failure if all(group.explanation.chosen for group in result.groups) else failure[:1]
         return
     found = result.plan
-    terms = f"block_size={found.block_size} kv_layout={found.kv_layout} cudagraph={found.cudagraph}"
+    shown = (*TERMS, "cudagraph")
+    terms = " ".join(f"{name}={getattr(found, name)}" for name in shown)
     yield f"plan on {result.device}: {terms}"
     if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
         yield f"    the graph level is that of {found.weakest.selection.id}"

@@ -75,6 +75,7 @@ class Result:
             **device,
             "block_size": self.plan.block_size,
             "kv_layout": self.plan.kv_layout,
+            "kv_cache_form": self.plan.kv_cache_form,
             "cudagraph": self.plan.cudagraph,
             "weakest": self.plan.weakest.selection.id,
             "groups": groups,

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from attnplug.contract.guards._format import describe, duplicate_of
-from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
+from attnplug.contract.guards.cache import refuse_cache
+from attnplug.contract.inputs.kv_cache import CacheTensor, KVCache, is_narrow_float
 from attnplug.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from attnplug.contract.inputs.kv_cache import CacheSpec
+    from attnplug.negotiation.agreement import Agreement
 
 
 def copy_between(spec: CacheTensor, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
@@ -37,6 +41,28 @@ def copy_between(spec: CacheTensor, src: Tensor, dst: Tensor, pairs: Tensor) -> 
         src, dst = src.view(torch.uint8), dst.view(torch.uint8)
     blocks = src.index_select(spec.block_axis, pairs[:, 0].to(src.device))
     dst.index_copy_(spec.block_axis, pairs[:, 1].to(dst.device), blocks.to(dst.device))
+
+
+def check_movable(name: str, cache: object, agreement: Agreement, spec: CacheSpec | None) -> None:
+    """
+    Check that blocks of an agreement fit into a KV cache, whatever its form and layout.
+
+    Raises:
+        CacheError: It is no KV cache, or its blocks hold something else.
+    """
+    if not isinstance(cache, KVCache) or spec is None:
+        refuse_cache(f"of {agreement.id}", agreement, spec, cache)
+    if _contents(cache.spec) != _contents(spec):
+        raise CacheError(
+            f"the {name} was given with blocks of {_contents(cache.spec)}",
+            f"for {agreement.id} they are {_contents(spec)}",
+            "move blocks between caches of one block size, one dtype and the same heads",
+        )
+
+
+def _contents(spec: CacheSpec) -> dict[str, tuple[object, ...]]:
+    """Return all that a block holds, but not its order in memory: the specs are of 2 blocks."""
+    return {role: (one.shape, one.dtype, one.block_axis) for role, one in spec.tensors.items()}
 
 
 def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]) -> Tensor:

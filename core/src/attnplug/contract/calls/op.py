@@ -16,7 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from attnplug.errors import BatchError, LayerError
+from attnplug.contract.inputs.kv_cache import KVCache, cache_of
+from attnplug.errors import BatchError, CacheError, LayerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.impl import AttentionImpl
-    from attnplug.contract.inputs.kv_cache import Cache
     from attnplug.contract.metadata import Metadata
 
 _in_force: ContextVar[Mapping[str, Metadata | None] | None] = ContextVar("attnplug_metadata", default=None)
@@ -73,18 +73,29 @@ def enlist(impl: AttentionImpl) -> int:
     return handle
 
 
-def tensors_of(kv_cache: Cache | None, roles: tuple[str, ...]) -> list[Tensor]:
-    """Return the tensors of a cache in the order of its roles, as the op takes them; none where there is no cache."""
+def cache_arguments(kv_cache: KVCache | None) -> tuple[list[Tensor], int]:
+    """
+    Return a KV cache as the ops take it: the memories that are written, and its number; 0 is none.
+
+    Each memory is one tensor: K and V of one pool, as two, would alias.
+    """
     if kv_cache is None:
-        return []
-    return [kv_cache] if isinstance(kv_cache, torch.Tensor) else [kv_cache[role] for role in roles]
+        return [], 0
+    if not isinstance(kv_cache, KVCache):
+        raise CacheError(
+            f"a KV cache of type {type(kv_cache).__name__} was given",
+            "it is a KVCache, which was checked once, when it was bound",
+            "pass what Backend.make_cache or Backend.bind_cache returned",
+        )
+    return list(kv_cache.storages), kv_cache.handle
 
 
-def _forward_op(
+def _forward_op(  # noqa: PLR0913, PLR0917 - the arguments of the op
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    kv_cache: list[Tensor],
+    memory: list[Tensor],
+    kv_cache: int,
     output: Tensor,
     lse: Tensor | None,
     layer: int,
@@ -92,17 +103,19 @@ def _forward_op(
 ) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
-    impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse, sinks=sinks)
+    cache = cache_of(kv_cache, memory) if kv_cache else None
+    impl.forward(query, key, value, cache, metadata, output, lse=lse, sinks=sinks)
 
 
-def _write_kv_op(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
+def _write_kv_op(key: Tensor, value: Tensor, memory: list[Tensor], kv_cache: int, layer: int) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
     slots = None if metadata is None else metadata.batch.slot_mapping
     if metadata is None or slots is None:
         return
     rows = _host_rows(impl, metadata, slots.shape[0])
-    impl.write_kv(key[rows], value[rows], _cache_of(impl, kv_cache), slots[rows])
+    cache = cache_of(kv_cache, memory) if kv_cache else None
+    impl.write_kv(key[rows], value[rows], cache, slots[rows])
 
 
 def _host_rows(impl: AttentionImpl, metadata: Metadata, count: int) -> slice:
@@ -125,10 +138,6 @@ def _enlisted(layer: int) -> AttentionImpl:
     return impl
 
 
-def _cache_of(impl: AttentionImpl, tensors: list[Tensor]) -> Any:
-    return dict(zip(impl.cache_roles, tensors, strict=True)) if len(tensors) > 1 else next(iter(tensors), None)
-
-
 def _fake(*arguments: Any) -> None:
     """Return nothing, as the op does; the schema names what is written."""
     del arguments
@@ -136,14 +145,14 @@ def _fake(*arguments: Any) -> None:
 
 _library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "forward(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
-    "int layer, Tensor? sinks=None) -> ()",
+    "forward(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] memory, int kv_cache, Tensor(b!) output, "
+    "Tensor(c!)? lse, int layer, Tensor? sinks=None) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("forward", _forward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attnplug::forward", _fake, lib=_library)
 _library.define(
-    "write_kv(Tensor key, Tensor value, Tensor(a!)[] kv_cache, int layer) -> ()",
+    "write_kv(Tensor key, Tensor value, Tensor(a!)[] memory, int kv_cache, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("write_kv", _write_kv_op, "CompositeExplicitAutograd")

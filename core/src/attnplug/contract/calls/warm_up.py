@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.limits import Parallel
 
 
@@ -27,7 +27,7 @@ def warm_up(
     batches: Iterable[Batch],
     *,
     layer: Layer | None = None,
-    kv_cache: Cache | None = None,
+    kv_cache: KVCache | None = None,
     parallel: Parallel | None = None,
 ) -> None:
     """

@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from attrs import frozen
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes
-from attnplug.contract.guards.cache import CacheGuard
-from attnplug.contract.guards.memory import are_apart, check_writable, has_apart_rows, places_of, tensors_in
-from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
+from attnplug.contract.guards.cache import refuse_cache
+from attnplug.contract.guards.memory import are_apart, check_cache_writable, check_writable, has_apart_rows
+from attnplug.contract.inputs.kv_cache import TORCH_DTYPES, KVCache
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.inputs.kv_cache import Cache, CacheTensor
+    from attnplug.contract.inputs.kv_cache import CacheSpec
     from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
 
@@ -59,7 +58,7 @@ class CallForm:
         output_width: Elements of one output row.
         host_writes: Whether the host writes the KV cache in some phase.
         forward_writes: Whether forward does.
-        cache: The tensors of the layer's KV cache, by role.
+        cache: What the layer's KV cache is; None without one.
         metadata_class: The class of the backend's metadata.
     """
 
@@ -68,7 +67,7 @@ class CallForm:
     output_width: int
     host_writes: bool
     forward_writes: bool
-    cache: Mapping[str, CacheTensor]
+    cache: CacheSpec | None
     metadata_class: type[Any]
 
 
@@ -96,18 +95,18 @@ class ForwardGuard:
         self._may_lack_keys = self._shares or (self._paged and requested.attn_type == "encoder_decoder")
         self._return_lse = requested.return_lse
         self._lse_strides = (requested.num_q_heads, 1)
-        self._cache = CacheGuard(form.cache, agreement)
+        self._cache_spec = form.cache
         self._host_writes = form.host_writes
         self._writes = form.forward_writes
         self._apart: tuple[Any, ...] | None = None
         self._write_apart: tuple[Any, ...] | None = None
 
-    def check_call(
+    def check_call(  # noqa: C901 - the hot path: a call of another function costs as much as two comparisons
         self,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Cache | None,
+        kv_cache: KVCache | None,
         metadata: StepMetadata | None,
         output: Tensor,
         lse: Tensor | None,
@@ -126,7 +125,7 @@ class ForwardGuard:
         strides = output.stride()
         if (
             output.shape != (tokens, self._output_width)
-            or output.dtype != self._output_dtype
+            or output.dtype is not self._output_dtype
             or output.device != device
             or strides[1] != 1
             or (strides[0] < self._output_width and tokens > 1)
@@ -135,38 +134,48 @@ class ForwardGuard:
         if lse is not None:
             self._check_lse(lse, tokens, device)
         keys = self._check_pair(key, value, device)
-        if torch.is_grad_enabled() and (
-            query.requires_grad
-            or output.requires_grad
-            or (key is not None and key.requires_grad)
-            or (value is not None and value.requires_grad)
-        ):
-            self._refuse_gradient()
-        # Inference tensors are written in inference mode alone, where none is looked for.
-        is_plain = not torch.is_inference_mode_enabled()
-        if is_plain and output.is_inference():
-            check_writable(self._name, "output", output)
-        if metadata is None or (self._paged and kv_cache is not None and is_empty(kv_cache)):
+        # Inference mode records no gradient, and inference tensors are written in it alone.
+        if not is_inference_mode_enabled():
+            if is_grad_enabled():
+                self._check_gradients(query, key, value, output)
+            if output.is_inference():
+                check_writable(self._name, "output", output)
+        if metadata is None:
             return True
-        self._check_metadata(metadata, tokens, keys)
-        self._check_cache(kv_cache, metadata, device)
+        # What holds for nearly every call is compared here. Only where it does not, it is looked at in detail.
+        if (
+            type(metadata) is not self._metadata_class
+            or metadata.agreement is not self._agreement
+            or metadata.graph is not None
+            or tokens < metadata.batch.num_actual_tokens
+            or keys is None
+            or keys < metadata.num_key_rows
+        ):
+            self._check_metadata(metadata, tokens, keys)
+        if (
+            type(kv_cache) is not KVCache
+            or kv_cache.spec is not self._cache_spec
+            or kv_cache.num_blocks <= metadata.highest_block
+            or kv_cache.device != device
+        ):
+            self._check_cache(kv_cache, metadata, device)
         places = (
             output.untyped_storage().data_ptr(),
             query.untyped_storage().data_ptr(),
             None if key is None else key.untyped_storage().data_ptr(),
             None if value is None else value.untyped_storage().data_ptr(),
             None if lse is None else lse.untyped_storage().data_ptr(),
-            kv_cache.untyped_storage().data_ptr() if isinstance(kv_cache, torch.Tensor) else places_of(kv_cache),
+            None if kv_cache is None else kv_cache.places,
         )
         if places != self._apart:
             self._check_memory(places, query, key, value, kv_cache, output, lse)
-        if is_plain and self._paged:
-            self._check_cache_writable(kv_cache)
+        if kv_cache is not None and (kv_cache.is_inference or kv_cache.requires_grad):
+            check_cache_writable(self._name, kv_cache)
         return False
 
-    def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> bool:
+    def check_write(self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor) -> bool:
         """
-        Check a cache write apart from forward, and return whether there is a cache: a profiling run's is empty.
+        Check a cache write apart from forward, and return whether there is a cache: a profiling run has none.
 
         Raises:
             ContractError: See `AttentionImpl.write_kv`.
@@ -193,20 +202,20 @@ class ForwardGuard:
             or slot_mapping.device != device
         ):
             self._refuse("slot_mapping", slot_mapping, ("up to", rows), torch.int64, device)
-        if is_empty(kv_cache):
+        if kv_cache is None:
             return False
-        blocks = self._cache.check(kv_cache, device)
+        self._check_bound(kv_cache, device)
         for name, tensor in (("key", key), ("value", value)):
             if tensor.requires_grad and torch.is_grad_enabled():
                 check_writable(self._name, name, tensor)
-        self._check_cache_writable(kv_cache)
-        places = (key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr(), places_of(kv_cache))
+        check_cache_writable(self._name, kv_cache)
+        places = (key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr(), kv_cache.places)
         if places != self._write_apart:
-            inputs, caches = (("key", key), ("value", value)), tensors_in(kv_cache)
+            inputs, caches = (("key", key), ("value", value)), kv_cache.tensors.values()
             pairs = [("the KV cache", cache, *other) for cache in caches for other in inputs]
             self._write_apart = places if are_apart(self._name, pairs) else None
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
-            self._check_slots(slot_mapping, blocks)
+            self._check_slots(slot_mapping, kv_cache.num_blocks)
         return True
 
     def _check_memory(
@@ -215,7 +224,7 @@ class ForwardGuard:
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: Cache | None,
+        kv_cache: KVCache | None,
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
@@ -224,7 +233,7 @@ class ForwardGuard:
 
         Where not even the storages do, their places are kept: the next call with tensors of the same ones is as right.
         """
-        caches = tensors_in(kv_cache)
+        caches = () if kv_cache is None else tuple(kv_cache.tensors.values())
         inputs = [(n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t is not None]
         others = [*inputs, *(("the KV cache", cache) for cache in caches)]
         pairs = [("output", output, *other) for other in others]
@@ -234,25 +243,14 @@ class ForwardGuard:
             pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs]
         self._apart = places if are_apart(self._name, pairs) else None
 
-    def _check_cache_writable(self, kv_cache: Cache | None) -> None:
-        if isinstance(kv_cache, torch.Tensor):
-            if kv_cache.is_inference() or kv_cache.requires_grad:
-                check_writable(self._name, "a KV cache", kv_cache)
-        else:
-            for tensor in tensors_in(kv_cache):
-                check_writable(self._name, "a KV cache", tensor)
-
     def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
-        shape = tensor.shape
-        if (
-            len(shape) != 3
-            or shape[1] != heads[0]
-            or shape[2] != heads[1]
-            or tensor.dtype != dtype
-            or tensor.stride()[2] != 1
-        ):
+        try:
+            rows, count, size = tensor.shape
+        except ValueError:
             self._refuse(name, tensor, ("tokens", *heads), dtype, self._device)
-        return shape[0]
+        if count != heads[0] or size != heads[1] or tensor.dtype is not dtype or tensor.stride()[2] != 1:
+            self._refuse(name, tensor, ("tokens", *heads), dtype, self._device)
+        return rows
 
     def _check_pair(self, key: Tensor | None, value: Tensor | None, device: torch.device) -> int | None:
         """Return the number of K/V rows, None where the keys are cached already."""
@@ -318,9 +316,9 @@ class ForwardGuard:
                 "pass the K/V of the batch that the metadata was built for",
             )
 
-    def _check_cache(self, kv_cache: Cache | None, metadata: StepMetadata, device: torch.device) -> None:
+    def _check_cache(self, kv_cache: KVCache | None, metadata: StepMetadata, device: torch.device) -> None:
         if not self._paged:
-            if kv_cache is not None and not is_empty(kv_cache):
+            if kv_cache is not None:
                 raise CacheError(
                     f"layer {self._name!r} was given a cache",
                     "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
@@ -330,15 +328,28 @@ class ForwardGuard:
         if kv_cache is None:
             raise CacheError(
                 f"layer {self._name!r} was given no cache",
-                "paged=True was negotiated; only a profiling run has none, and its metadata is None or its cache empty",
-                "pass the cache that Backend.make_cache returned",
+                "paged=True was negotiated; only a profiling run has none, and its metadata is None",
+                "pass the cache that Backend.make_cache or Backend.bind_cache returned",
             )
-        blocks = self._cache.check(kv_cache, device)
-        if metadata.highest_block >= blocks:
+        self._check_bound(kv_cache, device)
+        if metadata.highest_block >= kv_cache.num_blocks:
             raise CacheError(
-                f"layer {self._name!r} was given a cache of {blocks} blocks",
+                f"layer {self._name!r} was given a cache of {kv_cache.num_blocks} blocks",
                 f"the batch, or the limits it was built for, uses block {metadata.highest_block}",
                 "pass the cache that the block table was allocated from, and its size in Limits(num_blocks=...)",
+            )
+
+    def _check_bound(self, kv_cache: KVCache, device: torch.device) -> None:
+        """Compare what was checked when it was bound: layers that share a KV cache may differ in their agreements."""
+        if type(kv_cache) is not KVCache or (
+            kv_cache.spec is not self._cache_spec and kv_cache.spec != self._cache_spec
+        ):
+            refuse_cache(self._name, self._agreement, self._cache_spec, kv_cache)
+        if kv_cache.device != device:
+            raise CacheError(
+                f"layer {self._name!r} was given a KV cache on {kv_cache.device}",
+                f"the other tensors of the call are on {device}",
+                "bind memory of that device; swap_blocks moves blocks between devices",
             )
 
     def _check_slots(self, slots: Tensor, blocks: int) -> None:
@@ -395,16 +406,11 @@ class ForwardGuard:
             "pass the encoder's K/V in the first step, and no slots in later ones",
         )
 
-    def _refuse_gradient(self) -> NoReturn:
+    def _check_gradients(self, *tensors: Tensor | None) -> None:
+        if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            return
         raise TensorError(
             f"layer {self._name!r} was given tensors that require a gradient",
             "contract 1.0 is for inference: attention has no backward pass here",
             "call it under torch.inference_mode() or torch.no_grad()",
         )
-
-
-def is_empty(kv_cache: Cache) -> bool:
-    """Whether a cache has no elements: a profiling run's placeholder."""
-    if isinstance(kv_cache, torch.Tensor):  # first, since isinstance with an abstract class takes ten times as long
-        return kv_cache.numel() == 0
-    return all(tensor.numel() == 0 for tensor in kv_cache.values())

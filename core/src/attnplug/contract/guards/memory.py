@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from attnplug.contract.guards._format import describe
+from attnplug.contract.inputs.kv_cache import in_one_storage
 from attnplug.errors import TensorError
 
 if TYPE_CHECKING:
@@ -14,22 +15,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.kv_cache import KVCache
 
 
 def extent(tensor: Tensor) -> int:
     """Return the bytes from the first element of a tensor to its last, both included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
-
-
-def in_one_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory that two tensors are parts of is the same somewhere. Tensors of the device meta have none."""
-    storage, other_storage = one.untyped_storage(), other.untyped_storage()
-    start, other_start = storage.data_ptr(), other_storage.data_ptr()
-    if not (start and other_start):
-        return False
-    return start < other_start + other_storage.nbytes() and other_start < start + storage.nbytes()
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
@@ -58,13 +50,6 @@ def has_apart_rows(tensor: Tensor) -> bool:
     return down >= across * columns > 0 or across >= down * rows > 0
 
 
-def tensors_in(kv_cache: Cache | None) -> tuple[Tensor, ...]:
-    """Return the tensors of a cache."""
-    if kv_cache is None:
-        return ()
-    return (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache.values())
-
-
 def check_writable(layer: str, name: str, tensor: Tensor) -> None:
     """
     Check that this thread may write a tensor in place.
@@ -86,6 +71,17 @@ def check_writable(layer: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def check_cache_writable(layer: str, kv_cache: KVCache) -> None:
+    """
+    Check that this thread may write a KV cache in place.
+
+    Raises:
+        TensorError: As `check_writable` says.
+    """
+    for tensor in kv_cache.tensors.values() if kv_cache.is_inference or kv_cache.requires_grad else ():
+        check_writable(layer, "a KV cache", tensor)
+
+
 def _refuse_shared(layer: str, written: str, read: str) -> NoReturn:
     """Raise for a tensor that is written over another one."""
     raise TensorError(
@@ -93,11 +89,6 @@ def _refuse_shared(layer: str, written: str, read: str) -> NoReturn:
         f"{written} is written while {read} is in use",
         f"pass {written} with memory for itself: torch.empty",
     )
-
-
-def places_of(kv_cache: Cache | None) -> tuple[int, ...]:
-    """Return where the storages of a cache are."""
-    return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors_in(kv_cache))
 
 
 def are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:

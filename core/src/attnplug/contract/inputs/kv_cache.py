@@ -1,12 +1,12 @@
-"""KV caches: dtypes, the tensors of a layer's cache, and views that a layer derives from them."""
+"""KV caches: dtypes, the tensors that a backend describes, and a layer's KV cache as implementations get it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager
+from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
-from weakref import ref
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import torch
 from attrs import field, frozen
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnplug.errors import CacheError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
@@ -48,17 +48,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-Cache: TypeAlias = Tensor | Mapping[str, Tensor]
-"""A layer's cache: the tensor, or a mapping of roles to tensors where there are several."""
-
-
 @frozen
 class CacheTensor:
     """
-    One tensor of a layer's cache.
+    One tensor of a layer's KV cache.
 
     The logical shape is the same whatever the order in memory: HND is NHD with another stride order, and kernels and
-    tests index both alike.
+    tests index both alike. Of keys and values, the agreed form says where each block is (`attnplug.contract.split_kv`).
 
     Attributes:
         shape: Logical shape.
@@ -66,8 +62,6 @@ class CacheTensor:
         block_axis: The axis that counts blocks; None for tensors that belong to no block (static scales).
         stride_order: Logical axes from the slowest to the fastest in memory; default the axes in order.
         fill: The value of a fresh tensor.
-        layer_stride_order: The order with a leading layer axis (axis 0 is the layer), for hosts that keep all layers in
-            one tensor; default layers slowest.
         block_padding: Elements left unused after each block, for hosts that need equal page sizes across groups.
     """
 
@@ -76,21 +70,15 @@ class CacheTensor:
     block_axis: int | None
     stride_order: tuple[int, ...] = field()
     fill: float = 0.0
-    layer_stride_order: tuple[int, ...] = field()
     block_padding: int = 0
 
     @stride_order.default
     def _in_order(self) -> tuple[int, ...]:
         return tuple(range(len(self.shape)))
 
-    @layer_stride_order.default
-    def _layers_slowest(self) -> tuple[int, ...]:
-        return (0, *(axis + 1 for axis in self.stride_order))
-
     def __attrs_post_init__(self) -> None:
         axes = len(self.shape)
         _check_order("stride_order", self.stride_order, axes)
-        _check_order("layer_stride_order", self.layer_stride_order, axes + 1)
         if self.block_axis is not None and not 0 <= self.block_axis < axes:
             raise PluginContractError(
                 f"block_axis={self.block_axis} was given for a cache tensor of {axes} axes",
@@ -112,13 +100,10 @@ class CacheTensor:
     def allocate(self, device: torch.device | str) -> Tensor:
         """Return a fresh tensor of the logical shape, laid out in `stride_order` and filled with `fill`."""
         strides, elements = self._physical()
-        fill = torch.tensor(self.fill).to(self.dtype)
-        if is_narrow_float(self.dtype):
-            storage = torch.full((elements,), int(fill.view(torch.uint8)), dtype=torch.uint8, device=device)
-        else:
-            storage = torch.full((elements,), fill.item(), dtype=self.dtype, device=device)
-        storage = storage.view(self.dtype)
-        return storage.as_strided(self.shape, strides)
+        storage = torch.zeros(elements * self.dtype.itemsize, dtype=torch.uint8, device=device)
+        tensor = storage.view(self.dtype).as_strided(self.shape, strides)
+        fill_tensor(tensor, self.fill)
+        return tensor
 
     def view(self, storage: Tensor) -> Tensor:
         """
@@ -139,21 +124,9 @@ class CacheTensor:
             )
         return storage[: elements * self.dtype.itemsize].view(self.dtype).as_strided(self.shape, strides)
 
-    def with_layers(self, num_layers: int) -> CacheTensor:
-        """Return the tensor that holds this one for every layer: ``tensor[layer]`` is a layer's cache."""
-        return CacheTensor(
-            (num_layers, *self.shape),
-            self.dtype,
-            None if self.block_axis is None else self.block_axis + 1,
-            self.layer_stride_order,
-            self.fill,
-            block_padding=self.block_padding,
-        )
-
     def is_ordered(self, tensor: Tensor) -> bool:
-        """Whether a tensor of this shape is laid out in memory as described, alone or as one layer of `with_layers`."""
-        layered = tuple(axis - 1 for axis in self.layer_stride_order if axis > 0)
-        return any(_is_descending(tensor, order) for order in {self.stride_order, layered})
+        """Whether a tensor of this shape is laid out in memory as described, whatever is between its blocks."""
+        return _is_descending(tensor, self.stride_order)
 
     def _physical(self) -> tuple[tuple[int, ...], int]:
         """Strides of the logical axes, and the elements of the storage."""
@@ -172,52 +145,148 @@ def is_narrow_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-_V = TypeVar("_V")
+def fill_tensor(tensor: Tensor, fill: float) -> None:
+    """Fill a fresh tensor of zeros."""
+    if fill == 0.0:
+        return
+    value = torch.tensor(fill).to(tensor.dtype)
+    if is_narrow_float(tensor.dtype):
+        tensor.view(torch.uint8).fill_(int(value.view(torch.uint8)))
+    else:
+        tensor.fill_(value.item())
 
 
-class CacheViews(Generic[_V]):
+@frozen
+class CacheSpec:
     """
-    Keeps what a layer derives from its cache tensor: each view takes a microsecond of the host, call after call.
+    What the KV caches of an agreement are: one that was checked against an equal spec fits.
 
-    What is kept is made anew for another tensor, and for the same one at another address, or in another form. It
-    keeps no memory: when the tensor goes, it goes too. Only where the memory of a tensor that stays is exchanged
-    (`Tensor.set_`, ``tensor.data = ...``) is the old memory held, until the next call.
-
-    Threads may call a layer at once, each with its own cache. A copy, or what was pickled, starts with nothing kept.
-
-    Args:
-        make: Returns views of a cache tensor, and holds on to nothing else of it. It gets an alias, not the tensor
-            itself, which views would keep alive.
+    Attributes:
+        form: The agreed form.
+        kv_layout: The agreed layout.
+        tensors: The tensors by role, of 2 blocks.
     """
 
-    def __init__(self, make: Callable[[Tensor], _V]) -> None:
-        self._make = make
-        # One object, as another thread may come in between two: views of one cache are never found with another's form.
-        self._kept: tuple[ref[Tensor], tuple[object, ...], _V] | None = None
+    form: str
+    kv_layout: str
+    tensors: dict[str, CacheTensor]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Views that are copied deeply are memory of their own, which no layer of the cache would read."""
-        return type(self), (self._make,)
 
-    def of(self, kv_cache: Tensor) -> _V:
+def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return MappingProxyType(dict(tensors))
+
+
+@frozen(eq=False, repr=False)
+class KVCache:
+    """
+    One layer's KV cache: views of memory that a host owns, checked once (`Backend.bind_cache`, `Backend.make_cache`).
+
+    Attributes:
+        tensors: The views by role: ``"k"``, ``"v"``, and what else the backend describes.
+        num_blocks: Blocks, the null block 0 included.
+        spec: What they were checked against.
+        k: The keys, ``(num_blocks, block_size, num_kv_heads, head_size)``, with the strides of the host's memory.
+        v: The values, likewise.
+        device: Where all of them are.
+        storages: Each memory that a tensor is in, once, as bytes: what compiled graphs are given.
+        places: Where these memories are.
+        handle: The number by which graphs name it, as long as it lives.
+        is_inference: Whether a tensor was made in inference mode.
+        requires_grad: Whether a tensor requires a gradient.
+    """
+
+    tensors: Mapping[str, Tensor] = field(converter=_read_only)
+    num_blocks: int
+    spec: CacheSpec
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    device: torch.device = field(init=False)
+    storages: tuple[Tensor, ...] = field(init=False)
+    places: tuple[int, ...] = field(init=False)
+    handle: int = field(init=False)
+    is_inference: bool = field(init=False)
+    requires_grad: bool = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        put, tensors = object.__setattr__, tuple(self.tensors.values())  # of a frozen class
+        put(self, "k", self.tensors["k"])
+        put(self, "v", self.tensors["v"])
+        put(self, "device", self.k.device)
+        put(self, "storages", tuple({id(one): one for one in map(storage_of, tensors)}.values()))
+        put(self, "places", tuple(one.data_ptr() for one in self.storages))
+        put(self, "handle", next(_handles))
+        put(self, "is_inference", any(tensor.is_inference() for tensor in tensors))
+        put(self, "requires_grad", any(tensor.requires_grad for tensor in tensors))
+        _caches[self.handle] = self
+
+    def __repr__(self) -> str:
+        roles = ", ".join(self.tensors)
+        return f"KVCache({self.num_blocks} blocks, {self.spec.form} {self.spec.kv_layout}, {roles} on {self.device})"
+
+    def __getitem__(self, role: str) -> Tensor:
+        return self.tensors[role]
+
+    def __contains__(self, role: object) -> bool:
+        return role in self.tensors
+
+    @property
+    def form(self) -> str:
+        """The agreed form: ``"joint"``, ``"interleaved"``, ``"split"`` or ``"packed"``."""
+        return self.spec.form
+
+    def over(self, storages: Sequence[Tensor]) -> KVCache:
         """
-        Return the views of a cache.
+        Return the KV cache in the given memories, in place of its own.
 
-        Args:
-            kv_cache: A tensor of `Backend.make_cache`, checked, as `AttentionImpl.run` gets it.
+        Functionalization may clone what a graph writes, and copy it back later: an op writes what it was given.
         """
-        form, kept = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()), self._kept
-        if kept is not None and kept[0]() is kv_cache and form == kept[1]:
-            return kept[2]
+        if all(new.data_ptr() == place for new, place in zip(storages, self.places, strict=True)):
+            return self
+        moved = {id(old): new for old, new in zip(self.storages, storages, strict=True)}
+        views = {
+            role: moved[id(storage_of(tensor))]
+            .view(tensor.dtype)
+            .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            for role, tensor in self.tensors.items()
+        }
+        return KVCache(views, self.num_blocks, self.spec)
+
+
+_handles: Final = count(1)
+_caches: Final[WeakValueDictionary[int, KVCache]] = WeakValueDictionary()
+# Layers of one pool name one tensor: a graph would take two of the same memory for tensors that alias.
+_storages: Final[WeakValueDictionary[tuple[int, int, torch.device], Tensor]] = WeakValueDictionary()
+
+
+def cache_of(handle: int, storages: Sequence[Tensor]) -> KVCache:
+    """
+    Return the KV cache that a compiled graph names, in the memories that it was given.
+
+    Raises:
+        CacheError: It was garbage-collected.
+    """
+    cache = _caches.get(handle)
+    if cache is None:
+        raise CacheError(
+            f"KV cache number {handle} was used by a compiled graph",
+            "it has been garbage-collected",
+            "keep the KV caches as long as the graphs, and compile again for new ones",
+        )
+    return cache.over(storages)
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """Return the whole memory that a tensor is in, ``(bytes,)`` uint8: one object for all tensors in it."""
+    storage = tensor.untyped_storage()
+    key = (storage.data_ptr(), storage.nbytes(), tensor.device)
+    known = _storages.get(key) if key[0] else None
+    if known is None:
         with outside_inference_mode():
-            views = self._make(kv_cache.detach())
-        self._kept = ref(kv_cache, self._forget), form, views
-        return views
-
-    def _forget(self, gone: ref[Tensor]) -> None:
-        kept = self._kept
-        if kept is not None and kept[0] is gone:
-            self._kept = None
+            known = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            known.set_(storage, 0, (storage.nbytes(),), (1,))
+        if key[0]:
+            _storages[key] = known
+    return known
 
 
 # --- machinery ---
@@ -235,16 +304,13 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
-def device_of(cache: Cache) -> torch.device | None:
-    """Return where a cache is; None for an empty mapping."""
-    if isinstance(cache, Tensor):
-        return cache.device
-    return next((tensor.device for tensor in cache.values()), None)
-
-
-def tensor_of(cache: Cache, role: str) -> Tensor:
-    """Return the tensor of a role; a cache of one role is that tensor itself."""
-    return cache if isinstance(cache, Tensor) else cache[role]
+def in_one_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory that two tensors are parts of is the same somewhere. Tensors of the device meta have none."""
+    storage, other_storage = one.untyped_storage(), other.untyped_storage()
+    start, other_start = storage.data_ptr(), other_storage.data_ptr()
+    if not (start and other_start):
+        return False
+    return start < other_start + other_storage.nbytes() and other_start < start + storage.nbytes()
 
 
 def _check_order(name: str, order: tuple[int, ...], axes: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from attnplug.contract import AttentionImpl, Cache, Limits, MetadataBuilder
+    from attnplug.contract import AttentionImpl, KVCache, Limits, MetadataBuilder
     from attnplug.request import BackendNames, Options, Requirements
     from attnplug_transformers.call import AttentionCall, CallSignature
 
@@ -217,12 +217,18 @@ def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
 
 def _check_shared_form(layer: PagedLayer, backend: Backend, owner: Backend) -> None:
     """Compare the KV cache that a layer reads with the one that its backend expects."""
-    if backend is not owner and backend.cache_tensors(1) != owner.cache_tensors(1):
+    if backend is not owner and _form_of(backend) != _form_of(owner):
         raise NotNegotiatedError(
             f"{layer.spec.name} runs on {backend.id}, and reads the KV cache of {layer.spec.cache_name} on {owner.id}",
             "layers that share a KV cache agree on its form",
             f"pass backend={owner.id!r}, or another one that serves all layers",
         )
+
+
+def _form_of(backend: Backend) -> tuple[object, ...]:
+    """Return all that a KV cache of a backend is."""
+    agreement = backend.agreement
+    return backend.cache_tensors(2), agreement.kv_cache_form, agreement.kv_layout
 
 
 def free_bytes(device: torch.device, fraction: float, run: Callable[[], object]) -> int | None:
@@ -281,7 +287,7 @@ def count_blocks(groups: Groups, limits: Limits, device: torch.device, available
     return min(most, fitting)
 
 
-def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, Cache]:
+def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, KVCache]:
     """
     Return the KV cache of each layer that has its own, by name.
 

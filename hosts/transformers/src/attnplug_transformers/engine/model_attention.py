@@ -21,7 +21,7 @@ from attnplug_transformers.mask import make_mask
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from attnplug.contract import Cache, Metadata
+    from attnplug.contract import KVCache, Metadata
     from attnplug_transformers.engine.layers import PagedLayer
     from attnplug_transformers.engine.runner import Runner
 
@@ -190,7 +190,7 @@ class StepAttention:
     def __init__(
         self,
         layers: Mapping[nn.Module, PagedLayer],
-        caches: Mapping[str, Cache],
+        caches: Mapping[str, KVCache],
         metadata: Sequence[Metadata],
         mask: Tensor | None,
     ) -> None:
