@@ -35,7 +35,7 @@ from sparsity import Cost, decode_cost, prefill_cost
 from torch import Tensor
 
 import attnplug
-from attnplug.contract import Batch, Layer, Limits
+from attnplug.contract import Batch, Layer, Limits, split_kv
 from attnplug.ops import split_bytes
 from attnplug_blocksparse import decode, prefill
 from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
@@ -425,6 +425,7 @@ def dense_decode(decodes: Decodes, backend: str) -> Launch:
         paged=True,
         block_size=page,
         kv_layout="NHD",
+        kv_cache_form="joint",
     )
     loaded = attnplug.load(requirements, backend=backend)
     impl = loaded.make_impl(Layer(name="layer", cache_write="host"))
@@ -440,7 +441,8 @@ def dense_decode(decodes: Decodes, backend: str) -> Launch:
     case = decodes.case
     new = [part[-1:].expand(requests, -1, -1).contiguous() for part in (case.key, case.value)]
     out = case.out.view(requests, -1)
-    return lambda: impl.forward(case.query, *new, decodes.cache, built, out)
+    cache = loaded.bind_cache(split_kv(decodes.cache, "joint", "NHD", SIZE))
+    return lambda: impl.forward(case.query, *new, cache, built, out)
 
 
 def decode_launches(

@@ -259,16 +259,15 @@ def hosted(step: Step, backend: str, dtype: str) -> Launch:
 
 def _filled(step: Step, loaded: Backend) -> Any:
     cache = loaded.make_cache(step.blocks)
-    if not isinstance(cache, Tensor) and "k_scale" in cache:
+    if "k_scale" in cache:
         if "v_scale" in cache:
             cache["v_scale"].copy_(step.scales)
         for row in step.slots:
             write_rows(step.key, step.value, Pages.of(cache), row)
         return cache
-    halves = (cache[0], cache[1]) if isinstance(cache, Tensor) else (cache["k"], cache["v"])
-    scale = None if halves[0].dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
+    scale = None if cache.k.dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
     for row in step.slots:
-        write_kv(step.key, step.value, *halves, row, scale, scale)
+        write_kv(step.key, step.value, cache.k, cache.v, row, scale, scale)
     return cache
 
 

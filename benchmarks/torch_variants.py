@@ -142,7 +142,8 @@ def make_call(work: Work, impl: AttentionImpl, cache: Any, options: argparse.Nam
     query, key, value = (
         torch.randn(tokens, heads, size, device=options.device).to(dtype) for heads in (q_heads, kv_heads, kv_heads)
     )
-    cache.normal_()
+    for pages in (cache.k, cache.v):
+        pages.normal_()
     output = torch.empty(tokens, q_heads * size, dtype=dtype, device=options.device)
     return lambda metadata: impl.forward(query, key, value, cache, metadata, output)
 

@@ -108,27 +108,29 @@ def test_a_refused_batch_leaves_the_cache_alone(load):
     impl = backend.make_impl(scene.layer(device=backend.device))
     call = scene.paged(backend, backend.device)
     small = backend.make_state(attnplug.Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=8, num_blocks=2))
-    before = call.cache.clone()
+    before = [memory.clone() for memory in call.cache.storages]
 
     with pytest.raises(CacheError):
         backend.make_builder([impl], small).build(call.batch)
 
-    assert torch.equal(call.cache.nan_to_num(), before.nan_to_num())
+    assert all(torch.equal(memory, was) for memory, was in zip(call.cache.storages, before, strict=True))
 
 
 def test_blocks_travel_between_host_and_device(load):
     case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16")
     backend = load(case)
     there, here = backend.make_cache(6), backend.make_cache(6, device="cpu")
-    there.copy_(torch.randn(there.shape))
+    for pages in (there.k, there.v):
+        pages.normal_()
 
     backend.swap_blocks(there, here, [(2, 4), (5, 1)])
     back = backend.make_cache(6)
     backend.swap_blocks(here, back, [(4, 3)])
 
-    assert torch.equal(here[:, 4], there[:, 2].cpu())
-    assert torch.equal(here[:, 1], there[:, 5].cpu())
-    assert torch.equal(back[:, 3], there[:, 2])
+    for role in ("k", "v"):
+        assert torch.equal(here[role][4], there[role][2].cpu())
+        assert torch.equal(here[role][1], there[role][5].cpu())
+        assert torch.equal(back[role][3], there[role][2])
 
 
 @pytest.mark.parametrize("work", ["decode 64 x 4096", "prefill 4 x 4096"])

@@ -24,6 +24,10 @@ AGAIN = (
 )
 
 
+LATER = frozenset({"kv_cache_form"})
+"""Fields that the runs on GPUs are older than. Selection reports their values as unverified there."""
+
+
 @pytest.fixture(params=SHELF.evidence, ids=lambda evidence: Path(evidence.origin).stem)
 def evidence(request):
     return request.param
@@ -51,7 +55,8 @@ def test_every_declared_value_is_accounted_for(evidence) -> None:
     # A device's capability is no JSON value: the kit writes it as text.
     unreached = {(item.capability.field, str(item.capability.value)) for item in menu.unreached}
     recorded = {(field, str(value)) for field, value in evidence.unreached}
-    on_device = {pair for pair in served if pair[0] == "compute_capability"}
+    later = frozenset[str]() if evidence.device.type == "cpu" else LATER
+    on_device = {pair for pair in served if pair[0] == "compute_capability" or pair[0] in later}
     assert served - on_device == {pair for pair in evidence.served if pair[0] != "compute_capability"}, AGAIN.format(
         evidence
     )

@@ -45,7 +45,8 @@ class Group:
     def place(self, scene):
         """Put a scene where the graph reads it, and return its batch."""
         call = scene.paged(self.backend)
-        self.cache[:, : call.cache.shape[1]].copy_(call.cache)
+        for role, pages in call.cache.tensors.items():
+            self.cache[role][: call.cache.num_blocks].copy_(pages)
         for mine, theirs in zip(self.inputs, (call.query, call.key, call.value), strict=True):
             mine[: theirs.shape[0]].copy_(theirs)
         return call.batch

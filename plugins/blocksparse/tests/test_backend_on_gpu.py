@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
+from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel, split_kv
 from attnplug.errors import LayerError, LimitsError
 from attnplug.ops import Kernel
 from attnplug_blocksparse.backend import BlocksparseBackend
@@ -66,7 +66,8 @@ class Step:
         key, value = (torch.cat([rows[new] for rows, new in zip(part, self.new, strict=True)])
                       for part in (case.keys, case.values))  # fmt: skip
         out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
-        self.impl.forward(query, key, value, self.cache, metadata, out.view(len(query), -1), lse=lse)
+        cache = self.backend.bind_cache(split_kv(self.cache, "joint", "NHD", 64))
+        self.impl.forward(query, key, value, cache, metadata, out.view(len(query), -1), lse=lse)
         return out, lse
 
 
