@@ -24,7 +24,7 @@ AGAIN = (
 )
 
 
-LATER = frozenset({"kv_cache_form"})
+LATER = frozenset({"attn_bias", "kv_cache_form"})
 """Fields that the runs on GPUs are older than. Selection reports their values as unverified there."""
 
 
