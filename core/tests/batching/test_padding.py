@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,3 +92,13 @@ def test_a_custom_mask_is_refused() -> None:
 
     with pytest.raises(BatchError, match="custom mask"):
         pad_batch(batch, 2)
+
+
+def test_padding_is_added_to_the_padding_that_there_is() -> None:
+    batch = Batch.from_lengths(
+        [2, 1], [2, 5], block_table=torch.ones(2, 1, dtype=torch.int32), slot_mapping=torch.arange(16, 19)
+    )
+    padded = pad_batch(evolve(batch, num_padded_reqs=1), 4)
+
+    assert (padded.num_reqs, padded.num_padded_reqs) == (4, 3)
+    assert pad_batch(batch, 4).num_padded_reqs == 0

@@ -375,3 +375,11 @@ def test_on_a_gpu_the_table_follows_and_keeps_its_host_copy():
         assert getattr(virtual, name).is_cuda
         assert torch.equal(getattr(virtual, name).cpu(), getattr(here, name))
         assert torch.equal(getattr(virtual, f"{name}_cpu"), getattr(here, name))
+
+
+def test_padded_requests_have_no_virtual_ones():
+    batch = paged([(6, 0), (3, 0)], 2)
+    virtual = local_chunk_batch(evolve(batch, num_padded_reqs=1), 4, 2)
+
+    assert virtual.seq_lens.tolist() == [4, 2]
+    assert (virtual.num_padded_reqs, virtual.num_actual_tokens) == (0, 6)

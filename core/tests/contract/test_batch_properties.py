@@ -103,12 +103,19 @@ def test_any_wrong_start_is_refused(sized, data):
 
 
 @given(batches(), st.data())
-def test_any_wrong_count_is_refused(sized, data):
+def test_any_count_that_is_too_small_is_refused(sized, data):
     block_size, batch = sized
     name = data.draw(st.sampled_from(["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"]))
-    wrong = getattr(batch, name) + data.draw(st.sampled_from([-2, -1, 1, 2]))
+    wrong = getattr(batch, name) - data.draw(st.integers(1, 3))
 
     assert issubclass(refusal(block_size, evolve(batch, **{name: wrong})), ContractError)
+
+
+@given(batches(), st.integers(1, 3))
+def test_more_requests_than_there_are_is_refused(sized, more):
+    block_size, batch = sized
+
+    assert issubclass(refusal(block_size, evolve(batch, num_reqs=batch.num_reqs + more)), ContractError)
 
 
 @given(batches(stale=(0, -1, 10**9)), st.data())

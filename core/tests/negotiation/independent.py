@@ -16,6 +16,7 @@ FLAGS = {
     "custom_mask",
     "attn_bias",
     "kv_sharing",
+    "kv_in_cache",
     "paged",
     "cascade",
     "return_lse",
@@ -154,6 +155,10 @@ class Variant:
     def serves(self, requirements, device):
         """Whether it serves, were all that it requires installed in a version that no rule is about."""
         facts = facts_of(requirements, device)
+        # Lengths that the host does not have are read from the device, and are exact then.
+        return self.serves_facts(facts) or self.serves_facts(facts | {"seq_lens_cpu_kind": "exact"})
+
+    def serves_facts(self, facts):
         if not all(self.declares(name, facts) for name in facts if name not in TERMS):
             return False
         return any(all(rule_allows(rule, facts | terms) for rule in self.rules) for terms in self.all_terms(facts))
@@ -231,6 +236,7 @@ REQUESTED = [
     "dcp_size",
     "batch_invariant",
     "seq_lens_cpu_kind",
+    "kv_in_cache",
     "per_head_scales",
     "output_quant",
     "features",

@@ -114,10 +114,16 @@ def condition(field, wanted, facts, *, absent):
 
 
 def serves(raw, requirements, device):
-    """Whether the only variant of a raw manifest serves, by trying every block size and layout."""
+    """Whether the only variant of a raw manifest serves: with the lengths of the request, or with exact ones."""
+    return any(serves_as(raw, requirements, device, kind) for kind in {requirements.seq_lens_cpu_kind, "exact"})
+
+
+def serves_as(raw, requirements, device, lengths):
+    """The same for one kind of lengths, by trying every block size and layout."""
     supports, features = raw["supports"], raw["supports"].get("features", [])
     facts = {name: getattr(requirements, name) for name in (*MODEL, *ENGINE)}
     facts |= {
+        "seq_lens_cpu_kind": lengths,
         "device_type": device.type,
         "compute_capability": str(device.compute_capability) if device.compute_capability else None,
     }

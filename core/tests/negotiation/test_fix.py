@@ -59,7 +59,7 @@ class TestFields:
 
     @pytest.mark.parametrize(
         ("name", "value", "nothing"),
-        [("output_quant", "fp8_e4m3", None), ("dcp_size", 2, 1), ("seq_lens_cpu_kind", "absent", "exact")],
+        [("output_quant", "fp8_e4m3", None), ("dcp_size", 2, 1), ("kv_in_cache", True, False)],
     )
     def test_what_is_not_served_is_left_out(self, name, value, nothing):
         assert dict(fix_of(of(), WANTED.evolve(**{name: value})).engine) == {name: nothing}

@@ -18,7 +18,7 @@ from attnplug.request.settings import Settings
 from attnplug.selection import process, select
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.selection import Selection
-from core.tests.selection.conftest import FLASH
+from core.tests.selection.conftest import FLASH, GENERIC
 from tests.threads import together
 
 
@@ -301,6 +301,30 @@ class TestRanking:
         ]
         assert explanation.chosen.decided_by == "the plugin's preference"
         assert dict(verdict(explanation, "generic/default").emulated) == {"paged": "gathers"}
+
+    def test_exact_lengths_are_never_read(self, both, request_of):
+        agreement = attnplug.select(request_of()).agreement
+
+        assert not agreement.reads_lengths
+
+    @pytest.mark.parametrize("kind", ["upper_bound", "absent"])
+    def test_reading_lengths_ranks_below_serving_them(self, world, request_of, kind):
+        native = GENERIC.replace('"sinks"]', '"sinks", "seq_lens_cpu_kind"]').replace('"generic"', '"native"')
+        native = native.replace('emulates = { paged = "gathers" }', "")
+        world("flash", native=(native, None))
+
+        chosen = attnplug.select(request_of(seq_lens_cpu_kind=kind))
+
+        assert chosen.id == "native/default"
+        assert chosen.decided_by == "fewest emulated features"
+        assert not chosen.agreement.reads_lengths
+        explanation = attnplug.explain(request_of(seq_lens_cpu_kind=kind))
+        text = "the lengths are read from the device: one synchronization per build"
+        assert verdict(explanation, "flash/hopper").emulated == {"seq_lens_cpu_kind": text}
+        read = attnplug.select(request_of(seq_lens_cpu_kind=kind), backend="flash").agreement
+        assert read.reads_lengths
+        assert type(read).from_dict(read.to_dict()) == read
+        assert type(read).from_dict({**read.to_dict(), "reads_lengths": False}) != read
 
     def test_a_measured_profile_wins(self, world, request_of, tmp_path):
         profile = tmp_path / "profile.toml"

@@ -180,7 +180,6 @@ def test_a_wrong_mask_leaves_the_graph_alone():
     assert torch.equal(metadata.batch.custom_mask, before)
 
 
-@pytest.mark.skipif(not hasattr(Batch, "num_padded_reqs"), reason="batches do not count padded requests yet")
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_host_pads_masked_batches(owned):
     """The last requests are padding with a real length: they have no mask, and touch the null block alone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from attnplug_kit.conformance import (
     Basic,
+    Batches,
     Building,
     CacheWrites,
     Capabilities,
@@ -23,6 +24,10 @@ from attnplug_kit.conformance import (
 
 class TestBasic(Basic):
     """`Basic`, for the backend of the command line."""
+
+
+class TestBatches(Batches):
+    """`Batches`, for the backend of the command line."""
 
 
 class TestCapabilities(Capabilities):

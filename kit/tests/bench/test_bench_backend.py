@@ -232,7 +232,7 @@ def test_a_builder_that_plans_nothing_checks_the_batch() -> None:
     assert not bare.build(planner.batch()).plans
     assert planner.builder.build(planner.batch()).plans
     with pytest.raises(BatchError):
-        bare.build(evolve(planner.batch(), num_actual_tokens=3))
+        bare.build(evolve(planner.batch(), num_actual_tokens=1))
 
 
 def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.MonkeyPatch) -> None:

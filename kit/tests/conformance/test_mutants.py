@@ -126,6 +126,10 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "first_block_size": ("test_late_block_size[*block_size=12]", "bound to block_size=12"),
     "keeps_first_scales": ("test_late_scales[*=fp8_e4m3]", "scales that came after make_impl: output: "),
     "keeps_first_sinks": ("test_sinks_with_call[*sinks=True]", "sinks of call 2: output: "),
+    "counts_short_queries": ("test_any_order[*-decodes last]", "output: * elements differ"),
+    "reads_padded_rows": ("test_padding[*-padded requests]", "with padding: output: * elements differ"),
+    "takes_longest_query": ("test_any_order[*-decodes between prefills]", "output: * elements differ"),
+    "writes_zero_rows": ("test_calls_without_kv[*]", "a call without K/V has written the KV cache"),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the built-in backend does not declare: these are wrong in what the least backend does.
@@ -166,6 +170,7 @@ MUTANT_OF_FIELD = {
     "custom_mask": "ignores_mask",
     "attn_bias": "ignores_bias",
     "kv_sharing": "clears_shared_slots",
+    "kv_in_cache": "writes_zero_rows",
     "paged": "reads_stale_block",
     "phases": "needs_prefills",
     "block_size": "wrong_at_odd_blocks",

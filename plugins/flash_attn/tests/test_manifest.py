@@ -154,6 +154,7 @@ def in_short(reason: Reason) -> str:
         pytest.param(LLAMA.evolve(decode_query_len=4), AMPERE, ON_AMPERE, id="decodes of four tokens"),
         pytest.param(LLAMA.evolve(seq_lens_cpu_kind="absent"), AMPERE, ON_AMPERE, id="no CPU sequence lengths"),
         pytest.param(LLAMA.evolve(kv_sharing=True), HOPPER, ON_HOPPER, id="the KV cache of another layer"),
+        pytest.param(LLAMA.evolve(kv_in_cache=True), HOPPER, ON_HOPPER, id="calls without K/V"),
         pytest.param(LLAMA.evolve(causal=False), HOPPER, ON_HOPPER, id="bidirectional over a KV cache"),
         pytest.param(LLAMA.evolve(kv_layout="HND"), HOPPER, ON_HOPPER, id="HND"),
         pytest.param(DENSE, HOPPER, ON_HOPPER, id="dense on Hopper"),
@@ -183,6 +184,7 @@ PART_OF_A_TILE = (
 TILE_OF_144 = (
     "without a causal mask tiles of these heads have 144 keys, and pages are copied in steps that do not add up to them"
 )
+SHARD = "new tokens are read from the K/V of the call, since a rank's pages have only its own shard of them"
 SHARED_CACHE = "new tokens are read from the K/V of the call, and a layer that shares a KV cache has none"
 FIXED_SIZES = "contiguous (non-paged) K/V differ in size from step to step, and a CUDA graph has fixed sizes"
 CHECKED_ON_HOPPER = (
@@ -298,6 +300,12 @@ REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
         "fa4",
         HOPPER,
         ["cascade: a prefix pass over a KV cache that is distributed over ranks is not implemented"],
+    ),
+    "DCP and calls without K/V": (
+        DCP.evolve(kv_in_cache=True),
+        "fa4",
+        HOPPER,
+        [f"kv_in_cache: {SHARD}"],
     ),
     "DCP and a shared KV cache": (DCP.evolve(kv_sharing=True), "fa4", HOPPER, [f"kv_sharing: {SHARED_CACHE}"]),
     "cross attention and a window": (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug_kit.conformance import Basic, Conformance
+from attnplug_kit.conformance import Basic, Batches, Conformance
 
-OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier is not Basic)
+OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier not in (Basic, Batches))
 
 
 @pytest.mark.usefixtures("fakes")
-class TestBasicTier(Basic):
+class TestBasicTier(Basic, Batches):
     backend = "flashinfer_fake"
     device = "cpu"
 

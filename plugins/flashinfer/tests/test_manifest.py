@@ -159,8 +159,6 @@ def test_refusals_have_their_reasons(requirements: Requirements, reason: str) ->
         ("block_sparse", {"local_blocks": 16}),
         ("dcp_size", 2),
         ("batch_invariant", True),
-        ("seq_lens_cpu_kind", "upper_bound"),
-        ("seq_lens_cpu_kind", "absent"),
         ("output_quant", "fp8_e4m3"),
         ("features", ("acme.rope_fused",)),
     ],
@@ -170,6 +168,14 @@ def test_undeclared_fields_are_refused(field: str, value: object) -> None:
         (reason,) = verdicts_of(LLAMA.evolve(**{field: value}), HOPPER)[variant].reasons
 
         assert (reason.code, reason.field) == ("undeclared", field)
+
+
+@pytest.mark.parametrize("kind", ["upper_bound", "absent"])
+def test_lengths_that_the_host_lacks_are_read(kind: str) -> None:
+    verdicts = verdicts_of(LLAMA.evolve(seq_lens_cpu_kind=kind), HOPPER)
+    for variant in BOTH:
+        assert verdicts[variant].reasons == ()
+        assert "one synchronization per build" in verdicts[variant].emulated["seq_lens_cpu_kind"]
 
 
 def test_scales_per_head_are_refused_for_an_fp8_cache_too() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from attnplug_int8_ixformer.inner import CALIBRATE
-from attnplug_kit.conformance import Basic, Conformance
+from attnplug_kit.conformance import Basic, Batches, Conformance
 from plugins.int8_ixformer.tests.conftest import FAKE
 
 
 @pytest.mark.usefixtures("fakes")
-class TestBasic(Basic):
+class TestBasic(Basic, Batches):
     backend = f"{FAKE}/ixformer"
     device = "cpu"
 
@@ -23,7 +23,7 @@ class TestAll(Conformance):
 
 
 @pytest.mark.usefixtures("fakes")  # registers the plugin; level 0 does not call the library
-class TestCalibrationBasic(Basic):
+class TestCalibrationBasic(Basic, Batches):
     backend = f"{FAKE}/calibration"
     device = "cpu"
     features = (CALIBRATE,)

@@ -87,7 +87,6 @@ def test_it_supports(level, changed) -> None:
         ({"custom_mask": True}, "custom_mask"),
         ({"block_sparse": {"block_size": 64}}, "block_sparse"),
         ({"batch_invariant": True}, "batch_invariant"),
-        ({"seq_lens_cpu_kind": "upper_bound"}, "seq_lens_cpu_kind"),
         ({"cudagraph": "always"}, "cudagraph"),
     ],
     ids=str,
@@ -106,6 +105,12 @@ def test_it_is_chosen_only_on_request() -> None:
     for requested in (PLAIN, PLAIN.evolve(paged=False), PLAIN.evolve(kv_cache_dtype="fp8_e4m3")):
         for device in (HOPPER, AMPERE, Device.cpu()):
             assert set(statuses(requested, device).values()) == {"refused"}
+
+
+def test_a_calibration_needs_the_kv_of_each_call() -> None:
+    requested = PLAIN.evolve(features=("int8_ixformer.calibrate",), kv_in_cache=True)
+
+    assert statuses(requested, HOPPER)["int8_ixformer/calibration"] == "refused"
 
 
 def test_calibration_is_requested_by_a_feature() -> None:

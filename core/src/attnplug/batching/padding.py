@@ -95,6 +95,8 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
                 "run such batches without padding",
             )
     padded: dict[str, Any] = {"num_reqs": num_reqs}
+    if batch.num_padded_reqs:  # they are the last ones, so the added ones count too
+        padded["num_padded_reqs"] = batch.num_padded_reqs + num_reqs - batch.num_reqs
     for name in _PER_REQUEST:
         _pad(batch, padded, name, num_reqs, 0)
     for name in ("block_table", "block_table_cpu"):

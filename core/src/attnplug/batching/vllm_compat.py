@@ -14,6 +14,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from attnplug.contract.guards.normalize import without_padding
 from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError, LayerError
 
@@ -251,7 +252,7 @@ def make_local_attention_virtual_batches(
 
     With chunks of 4, query lengths 4, 10, 5 and sequence lengths 6, 17, 9 become query lengths 2, 2, 1, 4, 4, 1, 4, 1
     and sequence lengths 4, 2, 4, 4, 4, 1, 4, 1. The tokens keep their order, so that queries, outputs and slots are
-    used unchanged. A virtual request of one token may come after longer ones: decodes do not come first.
+    used unchanged. A virtual request of one token may come after longer ones, and is a prefill then.
 
     Args:
         attn_chunk_size: Tokens per chunk, a multiple of `block_size`.
@@ -289,9 +290,8 @@ def local_chunk_batch(batch: Batch, attn_chunk_size: int, block_size: int) -> Ba
     """
     Return a batch of virtual requests, with which a backend for plain causal attention serves chunked-local layers.
 
-    Select that backend with ``attention_chunk=None`` and ``phases=("prefill",)``, since decodes do not come first.
-    Query, output, KV cache and slot mapping stay unchanged; `max_local_chunks` bounds the requests for `Limits`. Padded
-    requests have no queries, and so no virtual requests; `pad_batch` adds others.
+    Select that backend with ``attention_chunk=None``. Query, output, KV cache and slot mapping stay unchanged;
+    `max_local_chunks` bounds the requests for `Limits`. Padded requests have no virtual ones; `pad_batch` adds others.
 
     Args:
         batch: A causal paged batch with exact CPU sequence lengths; not changed.
@@ -302,6 +302,8 @@ def local_chunk_batch(batch: Batch, attn_chunk_size: int, block_size: int) -> Ba
         BatchError: As for `make_local_attention_virtual_batches`, or the batch is not such a batch.
     """
     _check_chunkable(batch)
+    if batch.num_padded_reqs:
+        batch = without_padding(batch)
     starts, lengths, table = batch.query_start_loc_cpu, batch.seq_lens_cpu, batch.block_table
     if starts is None or lengths is None or table is None:
         raise BatchError(

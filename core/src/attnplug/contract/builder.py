@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import attrs
 import torch
+from attrs import evolve
 
 from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
@@ -16,6 +16,7 @@ from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
+from attnplug.contract.guards.normalize import cut_alike, keep_lengths, with_exact_counts
 from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
@@ -268,9 +269,11 @@ class MetadataBuilder:
         check_batch(batch, "build")
         if graph is None:
             split = self._guard.check(batch)
-            return assemble(self, split, self.plan_batch(batch, split, fast=fast, graph=None))
+            return assemble(self, split, self.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
-        split = self._guard.check(batch)  # before anything is written: a refused batch leaves the buffers as they were
+        # Before anything is written: a refused batch leaves the buffers as they were.
+        split = self._guard.check(batch, in_place=graph.host_owned_inputs)
+        batch = split.batch
         _check_covered(self, graph, batch)
         split = graph.take(split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
@@ -313,10 +316,11 @@ class MetadataBuilder:
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
         """Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides."""
-        return (
-            runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len)
-            and not batch.common_prefix_len
-            and self.can_capture(batch)
+        if batch.common_prefix_len:
+            return False
+        batch = with_exact_counts(batch)
+        return runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len) and self.can_capture(
+            batch
         )
 
     @final
@@ -324,7 +328,7 @@ class MetadataBuilder:
         self,
         metadata: Metadata,
         block_table: Tensor,
-        slot_mapping: Tensor,
+        slot_mapping: Tensor | None,
         *,
         block_table_cpu: Tensor | None = None,
         slot_mapping_cpu: Tensor | None = None,
@@ -335,7 +339,7 @@ class MetadataBuilder:
         Args:
             metadata: Eager metadata of a builder with the same agreement.
             block_table: ``(num_reqs, max_blocks)`` int32.
-            slot_mapping: ``(tokens,)`` int64.
+            slot_mapping: ``(tokens,)`` int64; None as in `Batch`.
             block_table_cpu: CPU copy, optional on a device.
             slot_mapping_cpu: CPU copy, optional on a device.
 
@@ -354,11 +358,12 @@ class MetadataBuilder:
         given = {"block_table": (block_table, block_table_cpu), "slot_mapping": (slot_mapping, slot_mapping_cpu)}
         fields: dict[str, Any] = {}
         for name, (tensor, cpu) in given.items():
-            fields[name] = tensor
-            fields[f"{name}_cpu"] = tensor if cpu is None and tensor.device.type == "cpu" else cpu
-        batch: Batch = attrs.evolve(metadata.batch, **fields)
+            copy = tensor if cpu is None and tensor is not None and tensor.is_cpu else cpu
+            fields[name] = cut_alike(metadata.batch, name, tensor)
+            fields[f"{name}_cpu"] = fields[name] if copy is tensor else cut_alike(metadata.batch, name, copy)
+        batch: Batch = keep_lengths(evolve(metadata.batch, **fields), self.agreement)
         split = self._guard.check(batch)
-        return assemble(self, split, self.replan_block_table(metadata, batch, split))
+        return assemble(self, split, self.replan_block_table(metadata, split.batch, split))
 
     @final
     def advance_step(
@@ -402,6 +407,7 @@ class MetadataBuilder:
             )
         before = metadata.batch if graph is None else graph.given(self)
         batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
+        batch = keep_lengths(batch, self.agreement)
         count = batch.num_actual_tokens
         if tokens is not None:
             tokens.check(count)
@@ -409,7 +415,7 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, graph=graph)
         else:
             split = self._guard.check(batch)
-            advanced = assemble(self, split, self.plan_next_step(metadata, batch, split))
+            advanced = assemble(self, split, self.plan_next_step(metadata, split.batch, split))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced

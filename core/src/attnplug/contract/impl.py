@@ -146,7 +146,9 @@ class AttentionImpl(ABC):
         Attend. Everything is checked; `metadata` is never None.
 
         `kv_cache` is a `KVCache`, None for dense calls only. Its ``k`` and ``v`` have the strides that were agreed on,
-        blocks apart by any distance: read what they are, and assume no other.
+        blocks apart by any distance: read what they are, and assume no other. `key` and `value` are None where nothing
+        is to be written: a layer that shares a KV cache, and with `kv_in_cache` any call. Its metadata may serve calls
+        with K/V too.
         """
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
@@ -271,7 +273,8 @@ class AttentionImpl(ABC):
         Args:
             query: ``(tokens, num_q_heads, head_size)``; the last axis is contiguous, as of every tensor here.
             key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None
-                where the keys are cached already: KV sharing, and cross attention after its first step.
+                where the keys are cached already: KV sharing, cross attention after its first step, and any call where
+                `kv_in_cache` was negotiated. Such a call writes nothing.
             value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is.
             kv_cache: What `Backend.make_cache` or `Backend.bind_cache` returned; None for dense calls, and where a
                 profiling run has none.

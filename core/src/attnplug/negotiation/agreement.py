@@ -11,6 +11,7 @@ from attnplug.manifest.supports import parse_constraint
 from attnplug.negotiation.received import (
     are_options,
     check_received,
+    is_flag,
     is_list_or_none,
     is_name,
     is_table,
@@ -44,6 +45,8 @@ class Agreement:
         options: The plugin's own settings, complete.
         block_sizes: The block sizes that it holds for while the block size is late, most preferred first; None
             otherwise. ``str`` of it is ``"16, multiples of 32"``, `Constraint.alternatives` the same as data.
+        reads_lengths: Whether the host has bounds of the lengths on the CPU or none, and the backend needs exact ones:
+            each build reads them from the device, which it waits for.
 
     While `requirements.late` names fields, the agreement is unbound: `Selection.bind` settles them.
     """
@@ -58,6 +61,7 @@ class Agreement:
     cudagraph: str
     options: Mapping[str, Any] = field(factory=dict, converter=read_only, hash=False)
     block_sizes: Constraint | None = None
+    reads_lengths: bool = False
 
     @property
     def id(self) -> str:
@@ -77,6 +81,7 @@ class Agreement:
             "cudagraph": self.cudagraph,
             "options": dict(self.options),
             "block_sizes": None if self.block_sizes is None else self.block_sizes.dump(),
+            "reads_lengths": self.reads_lengths,
         }
 
     @classmethod
@@ -120,4 +125,5 @@ _CHECKS = {
     "cudagraph": is_value_of("cudagraph"),
     "options": are_options,
     "block_sizes": is_list_or_none,
+    "reads_lengths": is_flag,
 }

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from attnplug.negotiation.cache_terms import agree_unbound
 from attnplug.negotiation.fix import find_fix
-from attnplug.negotiation.matching import Request, agree, negotiate
+from attnplug.negotiation.matching import Request, agree, negotiate, reads_lengths
 from attnplug.negotiation.reason import Fix
 from attnplug.negotiation.verdict import Verdict
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from attnplug.negotiation.verdict import Status
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
+
+
+_READ_LENGTHS = {"seq_lens_cpu_kind": "the lengths are read from the device: one synchronization per build"}
 
 
 class EvidenceSource(Protocol):
@@ -83,10 +86,11 @@ class Evaluation:
     def emulated(self) -> Mapping[str, str]:
         """The requested features that it emulates, each with what that costs."""
         variant = self.candidate.variant
+        read = _READ_LENGTHS if self.request.as_exact and reads_lengths(self.candidate, self.request) else {}
         if variant is None or not variant.emulates:
-            return {}
+            return read
         requested = self.request.requested_names | set(self.request.requirements.features)
-        return {name: text for name, text in variant.emulates.items() if name in requested}
+        return {name: text for name, text in variant.emulates.items() if name in requested} | read
 
     @cached_property
     def agreement(self) -> Agreement | None:

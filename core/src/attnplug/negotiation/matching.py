@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 _NO_TERMS: Final[Mapping[str, Any]] = dict.fromkeys(TERMS)
+_LENGTHS: Final = "seq_lens_cpu_kind"
 _NO_SETTINGS: Final = Settings()
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
@@ -47,6 +48,7 @@ class Request:
         requested_names: The fields that request something.
         requested_terms: Those of the free fields that are not left open.
         unknown: The fields without a value until the host binds its head counts. Rules about them wait until then.
+        as_exact: The same with exact lengths on the CPU, which a build can read from the device; None where they are.
     """
 
     requirements: Requirements
@@ -58,6 +60,7 @@ class Request:
     requested_names: frozenset[str] = field(init=False)
     requested_terms: tuple[tuple[str, Any], ...] = field(init=False)
     unknown: frozenset[str] = field(init=False)
+    as_exact: Request | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         device = self.device.facts()
@@ -72,6 +75,9 @@ class Request:
         late = self.requirements.late
         heads = frozenset(late) - FREE if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
+        if _LENGTHS in self.requested_names:
+            exact = self.requirements.evolve(**{_LENGTHS: "exact"})
+            put(self, "as_exact", Request(exact, self.device, self.settings, self.origins))
 
 
 def build_request(requirements: Requirements, device: Device, settings: Settings) -> Request:
@@ -108,7 +114,23 @@ def negotiate(candidate: Candidate, request: Request) -> Outcome:
     for rule in candidate.fixed_rules if not request.unknown else _known_rules(candidate.fixed_rules, request):
         _apply(rule, candidate, request, request.facts, objections)
     terms, objection = _settle(candidate, request)
-    return Outcome((*objections, *objection), terms)
+    outcome = Outcome((*objections, *objection), terms)
+    if request.as_exact is None or not outcome.objections:
+        return outcome
+    # Lengths that are read from the device serve what needs exact ones, so no objection to them is final.
+    read = negotiate(candidate, request.as_exact)
+    if read.objections and not any(_LENGTHS in each.field.split(" and ") for each in outcome.objections):
+        return outcome
+    return read
+
+
+def reads_lengths(candidate: Candidate, request: Request) -> bool:
+    """Whether a candidate that can serve the request needs lengths on the CPU that the host does not have there."""
+    if request.as_exact is None:
+        return False
+    natively = evolve(request)
+    object.__setattr__(natively, "as_exact", None)  # of a frozen class
+    return bool(negotiate(candidate, natively).objections)
 
 
 def agree(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> Agreement:
@@ -128,6 +150,7 @@ def agree(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> A
         kv_cache_dtype=request.requirements.kv_cache_dtype,
         cudagraph=graph_level(candidate, request),
         options=candidate.manifest.options_under(request.settings) if candidate.manifest else {},
+        reads_lengths=reads_lengths(candidate, request),
     )
 
 
@@ -202,6 +225,8 @@ def judge_terms(candidate: Candidate, request: Request, terms: Mapping[str, Any]
     Return the objections of a candidate to settled terms: a block size, a layout and a form, or None for all without a
     paged cache.
     """
+    if request.as_exact is not None and reads_lengths(candidate, request):
+        request = request.as_exact
     return _judge(candidate, request, terms, live_rules(candidate, request))
 
 

@@ -80,6 +80,11 @@ def are_options(value: object) -> bool:
     )
 
 
+def is_flag(value: object) -> bool:
+    """Whether a value is true or false."""
+    return type(value) is bool
+
+
 def is_list(value: object) -> bool:
     """Whether a value is a list."""
     return isinstance(value, (list, tuple))

@@ -426,6 +426,13 @@ _ALL: Final = (
         "CPU sequence lengths: exact, an upper bound, or absent",
         neutral="exact",
     ),
+    Field(
+        "kv_in_cache",
+        "engine",
+        Flag(),
+        "a call may come without K/V: those of its rows are in the KV cache already",
+        neutral=False,
+    ),
     Field("per_head_scales", "engine", Flag(), "quantization scales are per head", neutral=False),
     Field("output_quant", "engine", _QUANTIZED, "the output is quantized to this dtype"),
     Field("features", "engine", Names(each=_FEATURE), "open features, by dotted name", neutral=()),

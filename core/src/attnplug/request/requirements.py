@@ -125,6 +125,7 @@ class Requirements:
     dcp_size: int = 1
     batch_invariant: bool = False
     seq_lens_cpu_kind: str = "exact"
+    kv_in_cache: bool = False
     per_head_scales: bool = False
     output_quant: str | None = None
     features: tuple[str, ...] = ()
@@ -347,6 +348,12 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"paged={r.paged} and attn_bias={r.attn_bias} were given",
         "an additive mask comes with calls that have contiguous (non-paged) K/V",
         "request paged=False",
+    ),
+    (
+        lambda r: not r.paged and r.kv_in_cache,
+        lambda r: f"paged=False and kv_in_cache={r.kv_in_cache} were given",
+        "only a paged KV cache can have the K/V of a call already",
+        "request paged=True, or leave kv_in_cache out",
     ),
     (
         lambda r: r.decode_query_len > 1 and "decode" not in r.phases,

@@ -141,7 +141,8 @@ class PlanParams:
         num_kv_heads: Key and value heads.
         chunk: Positions per chunk of chunked-local attention, or None.
         alibi: Form of the ALiBi distances, or None.
-        reads_call: Whether keys that come with the call are read there; a layer that shares a KV cache reads only that.
+        reads_call: Whether keys that come with the call are read there; a layer that shares a KV cache reads only that,
+            and so does one whose calls may come without K/V.
         block_size: Slots per block; None for dense calls.
         row_strides: The strides of rows of `head_size` elements in the cache, see `SlotKeys.strides`; None where whole
             slots are gathered.
@@ -215,7 +216,8 @@ def plan_params_of(
         num_kv_heads=requested.num_kv_heads,
         chunk=requested.attention_chunk,
         alibi=requested.alibi,
-        reads_call=not requested.kv_sharing and requested.attn_type != "encoder_decoder",
+        # A plan serves calls with K/V and without: where there may be none, all keys are read from the KV cache.
+        reads_call=not (requested.kv_sharing or requested.kv_in_cache) and requested.attn_type != "encoder_decoder",
         block_size=agreement.block_size,
         row_strides=_row_strides(agreement, kernel),
         kernel=kernel,

@@ -14,6 +14,7 @@ or, among the tests of a plugin,
 """
 
 from attnplug_kit.conformance.basic import Basic
+from attnplug_kit.conformance.batches import Batches
 from attnplug_kit.conformance.building import Building
 from attnplug_kit.conformance.cache_writes import CacheWrites
 from attnplug_kit.conformance.capabilities import Capabilities
@@ -28,6 +29,7 @@ from attnplug_kit.conformance.tier import Tier
 
 __all__ = [
     "Basic",
+    "Batches",
     "Building",
     "CacheWrites",
     "Capabilities",
@@ -45,6 +47,7 @@ __all__ = [
 
 class Conformance(
     Basic,
+    Batches,
     Capabilities,
     Refusals,
     InputSensitivity,

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 
 def _seq_lens_cpu_kinds(subject: Subject) -> Mapping[str, RequestSpec]:
-    return field_values_of(subject).of("seq_lens_cpu_kind")
+    """Return requests for each kind: where one is not declared, core reads the lengths from the device."""
+    declared = field_values_of(subject)
+    requests = {
+        f"seq_lens_cpu_kind={kind}{'' if paged else ' dense'}": declared.spec(seq_lens_cpu_kind=kind, paged=paged)
+        for kind in ("upper_bound", "absent")
+        for paged in (True, False)
+    }
+    return {name: spec for name, spec in requests.items() if spec is not None}
 
 
 def _layer_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -138,7 +145,8 @@ class Building(Tier):
         call = runner.call(scene)
         absent = point.fields["seq_lens_cpu_kind"] == "absent"
         bound = None if absent or call.batch.seq_lens_cpu is None else call.batch.seq_lens_cpu + 3
-        batch = evolve(call.batch, seq_lens_cpu=bound, max_seq_len=call.batch.max_seq_len + 3)
+        unknown: dict[str, Any] = {"key_start_loc_cpu": None} if call.batch.key_start_loc is not None else {}
+        batch = evolve(call.batch, seq_lens_cpu=bound, max_seq_len=call.batch.max_seq_len + 3, **unknown)
         runner.forward(call, runner.builder.build(batch))
         runner.compare(call, scene, f"{subject} with {point}")
         record.served(runner.backend)

@@ -43,6 +43,8 @@ def _refused(subject: Subject) -> dict[str, Any]:
     """Return undeclared values of every field of the requirements, and a request for each."""
     found = {}
     for item in fields_of("model", "engine"):
+        if item.name == "seq_lens_cpu_kind":
+            continue  # what is not declared is served by reading the lengths from the device
         for value in _undeclared(item.name, subject.supports.get(item.name)):
             requirements = _request(subject, item.name, value)
             if requirements is not None:

@@ -98,7 +98,7 @@ def _has_no_batch(fields: Mapping[str, Any]) -> bool:
         or (dense and fields.get("phases") == ("decode",))
         or (cross and bool(fields.get("cascade")))
         or (cross and not dense and bool(fields.get("custom_mask")))
-        or (inexact and (dense or cross or bool(fields.get("custom_mask"))))
+        or (inexact and (cross or bool(fields.get("custom_mask"))))
     )
 
 

@@ -44,7 +44,7 @@ def _as_pairs(
 @frozen(kw_only=True)
 class Case:
     """
-    A batch, decodes first, and the requirements of its layer. `materialize` makes its tensors.
+    A batch and the requirements of its layer. `materialize` makes its tensors.
 
     Attributes:
         query_lens: New tokens per request.
@@ -183,6 +183,13 @@ class Case:
             **engine,
         )
 
+    def reordered(self, first: int = 1) -> Case:
+        """Return the case with the requests from `first` to the last but one behind the last one."""
+        order = (*range(first), len(self.query_lens) - 1, *range(first, len(self.query_lens) - 1))
+        names = ("query_lens", "context_lens", *(("encoder_lens",) if self.encoder_lens else ()))
+        lens: dict[str, Any] = {name: tuple(getattr(self, name)[one] for one in order) for name in names}
+        return evolve(self, **lens)
+
     def with_shared_prefix(self, blocks: int) -> Case:
         """Return the case with so many more blocks of context, which all requests with queries share."""
         length = blocks * self.block_size
@@ -248,6 +255,8 @@ def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Ca
         seed=draw.integer(0, 2**16),
         **drawn,
     )
+    if not {"query_lens", "context_lens"} & set(fixed):  # last, so that the other choices do not depend on it
+        case = case.reordered(draw.among((len(case.query_lens) - 1, 0, len(case.query_lens) // 2)))
     return evolve(case, **fixed)
 
 

@@ -41,7 +41,8 @@ class BlocksparseBuilder(MetadataBuilder):
         self.pattern = Pattern(params_of(backend, state.limits, state.parallel), state.device)
         self._is_paged = bool(requested.paged)
         # With an FP8 KV cache every step attends to the quantized keys, so that chunked prefill changes no result.
-        self._reads_contiguous_kv = requested.dtype == self.agreement.kv_cache_dtype
+        # A call that may come without K/V reads the KV cache too.
+        self._reads_contiguous_kv = requested.dtype == self.agreement.kv_cache_dtype and not requested.kv_in_cache
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return one plan for all plan keys."""

@@ -62,8 +62,8 @@ class BlocksparseImpl(AttentionImpl):
         plan: StepPlan = metadata.plans.get(_KEY) or self.plan_of(metadata)
         out = output.view(-1, self.num_q_heads, self.head_size)
         pages = None if kv_cache is None else (kv_cache.k, kv_cache.v)
-        if kv_cache is not None and self.forward_writes:
-            self.update_kv_cache(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.batch.slot_mapping)
+        if kv_cache is not None and self.forward_writes and key is not None and value is not None:
+            self.update_kv_cache(key, value, kv_cache, metadata.batch.slot_mapping)
         if plan.decode is not None:
             rows = plan.decode_rows
             decode.attend(

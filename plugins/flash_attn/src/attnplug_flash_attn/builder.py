@@ -61,6 +61,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._reads_new_kv = (
             required.dtype == self.agreement.kv_cache_dtype
             and required.seq_lens_cpu_kind == "exact"
+            and not required.kv_in_cache  # calls without K/V run on the same metadata
             and not (self._is_cross or self.batch_invariant)
             and all(impl.layer.kv_sharing_target is None for impl in impls)
         )

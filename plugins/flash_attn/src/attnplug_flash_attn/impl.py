@@ -94,7 +94,7 @@ class FlashAttentionImpl(AttentionImpl):
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
-            if keys.shape[0] != rows:
+            if rows and keys.shape[0] != rows:  # 0: only the device knows, and all rows are keys
                 keys, values = keys[:rows], values[:rows]
         else:
             keys, values = kv_cache.k, kv_cache.v

@@ -56,6 +56,8 @@ class Int8Builder(MetadataBuilder):
     def _skips_rows(self, batch: Batch, count: int) -> bool:
         """Return whether one of the first `count` tokens has no slot, and a layer writes decodes in forward."""
         slots = batch.slot_mapping_cpu
-        if batch.dummy or slots is None or not any("decode" in impl.forward_writes for impl in self.impls):
+        if batch.dummy or not any("decode" in impl.forward_writes for impl in self.impls):
             return False
+        if slots is None:
+            return batch.slot_mapping is None  # nothing is written, and a captured call may have been with K/V
         return bool((slots[:count] == PAD_SLOT_ID).any())

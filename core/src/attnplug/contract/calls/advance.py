@@ -82,12 +82,8 @@ def next_decode_batch(
     starts = torch.arange(reqs + 1, dtype=torch.int32).clamp_(max=count)
     longest, lens_cpu = _longest(before, count)
     _check_room(before, agreement, longest)
-    slots = torch.full((count,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-    if not before.dummy:
-        _put_slots(slots, before.block_table, before.seq_lens[:count], agreement.block_size or 1)
-    cross = agreement.requirements.attn_type == "encoder_decoder"
+    slots = _next_slots(before, agreement, count)
     host = before.block_table_cpu if device.type == "cpu" else None
-    slots = slots[:0] if cross else slots
     return evolve(
         before,
         query_start_loc=upload(starts, device),
@@ -171,6 +167,17 @@ def _check_room(before: Batch, agreement: Agreement, longest: int) -> None:
             f"the block table has {table.shape[1]} columns of {size} slots",
             "allocate blocks for all steps before the first, or assemble the next batch on the host",
         )
+
+
+def _next_slots(before: Batch, agreement: Agreement, count: int) -> Tensor | None:
+    """Return the slots of the next step's tokens; None where the step before has none, since nothing is written."""
+    if before.slot_mapping is None:
+        return None
+    cross = agreement.requirements.attn_type == "encoder_decoder"
+    slots = torch.full((0 if cross else count,), PAD_SLOT_ID, dtype=torch.int64, device=before.seq_lens.device)
+    if not before.dummy and not cross:
+        _put_slots(slots, before.block_table, before.seq_lens[:count], agreement.block_size or 1)
+    return slots
 
 
 def _put_slots(slots: Tensor, table: Tensor | None, positions: Tensor, size: int) -> None:

@@ -34,6 +34,7 @@ def warm_up(
     Build and run a step of zeros for each batch. What is made for it is discarded: layer, KV cache, states, builders.
 
     `Backend.warmup` calls it with a batch for each kernel that compiles. An LSE is computed where it was negotiated.
+    With `kv_in_cache` each step runs without K/V too.
 
     Args:
         backend: The backend.
@@ -54,7 +55,10 @@ def warm_up(
         key, value = _rows(impl, tokens, impl.head_size), _rows(impl, tokens, impl.head_size_v)
         output = torch.empty(tokens, impl.output_width, dtype=impl.output_dtype, device=impl.device)
         lse = torch.empty(tokens, impl.num_q_heads, device=impl.device) if requested.return_lse else None
-        impl.forward(query, key, value, kv_cache, builder.build(batch), output, lse=lse)
+        metadata = builder.build(batch)
+        impl.forward(query, key, value, kv_cache, metadata, output, lse=lse)
+        if requested.kv_in_cache:
+            impl.forward(query, None, None, kv_cache, metadata, output, lse=lse)
 
 
 def dummy_layer(backend: Backend, name: str = "warm_up") -> Layer:

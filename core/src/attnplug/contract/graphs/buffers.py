@@ -139,7 +139,7 @@ class GraphBuffers:
         if batch.custom_mask is None:
             return seen
         kept: GraphMask = self.share(("mask", builder), lambda: self._make_mask(builder))
-        running = batch.num_reqs - getattr(batch, "num_padded_reqs", 0)
+        running = batch.num_reqs - batch.num_padded_reqs
         mask = kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens, running)
         return evolve(seen, custom_mask=mask)
 
@@ -234,9 +234,14 @@ def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
         yield from _encoder_misfits(graph, batch)
     if batch.key_start_loc is not None:
         yield "a key_start_loc", "graphs read K/V from a paged cache"
-    slots = key.num_tokens if batch.encoder_seq_lens is None else 0
+    slots = _captured_slots(key, batch)
     if graph.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
         yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+
+
+def _captured_slots(key: GraphShape, batch: Batch) -> int:
+    """Return the slots that a graph reads: none of an encoder, and none where nothing is written."""
+    return 0 if batch.slot_mapping is None or batch.encoder_seq_lens is not None else key.num_tokens
 
 
 def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
@@ -268,8 +273,9 @@ def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
 def _has_padding_within(batch: Batch) -> bool:
     """Whether a request without a query comes before one with a query, given that all queries have one length."""
     host = batch.query_start_loc_cpu
-    if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
+    if host is None or batch.num_reqs - batch.num_padded_reqs <= 1 or uniform_query_lens(batch) is not None:
         return False
+    host = host[: -batch.num_padded_reqs] if batch.num_padded_reqs else host
     return int(host.diff().diff().amax()) > 0
 
 

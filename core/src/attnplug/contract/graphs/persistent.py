@@ -76,10 +76,13 @@ class PersistentInputs:
                 fields[name] = _put(views[name], getattr(batch, name), 0)
                 fields[f"{name}_cpu"] = _extended(getattr(batch, f"{name}_cpu"), reqs, 0)
         table, slots = batch.block_table, batch.slot_mapping
-        if table is not None and slots is not None:
+        if table is not None:
             table = _put_table(views["block_table"], table)
-            slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)
             fields |= {"block_table": table, "block_table_cpu": table if is_host else None}
+            if slots is None:  # nothing is written: a graph reads slots of nothing
+                slots = views["slot_mapping"].fill_(PAD_SLOT_ID)
+            else:
+                slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)
             fields |= {"slot_mapping": slots, "slot_mapping_cpu": slots if is_host else None}
         return as_captured(batch, key, max_seq_len, **fields)
 
@@ -100,6 +103,7 @@ def as_captured(batch: Batch, key: GraphShape, max_seq_len: int, **fields: Any) 
         batch,
         **fields,
         num_reqs=key.num_reqs,
+        num_padded_reqs=0,
         num_actual_tokens=key.num_tokens,
         max_query_len=key.query_len or key.num_tokens,
         max_seq_len=max_seq_len,

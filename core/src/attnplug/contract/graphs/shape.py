@@ -156,6 +156,6 @@ def query_range(batch: Batch) -> tuple[int, int]:
         return 0, batch.max_query_len
     if uniform_query_lens(batch) is not None:
         return batch.max_query_len, batch.max_query_len
-    lens = host.diff()
+    lens = (host[: -batch.num_padded_reqs] if batch.num_padded_reqs else host).diff()
     shortest, longest = (int(end) for end in lens.aminmax())
     return (int(lens[lens > 0].amin()) if shortest == 0 < longest else shortest), longest

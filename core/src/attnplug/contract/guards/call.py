@@ -92,7 +92,9 @@ class ForwardGuard:
         self._value_heads = (kv_heads, head_size if requested.head_size_v is None else requested.head_size_v)
         self._paged = bool(requested.paged)
         self._shares = layer.kv_sharing_target is not None
-        self._may_lack_keys = self._shares or (self._paged and requested.attn_type == "encoder_decoder")
+        # Such a call writes nothing, whatever slots its batch has.
+        self._may_leave_slots = self._shares or requested.kv_in_cache
+        self._may_lack_keys = self._may_leave_slots or (self._paged and requested.attn_type == "encoder_decoder")
         self._return_lse = requested.return_lse
         self._lse_strides = (requested.num_q_heads, 1)
         self._cache_spec = form.cache
@@ -307,8 +309,10 @@ class ForwardGuard:
                 "pass the query of the batch that the metadata was built for",
             )
         if keys is None:
-            if metadata.num_key_rows and not self._shares:
+            if metadata.num_key_rows and not self._may_leave_slots:
                 self._refuse_unwritten(metadata.num_key_rows)
+        elif self._writes and metadata.batch.slot_mapping is None and self._paged:
+            self._refuse_unslotted()
         elif keys < metadata.num_key_rows:
             raise TensorError(
                 f"layer {self._name!r} was given K/V of {keys} rows",
@@ -395,8 +399,8 @@ class ForwardGuard:
         )
         raise TensorError(
             f"layer {self._name!r} was given {given}",
-            "both are given, or neither where keys are cached already: KV sharing, paged cross attention",
-            "pass key and value, or name a kv_sharing_target",
+            "both are given, or neither where keys are cached already: KV sharing, paged cross attention, kv_in_cache",
+            "pass key and value, select again with kv_in_cache=True, or name a kv_sharing_target",
         )
 
     def _refuse_unwritten(self, rows: int) -> NoReturn:
@@ -404,6 +408,13 @@ class ForwardGuard:
             f"layer {self._name!r} was given no K/V",
             f"the batch has slots for {rows} rows of the encoder's, which nothing would write",
             "pass the encoder's K/V in the first step, and no slots in later ones",
+        )
+
+    def _refuse_unslotted(self) -> NoReturn:
+        raise TensorError(
+            f"layer {self._name!r} was given K/V, and its batch has no slot_mapping",
+            "a batch without slots writes nothing: the K/V of its rows are in the KV cache already",
+            "pass key=None and value=None, or build a batch with a slot for each row",
         )
 
     def _check_gradients(self, *tensors: Tensor | None) -> None:

@@ -78,18 +78,18 @@ class PageGuard:
         host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
         if host_table is not None:
             check_mirror("block_table", table, host_table)
-        if host_slots is not None:
+        if host_slots is not None and slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
         used = None
         if host_table is not None and keys is not None and width:
             used = host_table if host_table.shape[1] == width else host_table[:, :width]
             found = self._highest_of_decodes(batch, used, host_slots, keys)
             if found is not None:
-                return slots.shape[0], found
+                return self._num_key_rows(slots, host_slots), found
         contexts = None if seq_lens is None else seq_lens - query_lens
         if used is not None and keys is not None:
             highest = self._check_blocks(used, keys, self._first_keys(contexts))
-        if host_slots is not None and slots.shape[0]:
+        if host_slots is not None and host_slots.shape[0]:
             places = None
             if self._places and host_table is not None and contexts is not None:
                 places = self._places_of(batch, host_table, query_lens, contexts)
@@ -130,37 +130,41 @@ class PageGuard:
             highest = max(highest, *blocks)
         return highest if highest < self._num_blocks else None
 
-    def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
+    def _num_key_rows(self, slots: Tensor | None, host: Tensor | None) -> int:
         """Return the K/V rows of a call. For cross attention none where the encoder's are cached already."""
+        if slots is None:
+            return 0
         if not self._is_cross or host is None:
             return slots.shape[0]
         written = (host != PAD_SLOT_ID).nonzero()
         return int(written[-1]) + 1 if written.numel() else 0
 
     def _check_dummy(self, batch: Batch) -> tuple[int, int]:
+        """Check the CPU copies. Pages of all but graphs that read the host's tensors are replaced before."""
         table, slots = batch.block_table_cpu, batch.slot_mapping_cpu
-        if table is None or slots is None or bool(table.any()) or bool((slots != PAD_SLOT_ID).any()):
+        if (table is not None and bool(table.any())) or (slots is not None and bool((slots != PAD_SLOT_ID).any())):
             raise BatchError(
-                "a batch with dummy=True and real pages or slots was given",
-                f"a dummy batch has the null block alone, and {PAD_SLOT_ID} for every slot",
-                "make it with Backend.dummy_batch, or leave dummy out",
+                "a batch with dummy=True and real pages or slots was given for a graph with host_owned_inputs=True",
+                f"there the host's tensors have the null block alone, and {PAD_SLOT_ID} for every slot",
+                "write those into them, or make the buffers with host_owned_inputs=False",
             )
-        return slots.shape[0], 0
+        return self._num_key_rows(batch.slot_mapping, slots), 0
 
-    def _check_form(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _check_form(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if batch.key_start_loc is not None:
             raise NotNegotiatedError(
                 "a batch with a key_start_loc was given",
                 "paged=True was negotiated: keys are found through the block table",
                 "select again with paged=False, or leave key_start_loc out of the batch",
             )
-        if batch.block_table is None or batch.slot_mapping is None:
-            raise BatchError(
-                f"a batch without {'block_table' if batch.block_table is None else 'slot_mapping'} was given",
-                "paged=True was negotiated, and a paged cache needs both",
-                "pass both, or select again with paged=False",
-            )
         table, slots = batch.block_table, batch.slot_mapping
+        if table is None or (slots is None and not self._requested.kv_in_cache):
+            raise BatchError(
+                f"a batch without {'block_table' if table is None else 'slot_mapping'} was given",
+                "paged=True was negotiated, and a paged cache needs both",
+                "pass both, or select again with paged=False"
+                + ("" if table is None else ", or with kv_in_cache=True where all K/V are in the cache already"),
+            )
         check_index("block_table", table, (batch.num_reqs, *table.shape[-1:]), torch.int32, self._device_type)
         if table.shape[1] > 1 and table.stride(1) != 1:
             raise TensorError(
@@ -168,6 +172,10 @@ class PageGuard:
                 "the blocks of a request lie side by side",
                 "pass .contiguous()",
             )
+        if slots is None:
+            if batch.slot_mapping_cpu is not None:
+                refuse_unrequested("a batch with slot_mapping_cpu alone", "slot_mapping is absent", "no slots")
+            return table, None
         check_index("slot_mapping", slots, (slots.numel(),), torch.int64, self._device_type)
         if slots.shape[0] < batch.num_actual_tokens and not self._is_cross:
             raise BatchError(
@@ -279,11 +287,7 @@ class PageGuard:
             self._refuse_slot(slots)
         count = batch.num_actual_tokens
         if slots.shape[0] > count and not self._is_cross and bool((slots[count:] != PAD_SLOT_ID).any()):
-            raise BatchError(
-                f"a slot_mapping with slots beyond its {count} actual tokens was given",
-                "padding rows are never written",
-                f"pass {PAD_SLOT_ID} for them",
-            )
+            refuse_slots_beyond(count)
         self._check_unique(written)
         return high // self._size
 
@@ -361,6 +365,15 @@ class PageGuard:
             )
 
 
+def refuse_slots_beyond(count: int) -> NoReturn:
+    """Raise for slots of rows behind the last token."""
+    raise BatchError(
+        f"a slot_mapping with slots beyond its {count} actual tokens was given",
+        "padding rows are never written",
+        f"pass {PAD_SLOT_ID} for them",
+    )
+
+
 def check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
     """Check the encoder's lengths, which paged cross attention needs and nothing else has."""
     requested = agreement.requirements
@@ -379,7 +392,7 @@ def check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
             f"attn_type={attn_type!r}, paged={paged} was negotiated; dense calls have key_start_loc",
             "attn_type='encoder_decoder' and paged=True",
         )
-    exact = requested.seq_lens_cpu_kind == "exact"
+    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
     host = _check_lens("encoder_seq_lens", batch, device_type, exact=exact, needed=exact)
     given = batch.max_encoder_seq_len
     if host is None:
@@ -411,7 +424,7 @@ def check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
     if requested.dcp_size == 1:
         found = f"dcp_local_seq_lens of {describe(batch.dcp_local_seq_lens)}"
         refuse_unrequested(found, "dcp_size=1 was negotiated", "dcp_size=...")
-    exact = requested.seq_lens_cpu_kind == "exact"
+    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
     host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=exact, needed=False)
     if host is not None and exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
         raise BatchError(

@@ -27,7 +27,10 @@ PAD_SLOT_ID: Final = -1
 @frozen(eq=False, kw_only=True)
 class Batch:
     """
-    One step's requests, decodes first. All index tensors are int32, slots are int64.
+    One step's requests, in any order. All index tensors are int32, slots are int64.
+
+    Decodes are the requests at the front with a query of at most the agreed decode query length. Short queries behind
+    the first longer one count as prefills: the result is the same, and decodes are fastest where they come first.
 
     A batch describes one step: its tensors are not changed while it is in use (graph buffers belong
     to `State`). Every name ending in ``_cpu`` is the host's copy of the device tensor of that name; where the tensor
@@ -35,19 +38,19 @@ class Batch:
     copies alone.
 
     Attributes:
-        query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths; the last entry is
-            `num_actual_tokens`.
+        query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths.
         seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
             For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
-        num_reqs: Requests, padded ones included. A padded request has query length 0; in graphs, and where a step is
-            advanced, they come last.
-        num_actual_tokens: Query tokens; rows beyond are padding and never touched.
-        max_query_len: The longest query.
-        max_seq_len: The longest sequence; an upper bound where the requirements say so (`seq_lens_cpu_kind`).
+        num_reqs: Requests, padded ones included. A padded request has query length 0, or is counted by
+            `num_padded_reqs`; in graphs, and where a step is advanced, they come last.
+        num_actual_tokens: Query tokens, or an upper bound; rows beyond the last query are padding and never touched.
+        max_query_len: The longest query, or an upper bound. Plugins see the exact values of both.
+        max_seq_len: The longest sequence, or an upper bound. Plugins see the exact value where the CPU lengths are
+            exact.
         block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls.
             Entries beyond a request's length are not read.
         slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
-            written; None for dense calls.
+            written; None for dense calls, and with `kv_in_cache` where nothing is written.
         causal: Whether a token attends to no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
         query_start_loc_cpu: CPU copy, always needed.
@@ -60,7 +63,7 @@ class Batch:
         dcp_local_seq_lens: ``(num_reqs,)`` keys that this rank holds (decode context parallelism).
         dcp_local_seq_lens_cpu: CPU copy.
         key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
-        key_start_loc_cpu: CPU copy.
+        key_start_loc_cpu: CPU copy; absent where `seq_lens_cpu_kind` says so: then all K/V rows of a call are keys.
         derived: What `once` has derived from this batch.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
             another, True where a key is attended to. In metadata of a graph:
@@ -71,7 +74,10 @@ class Batch:
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
         extra: Values of open features, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
-        dummy: Whether it takes the place of a real batch: its pages are the null block, and it writes nothing.
+        dummy: Whether it takes the place of a real batch: it reads the null block, and writes nothing. Real pages and
+            slots are replaced.
+        num_padded_reqs: The last requests are padding, whatever they hold: they write nothing, and their output rows
+            are undefined. Plugins do not see them.
     """
 
     query_start_loc: Tensor
@@ -100,6 +106,7 @@ class Batch:
     max_encoder_seq_len: int | None = field()
     extra: Mapping[str, Any] = field(factory=dict)
     dummy: bool = False
+    num_padded_reqs: int = 0
     derived: dict[Hashable, Any] = field(init=False, factory=dict, repr=False)
 
     @query_start_loc_cpu.default
@@ -153,7 +160,7 @@ class Batch:
         Return a batch from plain lengths; what follows from them is derived.
 
         Args:
-            query_lens: New tokens of each request, decodes first.
+            query_lens: New tokens of each request.
             seq_lens: Keys of each request; None is a first prefill (`query_lens`).
             block_table: ``(num_reqs, max_blocks)`` int32, on any device; None makes a dense batch with `key_start_loc`.
             slot_mapping: ``(tokens,)`` int64, on any device.

@@ -25,10 +25,11 @@ class BatchSplit:
         batch: The batch.
         num_decodes: Requests at the front whose query is at most the agreed decode query length; with
             `MetadataBuilder.requires_uniform_decodes`, those of them that are as long as the first.
-        num_prefills: The other requests, padding included.
+        num_prefills: The other requests: all from the first longer query on, short ones and padding included.
         num_decode_tokens: Query tokens of the decodes: the first rows.
         num_prefill_tokens: Query tokens of the prefills: the rows after them.
-        num_key_rows: K/V rows that a call of `forward` has.
+        num_key_rows: K/V rows that a call of `forward` has at least; 0 for dense calls whose keys only the device
+            counts.
         highest_block: An upper bound of the block numbers that this step touches; -1 where no CPU copy has them.
     """
 

@@ -1,0 +1,160 @@
+"""Checks what a batch has besides lengths and pages against the agreement: causality, prefix, encoder, mask, extras."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract.guards._format import check_index, refuse_unrequested
+from attnplug.contract.guards.layer import check_extra
+from attnplug.contract.guards.pages import check_encoder, check_local
+from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.request.requirements import Requirements
+
+
+def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    """
+    Check that the batch has what was requested beyond lengths and pages, and nothing else.
+
+    Args:
+        batch: The batch, its lengths checked.
+        agreement: What was negotiated.
+        query_lens: ``(num_reqs,)`` int32 on the CPU.
+        device_type: Where its tensors belong.
+
+    Raises:
+        BatchError: A value contradicts the batch or the agreement.
+        NotNegotiatedError: Something was not requested.
+        TensorError: A tensor has the wrong shape, dtype or device.
+    """
+    requested = agreement.requirements
+    if batch.causal is not requested.causal:
+        refuse_unrequested(
+            f"a batch with causal={batch.causal!r}",
+            f"causal={requested.causal} was negotiated",
+            f"causal={batch.causal}",
+        )
+    if batch.common_prefix_len:
+        _check_prefix(batch, agreement, query_lens)
+    if batch.encoder_seq_lens is not None or requested.attn_type == "encoder_decoder":
+        check_encoder(batch, agreement, device_type)
+    if batch.dcp_local_seq_lens is not None or requested.dcp_size > 1:
+        check_local(batch, agreement, device_type)
+    _refuse_unread(batch, requested)
+    if batch.custom_mask is not None or requested.custom_mask:
+        _check_mask(batch, agreement, query_lens, device_type)
+    if batch.attn_bias is not None or requested.attn_bias:
+        _check_bias(batch, agreement, query_lens, device_type)
+    if batch.extra:
+        check_extra("a batch", batch.extra, agreement)
+
+
+def _refuse_unread(batch: Batch, requested: Requirements) -> None:
+    """Refuse what the host said about a tensor that the batch does not have: nothing reads it."""
+    if batch.encoder_seq_lens is None:
+        found = "max_encoder_seq_len" if batch.max_encoder_seq_len is not None else "encoder_seq_lens_cpu"
+        if getattr(batch, found) is not None:
+            refuse_unrequested(
+                f"a batch with {found} and no encoder_seq_lens",
+                f"attn_type={requested.attn_type!r}, paged={requested.paged} was negotiated; "
+                "only paged cross attention has encoder lengths",
+                "attn_type='encoder_decoder' and paged=True",
+            )
+    if batch.dcp_local_seq_lens is None and batch.dcp_local_seq_lens_cpu is not None:
+        refuse_unrequested("a batch with dcp_local_seq_lens_cpu", "dcp_size=1 was negotiated", "dcp_size=...")
+    if requested.paged:
+        if batch.key_start_loc is None and batch.key_start_loc_cpu is not None:
+            refuse_unrequested(
+                "a batch with key_start_loc_cpu",
+                "paged=True was negotiated: keys are found through the block table",
+                "paged=False",
+            )
+        return
+    for name in ("block_table_cpu", "slot_mapping_cpu"):
+        if getattr(batch, name) is not None and getattr(batch, name.removesuffix("_cpu")) is None:
+            refuse_unrequested(
+                f"a batch with {name}",
+                "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
+                "paged=True",
+            )
+
+
+def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> None:
+    length, size = batch.common_prefix_len, agreement.block_size
+    if not agreement.requirements.cascade or size is None:
+        refuse_unrequested(f"a batch with common_prefix_len={length}", "cascade was not requested", "cascade=True")
+    if length < 0 or length % size:
+        raise BatchError(
+            f"common_prefix_len={length} was given",
+            f"it is a multiple of the block size {size}",
+            f"pass {max(0, length // size * size)}",
+        )
+    running = query_lens > 0  # padded requests attend to nothing
+    _check_prefix_blocks(batch, running, length // size)
+    _check_prefix_is_computed(batch, running, query_lens)
+
+
+def _check_prefix_blocks(batch: Batch, running: Tensor, blocks: int) -> None:
+    table = batch.block_table_cpu
+    if table is None or not table.is_cpu or table.ndim != 2 or table.shape[0] != batch.num_reqs:
+        return  # of another form, which the guard of pages refuses
+    table = table[running, :blocks]
+    if not bool((table == table[:1]).all()):
+        raise BatchError(
+            f"common_prefix_len={batch.common_prefix_len} was given, and the first {blocks} blocks differ",
+            "a shared prefix is in the same blocks for every request",
+            "pass the length that is really shared, or 0",
+        )
+
+
+def _check_prefix_is_computed(batch: Batch, running: Tensor, query_lens: Tensor) -> None:
+    computed = batch.num_computed_tokens_cpu
+    if computed is None:
+        if batch.seq_lens_cpu is None:
+            return
+        computed = batch.seq_lens_cpu - query_lens
+    shortest = int(computed[running].amin())
+    if batch.common_prefix_len > shortest:
+        raise BatchError(
+            f"common_prefix_len={batch.common_prefix_len} was given",
+            f"a request has {shortest} tokens computed, and every query of the batch attends to the whole prefix",
+            "pass at most that, cut to whole blocks",
+        )
+
+
+def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    if not agreement.requirements.custom_mask:
+        refuse_unrequested("a batch with a custom_mask", "custom_mask was not requested", "custom_mask=True")
+    if batch.custom_mask is None:
+        raise BatchError(
+            "no custom_mask was given", "custom_mask was negotiated: each batch has its mask", "pass custom_mask=..."
+        )
+    size = batch.custom_mask.numel()
+    is_exact = agreement.requirements.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
+    if batch.seq_lens_cpu is not None and is_exact:
+        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)
+
+
+def _check_bias(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    requested, bias = agreement.requirements, batch.attn_bias
+    if not requested.attn_bias:
+        refuse_unrequested("a batch with an attn_bias", "attn_bias was not requested", "attn_bias=True")
+    if bias is None:
+        raise BatchError(
+            "no attn_bias was given", "attn_bias was negotiated: each batch has its bias", "pass attn_bias=..."
+        )
+    size = bias.shape[-1] if bias.ndim else 0
+    is_exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
+    if batch.seq_lens_cpu is not None and is_exact:
+        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    heads = 1 if bias.ndim and bias.shape[0] == 1 else requested.num_q_heads
+    check_index("attn_bias", bias, (heads, size), TORCH_DTYPES[requested.dtype], device_type)
