@@ -101,21 +101,32 @@ def measure_steps(
     return collector.result()
 
 
-def measure_step(step: Step, target: Target, clock: Clock, repeats: int, *, is_small: bool) -> SectionResult:
+def measure_step(
+    step: Step, target: Target, clock: Clock, repeats: int, *, is_small: bool, **engine: Any
+) -> SectionResult:
     """
     Measure one step.
+
+    Args:
+        step: The step.
+        target: Backend and device.
+        clock: What is measured.
+        repeats: As for `interleaved`.
+        is_small: Whether the time is that of the calls themselves.
+        engine: Fields of the requirements that an engine sets, such as the form of the KV cache.
 
     Raises:
         AttnplugError: Backend and direct calls compute different results.
     """
     from attnplug.contract import forward_context  # noqa: PLC0415 - imports torch
 
-    rig = make_rig(step, target)
+    rig = make_rig(step, target, **engine)
     baseline, note = baseline_of(rig.backend.name)
     calls = {"forward": rig.forward(), "forward_op": rig.forward_op()}
     with forward_context({LAYER: rig.metadata}):
         samples = _in_turn(rig, baseline, clock, repeats, baseline.layer(rig), calls, noop=noop_backend(rig))
-    numbers = (_of_calls if is_small else _of_work)(f"{step.what}, {clock.what}", samples, rig, baseline)
+    what = ", ".join((step.what, *(f"{name}={value}" for name, value in engine.items()), clock.what))
+    numbers = (_of_calls if is_small else _of_work)(what, samples, rig, baseline)
     return SectionResult(tuple(numbers), setup_of(rig.backend), _notes(note, step.what, samples))
 
 

@@ -268,6 +268,14 @@ class Rig(Planner):
         slots = [blocks[place // size] * size + place % size for blocks, length in pairs for place in range(length)]
         return *self.past, torch.tensor(slots, dtype=torch.int64, device=self.query.device)
 
+    def direct_cache(self) -> KVCache:
+        """Return another KV cache of the agreed form with the unquantized K/V of the past, for direct library calls."""
+        cache = self.backend.make_cache(self.num_blocks)
+        keys, values, slots = self.cached
+        places = slots // self.block_size, slots % self.block_size
+        cache.k[places], cache.v[places] = keys, values
+        return cache
+
     def for_step(self, step: Step, blocks: tuple[list[int], ...], **rows: Any) -> Rig:
         """Return another step of the same layer in blocks of this cache, with the tensors that differ."""
         other = evolve(self, step=step, blocks=blocks, **rows)

@@ -36,7 +36,8 @@ class DirectFlashAttention:
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the cache write and the calls of one step, with schedules if the library has them."""
-        calls, (key_pages, value_pages) = CALLS[rig.backend.variant], _pages(rig)
+        calls, cache = CALLS[rig.backend.variant], rig.direct_cache()
+        key_pages, value_pages = cache.k, cache.v
         query, key, value, slots = rig.query, rig.key, rig.value, rig.slots
         output = torch.empty_like(query)
         runs = []
@@ -115,15 +116,6 @@ def _of(planner: Planner, part: slice) -> PhaseRows:
         table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device),
         slots=on_device(slots),
     )
-
-
-def _pages(rig: Rig) -> Tensor:
-    """Return a KV cache ``(2, num_blocks, block_size, num_kv_heads, head_size)`` with the cached K/V of the step."""
-    key, value, slots = rig.cached
-    pages = rig.key.new_zeros(2, rig.num_blocks, rig.block_size, *rig.key.shape[1:])
-    for rows, cache in zip((key, value), pages, strict=True):
-        cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
-    return pages
 
 
 @frozen(eq=False, kw_only=True)

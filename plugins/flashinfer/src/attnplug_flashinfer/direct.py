@@ -209,7 +209,8 @@ def _prefill_wrapper(planner: Planner, workspace: Tensor) -> Any:
 def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
     from flashinfer import append_paged_kv_cache  # noqa: PLC0415 - as above
 
-    tables, cache = _Tables.of(rig), _cache(rig)
+    tables, pages = _Tables.of(rig), rig.direct_cache()
+    cache = pages.k, pages.v
     wrappers.plan(tables.pages())
     indices = _append_indices(rig, tables)
     query, key, value = rig.query, rig.key, rig.value
@@ -237,15 +238,6 @@ def _append_indices(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
     starts = torch.tensor([0, *step.query_lens]).cumsum(0, dtype=torch.int32).to(device)
     rows = get_batch_indices_positions(starts, tables.seq_lens.to(device), step.num_tokens)
     return (*rows, pages.indices, pages.indptr.to(device), pages.last_page_len.to(device))
-
-
-def _cache(rig: Rig) -> Tensor:
-    """Return a KV cache ``(num_blocks, 2, block_size, num_kv_heads, head_size)`` with the cached K/V of the step."""
-    key, value, slots = rig.cached
-    cache = rig.key.new_zeros(rig.num_blocks, 2, rig.block_size, *rig.key.shape[1:])
-    blocks, places = slots // rig.block_size, slots % rig.block_size
-    cache[blocks, 0, places], cache[blocks, 1, places] = key, value
-    return cache
 
 
 def _to_device(numbers: Tensor, device: torch.device) -> Tensor:
