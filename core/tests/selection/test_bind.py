@@ -118,7 +118,8 @@ class TestSet:
         assert new.agreement.to_dict()["block_sizes"] == [128, {"multiple_of": 16}]
         assert str(new) == (
             "flash/new on cuda:9.0: block_size=(128, multiples of 16) kv_layout=NHD kv_cache_form=joint "
-            "kv_cache_dtype=bfloat16 cudagraph=never"
+            "kv_cache_dtype=bfloat16 "
+            "cudagraph=never"
         )
 
     def test_rules_narrow_it(self, world, flash_manifest, late_of):
