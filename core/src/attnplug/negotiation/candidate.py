@@ -106,6 +106,11 @@ class Candidate:
         """The values of each of `TERMS` to try where none is requested, in declared order."""
         return tuple(map(self._values_to_try, TERMS))
 
+    @cached_property
+    def first_terms(self) -> tuple[Any, ...]:
+        """The value of each of `TERMS` that is tried first, None where none is declared."""
+        return tuple(values[0] if values else None for values in self.terms_to_try)
+
     @property
     def if_installed(self) -> Candidate:
         """The candidate as it would be with all that it requires installed, in a version that no rule refuses."""

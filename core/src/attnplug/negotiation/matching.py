@@ -210,7 +210,7 @@ def _settle(candidate: Candidate, request: Request) -> tuple[Mapping[str, Any], 
     rules = live_rules(candidate, request)
     if not rules:  # then the first terms pass if any do: only requested terms can be refused
         objections = candidate.objections(request.requested_terms)
-        return ({} if objections else next(_all_terms(candidate, request))), objections
+        return ({} if objections else _first_terms(candidate, request)), objections
     first: list[Reason] | None = None
     for terms in _all_terms(candidate, request):
         objections = _judge(candidate, request, terms, rules)
@@ -257,6 +257,19 @@ def _is_live(rule: Rule, candidate: Candidate, request: Request) -> bool:
         ):
             return False
     return True
+
+
+def _first_terms(candidate: Candidate, request: Request) -> Mapping[str, Any]:
+    """Return the first of `_all_terms`, which is most of what a decision without rules about them does."""
+    wanted = request.requirements
+    if not wanted.paged:
+        return _NO_TERMS
+    size, layout, form = candidate.first_terms
+    return {
+        "block_size": size if wanted.block_size is None else wanted.block_size,
+        "kv_layout": layout if wanted.kv_layout is None else wanted.kv_layout,
+        "kv_cache_form": form if wanted.kv_cache_form is None else wanted.kv_cache_form,
+    }
 
 
 def _all_terms(candidate: Candidate, request: Request) -> Iterator[Mapping[str, Any]]:
