@@ -43,8 +43,8 @@ def test_steps_pass() -> None:
 def test_halved_outputs_fail(monkeypatch, check) -> None:
     forward = AttentionImpl.forward
 
-    def halved(self, query, key, value, kv_cache, metadata, output, *, lse=None):
-        forward(self, query, key, value, kv_cache, metadata, output, lse=lse)
+    def halved(self, query, key, value, kv_cache, metadata, output, *, lse=None, **sinks):
+        forward(self, query, key, value, kv_cache, metadata, output, lse=lse, **sinks)
         output *= 0.5
         if lse is not None:
             lse *= 0.5

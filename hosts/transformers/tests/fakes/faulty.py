@@ -54,10 +54,10 @@ class FaultyImpl(MirrorImpl):
             output[rows] = found.to(output.dtype)
 
     def _write(self, key, value, kv_cache, slots):
-        size = kv_cache.shape[1] * kv_cache.shape[2]
+        size = kv_cache.num_blocks * kv_cache.k.shape[1]
         real = (slots >= 0) | (self.fault == "padding")
         written = (slots[real] + (self.fault == "slots")) % size
-        for side, rows in zip(kv_cache, (key, value), strict=True):
+        for side, rows in ((kv_cache.k, key), (kv_cache.v, value)):
             side.view(size, *side.shape[2:])[written] = rows[: len(slots)][real]
 
     def _dense_keys(self, batch, i):
@@ -69,12 +69,12 @@ class FaultyImpl(MirrorImpl):
         return slice(starts[i], starts[i + 1])
 
     def _paged_keys(self, kv_cache, batch, i, length):
-        size = kv_cache.shape[2]
+        size = kv_cache.k.shape[1]
         count = -(-length // size)
         pages = batch.block_table[i, :count].long()
         if self.fault == "pages" and count:
-            pages = torch.arange(int(pages[0]), int(pages[0]) + count) % kv_cache.shape[1]
-        key, value = (side[pages].flatten(0, 1) for side in kv_cache)
+            pages = torch.arange(int(pages[0]), int(pages[0]) + count) % kv_cache.num_blocks
+        key, value = (side[pages].flatten(0, 1) for side in (kv_cache.k, kv_cache.v))
         length = count * size if self.fault == "length" else length
         return key[:length], value[:length]
 

@@ -152,6 +152,7 @@ class ForwardGuard:
             or tokens < metadata.batch.num_actual_tokens
             or keys is None
             or keys < metadata.num_key_rows
+            or (self._may_leave_slots and metadata.batch.slot_mapping is None)
         ):
             self._check_metadata(metadata, tokens, keys)
         if (
