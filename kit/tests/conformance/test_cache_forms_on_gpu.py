@@ -26,7 +26,8 @@ VARIANTS = (
     "blocksparse/triton",
     "int8_ixformer/triton",
 )
-FIELDS = {"int8_ixformer/triton": {"kv_cache_dtype": "int8"}}
+PATTERN = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 2, "vert_stride": 2}
+FIELDS = {"int8_ixformer/triton": {"kv_cache_dtype": "int8"}, "blocksparse/triton": {"block_sparse": PATTERN}}
 BATCHES = {
     "decodes": ((1,) * 5, (40, 0, 300, 77, 16)),
     "prefills": ((33, 200, 16), (0, 0, 0)),
