@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -317,3 +318,42 @@ def test_a_cache_reads_like_what_it_is():
     cache = make_backend(kv_cache_form="packed", kv_layout="HND").make_cache(3)
     assert isinstance(cache, KVCache)
     assert repr(cache) == "KVCache(3 blocks, packed HND, k, v on cpu)"
+
+
+class Aligned(ToyBackend):
+    cache_alignment = 16
+
+
+class Gapless(ToyBackend):
+    def cache_tensors(self, num_blocks):
+        return {role: evolve(spec, contiguous_blocks=True) for role, spec in super().cache_tensors(num_blocks).items()}
+
+
+@pytest.mark.parametrize(("offset", "padding"), [(1, 0), (0, 1), (2, 0), (0, 6)])
+def test_places_that_kernels_cannot_load_are_refused(offset, padding):
+    """Kernels that load 16 bytes at a time need addresses and strides that are multiples of 16."""
+    backend = make_backend(cls=Aligned)
+    size = BLOCKS * (4 * 2 * 8 + padding)
+    pool = torch.zeros(offset + 2 * size)[offset:].view(2, BLOCKS, -1)[..., : 4 * 2 * 8].unflatten(-1, (4, 2, 8))
+
+    with refused(CacheError, expected="multiples of 16 bytes"):
+        backend.bind_cache(split_kv(pool, "joint", "NHD", 8))
+    assert make_backend().bind_cache(split_kv(pool, "joint", "NHD", 8)).num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize(("form", "layout"), list(product(FORMS, LAYOUTS)))
+def test_what_core_allocates_is_aligned(form, layout):
+    cache = make_backend(cls=Aligned, kv_cache_form=form, kv_layout=layout).make_cache(BLOCKS)
+
+    assert cache.num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize("form", ["joint", "split"])
+def test_kernels_without_block_strides_refuse_gaps(form):
+    backend = make_backend(cls=Gapless, kv_cache_form=form)
+    _, padded = pool_of(form, "NHD", layers=2)
+
+    with refused(CacheError, expected="of blocks one after another"):
+        backend.bind_cache(padded)
+    assert backend.bind_cache(pool_of(form, "NHD")[1]).num_blocks == BLOCKS
+    assert backend.make_cache(BLOCKS).num_blocks == BLOCKS

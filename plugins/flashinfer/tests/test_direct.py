@@ -31,11 +31,13 @@ def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
     assert kv_layout == "NHD"
     for array in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
         assert array.dtype == torch.int32
-    size = paged_kv_cache.shape[2]
+    paged_k, paged_v = paged_kv_cache
+    assert paged_k.stride() == paged_v.stride()  # the library has one set of strides for both
+    size = paged_k.shape[1]
     lengths = (kv_indptr.diff() - 1) * size + kv_last_page_len
     assert bool((positions < lengths[batch_indices]).all())
     pages, places = kv_indices[kv_indptr[batch_indices] + positions // size].long(), (positions % size).long()
-    paged_kv_cache[pages, 0, places], paged_kv_cache[pages, 1, places] = append_key, append_value
+    paged_k[pages, places], paged_v[pages, places] = append_key, append_value
 
 
 @pytest.fixture

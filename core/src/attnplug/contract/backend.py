@@ -50,6 +50,8 @@ class Backend(ABC):
         builder_class: Turns a batch into metadata, once per step; override it where the kernels plan.
         metadata_class: What the builder returns; extend it for tensors that the kernels read besides the batch.
         state_class: Owns workspace and graph buffers; extend it for what else outlives a step.
+        cache_alignment: Bytes of which addresses and strides of keys and values are multiples, where `cache_tensors` is
+            the default.
         agreement: What was negotiated.
         device_properties: The device that was selected for: vendor, compute capability, number of multiprocessors.
         selection: The decision that this backend carries out. `attnplug.load` sets it, after the constructor.
@@ -61,6 +63,7 @@ class Backend(ABC):
     builder_class: ClassVar[type[MetadataBuilder]] = MetadataBuilder
     metadata_class: ClassVar[type[Metadata]] = Metadata
     state_class: ClassVar[type[State]] = State
+    cache_alignment: ClassVar[int] = 1
 
     # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
     agreement: Agreement
@@ -100,7 +103,10 @@ class Backend(ABC):
         size = self.agreement.block_size or 1  # an agreement with pages always has a block size
         order = (0, 2, 1, 3) if self.agreement.kv_layout == "HND" else (0, 1, 2, 3)
         widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
-        return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
+        return {
+            role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order, alignment=self.cache_alignment)
+            for role, width in widths.items()
+        }
 
     # --- what a plugin overrides ---
 

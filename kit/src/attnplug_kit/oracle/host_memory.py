@@ -21,9 +21,12 @@ def bind_pool(backend: Backend, num_blocks: int, device: torch.device | str) -> 
     """
     Return a KV cache of a backend over a fresh pool, in the form and the layout of the agreement.
 
-    The first layer of the pool belongs to nobody: it holds NaN, and `untouched` says whether it still does.
+    The first layer of the pool belongs to nobody: it holds NaN, and `untouched` says whether it still does. Kernels
+    whose blocks have to follow each other get memory without another layer.
     """
     specs = backend.cache_tensors(num_blocks)
+    if any(spec.contiguous_blocks for spec in specs.values()):
+        return backend.make_cache(num_blocks, device)
     pool = {role: _further(spec, num_blocks, device) for role, spec in specs.items() if role not in ("k", "v")}
     keys, values = specs["k"], specs["v"]
     make = {"joint": _apart, "split": _apart, "interleaved": _interleaved, "packed": _packed}

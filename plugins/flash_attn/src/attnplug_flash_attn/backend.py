@@ -25,6 +25,7 @@ class FlashAttentionBackend(Backend):
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
     supports_max_num_splits = True
+    cache_alignment = 16  # the kernels load 16 bytes at a time
 
     @cached_property
     def kernels(self) -> Kernels:

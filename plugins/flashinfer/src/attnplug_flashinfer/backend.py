@@ -21,6 +21,7 @@ class FlashInferBackend(Backend):
 
     impl_class = FlashInferImpl
     builder_class = FlashInferBuilder
+    cache_alignment = 16  # the kernels load 16 bytes at a time
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the library's float workspace in bytes."""

@@ -6,6 +6,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 
 from attnplug.contract import Backend, CacheTensor, torch_dtype
 from attnplug_int8_ixformer.builder import Int8Builder, Int8Metadata
@@ -54,15 +55,14 @@ class Int8Backend(Backend):
         ``"v_scale"``, at level 1, has none, and is NaN until it is loaded, so that outputs without calibration are NaN.
         """
         requested, size = self.agreement.requirements, self.agreement.block_size or 1
-        heads = requested.num_kv_heads
+        heads, gapless = requested.num_kv_heads, self.provider.contiguous_blocks
         shape, order = (num_blocks, size, heads, requested.head_size), (0, 2, 1, 3)
-        key_scales = CacheTensor((num_blocks, heads, size), torch.float32, 0)
+        keys = CacheTensor(shape, torch.int8, 0, order, contiguous_blocks=gapless)
+        key_scales = CacheTensor((num_blocks, heads, size), torch.float32, 0, contiguous_blocks=gapless)
         if self.level == 2:
-            values = CacheTensor(shape, torch_dtype(requested.dtype), 0, order)
-            return {"k": CacheTensor(shape, torch.int8, 0, order), "v": values, "k_scale": key_scales}
-        both = CacheTensor(shape, torch.int8, 0, order)
+            return {"k": keys, "v": evolve(keys, dtype=torch_dtype(requested.dtype)), "k_scale": key_scales}
         value_scales = CacheTensor((heads, requested.head_size), torch.float32, None, fill=nan)
-        return {"k": both, "v": both, "k_scale": key_scales, "v_scale": value_scales}
+        return {"k": keys, "v": keys, "k_scale": key_scales, "v_scale": value_scales}
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes that the provider needs."""

@@ -86,6 +86,7 @@ class IxformerProvider(Provider):
     """The provider of ixformer."""
 
     fuses_mixed_writes = False
+    contiguous_blocks = True  # what the library makes of room between blocks is not known
 
     def __init__(self, backend: Int8Backend) -> None:
         super().__init__(backend)

@@ -55,12 +55,14 @@ class Provider(ABC):
         fuses_mixed_writes: Whether decodes write their rows in batches with prefills too. Otherwise only in batches of
             decodes.
         supports_max_num_splits: Whether `Limits.max_num_splits` is supported.
+        contiguous_blocks: Whether the blocks of a KV cache have to follow each other without gaps.
         warmup_lens: Query lengths for the warm-up, one per prefill kernel.
         backend: The backend.
     """
 
     fuses_mixed_writes: ClassVar[bool]
     supports_max_num_splits: ClassVar[bool] = False
+    contiguous_blocks: ClassVar[bool] = False
     warmup_lens: tuple[int, ...] = (1,)
 
     def __init__(self, backend: Int8Backend) -> None:

@@ -113,6 +113,8 @@ class CacheGuard:
                 order = self.spec.tensors[role].stride_order
                 self._refuse(role, tensor, f"of memory order {order}, not of strides {tensor.stride()}")
         self._check_form(ordered["k"], ordered["v"])
+        for role, tensor in ordered.items():
+            self._check_places(role, tensor)
         self._check_apart(ordered)
         for role in ("k", "v"):
             ordered[role] = normal_strides(ordered[role], self.spec.tensors[role], self.spec)
@@ -154,6 +156,19 @@ class CacheGuard:
             if served
             else "let Backend.make_cache allocate it, or view a pool of the agreed form with split_kv",
         )
+
+    def _check_places(self, role: str, tensor: Tensor) -> None:
+        """Refuse blocks that are not where the kernels look for them."""
+        spec = self.spec.tensors[role]
+        if not spec.is_aligned(tensor):
+            self._refuse(
+                role,
+                tensor,
+                f"at an address ({tensor.data_ptr()}) and with strides {tensor.stride()} that are multiples of "
+                f"{spec.alignment} bytes",
+            )
+        if spec.contiguous_blocks and not tensor.permute(spec.stride_order).is_contiguous():
+            self._refuse(role, tensor, f"of blocks one after another, not of strides {tensor.stride()}")
 
     def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors that share memory. Keys and values of forms with one memory were compared already."""

@@ -63,6 +63,10 @@ class CacheTensor:
         stride_order: Logical axes from the slowest to the fastest in memory; default the axes in order.
         fill: The value of a fresh tensor.
         block_padding: Elements left unused after each block, for hosts that need equal page sizes across groups.
+        alignment: Bytes of which the address and every stride but the last are multiples, for kernels that load several
+            elements at once.
+        contiguous_blocks: Whether each block begins where the one before it ends, for kernels that compute its place
+            from its number. Otherwise a host may leave any room between them.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +75,8 @@ class CacheTensor:
     stride_order: tuple[int, ...] = field()
     fill: float = 0.0
     block_padding: int = 0
+    alignment: int = 1
+    contiguous_blocks: bool = False
 
     @stride_order.default
     def _in_order(self) -> tuple[int, ...]:
@@ -127,6 +133,16 @@ class CacheTensor:
     def is_ordered(self, tensor: Tensor) -> bool:
         """Whether a tensor of this shape is laid out in memory as described, whatever is between its blocks."""
         return _is_descending(tensor, self.stride_order)
+
+    def is_aligned(self, tensor: Tensor) -> bool:
+        """Whether the address and the strides of a tensor are multiples of `alignment` bytes."""
+        places = [tensor.data_ptr()]
+        places += [
+            stride * tensor.itemsize
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            if size > 1 and stride > 1
+        ]
+        return not any(place % self.alignment for place in places)
 
     def _physical(self) -> tuple[tuple[int, ...], int]:
         """Strides of the logical axes, and the elements of the storage."""

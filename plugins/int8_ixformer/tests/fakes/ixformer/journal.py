@@ -29,14 +29,14 @@ def require(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, what: str) 
 
 
 def require_pages(key_cache: Tensor, value_cache: Tensor, key_scales: Tensor, *, mixed: bool) -> None:
-    """Check heads-first pages, each of them contiguous, and their scales."""
+    """Check heads-first, contiguous pages and their scales."""
     shape = tuple(key_cache.shape)
     require(key_cache, shape, torch.int8, "key_cache")
     assert len(shape) == 4
-    assert key_cache[0].is_contiguous()
+    assert key_cache.is_contiguous()
     kind = value_cache.dtype
     assert kind in (torch.bfloat16, torch.float16) if mixed else kind == torch.int8
     require(value_cache, shape, kind, "value_cache")
-    assert value_cache[0].is_contiguous()
+    assert value_cache.is_contiguous()
     require(key_scales, shape[:3], torch.float32, "key_scale_cache")
     assert shape[2] in (16, 32, 64)
