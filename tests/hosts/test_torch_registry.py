@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnplug
-from attnplug.errors import NoBackendError
+from attnplug.errors import CacheError, NoBackendError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
 
@@ -145,6 +145,114 @@ def test_packed_sequences_run_through_attnplug(window, features, active) -> None
 
     assert len(active) == 1
     torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+BLOCKS = torch.tensor([[3, 5], [7, 2], [4, 8]], dtype=torch.int32)
+STARTS, USED = torch.tensor([0, 5, 6, 13], dtype=torch.int32), torch.tensor([9, 31, 20], dtype=torch.int32)
+
+
+def pages(kv_heads=4, size_v=64, dtype=torch.float32):
+    """Return a query of three sequences, and a KV cache whose rows beyond them are not numbers."""
+    query = torch.randn(13, 4, 64, dtype=dtype)
+    pools = [torch.randn(9, 16, kv_heads, size, dtype=dtype) for size in (64, size_v)]
+    used = torch.zeros(9, 16, dtype=torch.bool)
+    for row, length in zip(BLOCKS.tolist(), USED.tolist(), strict=True):
+        for position in range(length):
+            used[row[position // 16], position % 16] = True
+    for pool in pools:
+        pool[~used] = torch.nan
+    return query, *pools
+
+
+def paged_by_oracle(query, keys, values, **features):
+    """Return the oracle's results of the sequences, one after another, as output and LSE."""
+    results = []
+    for row, length, (first, last) in zip(BLOCKS.tolist(), USED.tolist(), pairwise(STARTS.tolist()), strict=True):
+        key, value = (pool[row].flatten(0, 1)[:length].double() for pool in (keys, values))
+        results.append(attend(query[first:last].double(), key, value, **{"scale": 64**-0.5, **features}))
+    return torch.cat([one.output for one in results]), torch.cat([one.lse for one in results])
+
+
+def by_pages(query, keys, values, **arguments):
+    given = {"seqused_k": USED, "block_table": BLOCKS, "window_size": (-1, 0), "enable_gqa": True, **arguments}
+    return import_module("torch.nn.attention.varlen").varlen_attn(query, keys, values, STARTS, None, 7, 31, **given)
+
+
+PAGED = {
+    "causal": ({}, {}, {"causal": True}),
+    "not causal": ({}, {"window_size": (-1, -1)}, {"causal": False}),
+    "window": ({}, {"window_size": (6, 0)}, {"causal": True, "window": (6, 0)}),
+    "scale": ({}, {"scale": 0.3}, {"causal": True, "scale": 0.3}),
+    "grouped heads": ({"kv_heads": 2}, {}, {"causal": True}),
+    "one split": ({}, {"num_splits": 1}, {"causal": True}),
+    "bfloat16": ({"dtype": torch.bfloat16}, {}, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize(("shapes", "arguments", "features"), PAGED.values(), ids=PAGED)
+def test_a_kv_cache_of_two_tensors_is_read_in_place(shapes, arguments, features, active) -> None:
+    varlen = import_module("torch.nn.attention.varlen")
+    query, keys, values = pages(**shapes)
+    before = keys.clone(), values.clone()
+
+    output, lse = by_pages(query, keys, values, return_aux=varlen.AuxRequest(lse=True), **arguments)
+
+    wanted_output, wanted_lse = paged_by_oracle(query, keys, values, **features)
+    tolerance = 2e-2 if query.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(output.double(), wanted_output, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.T.double(), wanted_lse, rtol=1e-3 if query.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert len(active) == 1
+    for pool, former in zip((keys, values), before, strict=True):
+        torch.testing.assert_close(pool, former, rtol=0, atol=0, equal_nan=True)
+
+
+def test_pages_are_read_with_no_lengths_on_the_cpu(active) -> None:
+    query, keys, values = pages()
+
+    by_pages(query, keys, values)
+
+    agreement = active[0].backend.agreement
+    requested = agreement.requirements
+    assert (requested.seq_lens_cpu_kind, agreement.reads_lengths) == ("absent", True)
+    assert (agreement.kv_cache_form, agreement.kv_layout, requested.kv_in_cache) == ("split", "NHD", True)
+
+
+def test_pages_between_those_of_other_layers_are_read(active) -> None:
+    query, *pools = pages()
+    pool = torch.full((9, 3, 2, 16, 4, 64), torch.nan)
+    pool[:, 1, 0], pool[:, 1, 1] = pools
+
+    output = by_pages(query, *pool[:, 1].unbind(1))
+
+    torch.testing.assert_close(output, by_pages(query, *pools), rtol=0, atol=0)
+    assert not output.isnan().any()
+
+
+def test_pages_are_served_as_the_scope_says(active) -> None:
+    given = pages()
+
+    by_pages(*given)
+    with attnplug.using(backend="flashinfer"), pytest.raises(NoBackendError):
+        by_pages(*given)
+    with attnplug.using(backend="torch"):
+        by_pages(*given)
+
+    assert len(active) == 2
+
+
+def test_layers_of_one_request_share_an_implementation(active) -> None:
+    for _ in range(3):
+        by_pages(*pages())
+
+    assert len(active) == 3
+    assert len({id(one) for one in active}) == 1
+
+
+def test_the_null_block_belongs_to_no_sequence(active) -> None:
+    with pytest.raises(CacheError, match="block 0 is a null block"):
+        by_pages(*pages(), block_table=BLOCKS - 2)
+
+    assert not active
 
 
 def test_packed_sequences_end_with_a_restoration(active) -> None:

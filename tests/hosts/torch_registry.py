@@ -2,7 +2,16 @@
 torch's registry of flash attention on attnplug, as a host would write it: `activate_flash_attention_impl("attnplug")`.
 
 What is activated replaces operators of aten for one device type. On the CPU that is the one of
-`scaled_dot_product_attention`, and the packed one, which torch has for CUDA alone.
+`scaled_dot_product_attention`, and the packed one, which torch has for CUDA alone. With a block table the latter reads a
+KV cache of two tensors, which torch's caller owns and has written: it is bound where it is, and read with no new K/V.
+
+What a call of torch's does not say of a paged KV cache, and what is done about it:
+
+* Lengths on the CPU. ``seq_lens_cpu_kind="absent"`` says so for the keys, and the starts of the queries are read.
+* That block 0 is nobody's. attnplug keeps it as the null block, so block tables that have it are refused.
+* Which layer calls, and which calls share a step. Layers of one request and scale share an implementation, and each
+  call builds its metadata.
+* Limits. They are the next powers of two.
 
 Backends of attnplug call torch's operators themselves: the built-in one does, and FlashAttention's variant inside of
 torch. Inside a call of attnplug the replaced operator is therefore torch's own, which `torch.library.get_kernel`
@@ -13,18 +22,22 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library, get_kernel
 from torch.nn.attention import register_flash_attention_impl
 
+import attnplug
 from attnplug import attention, attention_varlen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, MetadataBuilder
 
 NAME = "attnplug"
 _OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
@@ -90,13 +103,90 @@ def attend_packed(  # noqa: PLR0917 - the operator's signature
     """Attend in packed sequences: ``(tokens, heads, size)``; and the LSE ``(heads, tokens)``."""
     left, right = (-1 if one is None else one for one in (window_size_left, window_size_right))
     causal, window = is_causal or right == 0, None if left < 0 else left + 1
-    if (not causal and right != left) or seqused_k is not None or block_table is not None:
-        raise NotImplementedError("windows of other forms, and KV caches, are not part of this adapter")
-    features = {"causal": causal, "scale": scale, "sliding_window": window, "alibi_slopes": alibi_slopes}
+    if dropout_p or (not causal and right != left):
+        raise NotImplementedError("dropout, and windows of other forms, are not part of this adapter")
+    features = {"causal": causal, "scale": scale, "sliding_window": window}
     with _in_attnplug():
-        output, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, return_lse=True, **features)
+        if block_table is not None and alibi_slopes is None:
+            pages = {"seq_lens": seqused_k, "block_table": block_table}
+            limits = {"max_query_len": max_q, "max_seq_len": max_k, "max_num_splits": num_splits}
+            output, lse = attend_pages(query, key, value, cum_seq_q, **pages, **limits, **features)
+        elif block_table is None and seqused_k is None and num_splits is None:
+            features["alibi_slopes"] = alibi_slopes
+            output, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, return_lse=True, **features)
+        else:
+            raise NotImplementedError("ALiBi of pages, and used lengths or splits without, are not part of this adapter")
     state = torch.zeros(2, dtype=torch.uint64)
     return output, lse.T.contiguous(), state, state[:0], query.new_empty(0)
+
+
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    *,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    max_num_splits: int | None,
+    causal: bool,
+    scale: float | None,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to a KV cache ``(blocks, block_size, heads, size)``; return the output, and the LSE ``(tokens, heads)``."""
+    tokens, heads, size = query.shape
+    request = attnplug.Requirements(
+        head_size=size,
+        num_q_heads=heads,
+        num_kv_heads=key.shape[2],
+        dtype=str(query.dtype),
+        head_size_v=value.shape[3],
+        causal=causal,
+        sliding_window=sliding_window,
+        block_size=key.shape[1],
+        kv_layout="NHD",
+        kv_cache_form="split",
+        kv_in_cache=True,
+        return_lse=True,
+        seq_lens_cpu_kind="absent",
+    )
+    batch = attnplug.Batch(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc.cpu(),
+        seq_lens=seq_lens,
+        num_reqs=len(seq_lens),
+        num_actual_tokens=tokens,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        block_table=block_table,
+        causal=causal,
+    )
+    least = tuple(1 << max(0, one - 1).bit_length() for one in (len(seq_lens), tokens, max_seq_len))
+    impl, builder = _layer(request, str(query.device), scale, least, max_num_splits, attnplug.scope_key())
+    cache = impl.backend.bind_cache({"k": key, "v": value})
+    output, lse = query.new_empty(tokens, heads * value.shape[3]), query.new_empty(tokens, heads, dtype=torch.float32)
+    impl.forward(query, None, None, cache, builder.build(batch), output, lse=lse)
+    return output.view(tokens, heads, -1), lse
+
+
+@lru_cache(maxsize=256)
+def _layer(  # noqa: PLR0917 - what the key of the cache is
+    request: attnplug.Requirements,
+    device: str,
+    scale: float | None,
+    least: tuple[int, int, int],
+    max_num_splits: int | None,
+    scope: Hashable,
+) -> tuple[AttentionImpl, MetadataBuilder]:
+    """Return what serves a request in a scope, for batches within the limits."""
+    del scope  # a part of the key: another scope decides anew
+    backend = attnplug.load(request, device=attnplug.Device.cpu() if device == "cpu" else device)
+    impl = backend.make_impl(attnplug.Layer(name="torch", scale=scale))
+    names = ("max_num_reqs", "max_num_tokens", "max_seq_len")
+    limits = attnplug.Limits(**dict(zip(names, least, strict=True)), max_num_splits=max_num_splits)
+    return impl, backend.make_builder([impl], backend.make_state(limits))
 
 
 class Handle:
