@@ -1,19 +1,19 @@
 """
 transformers' continuous batching (5.23) on attnplug, as a host would write it: `generate_batch` on its own KV cache.
 
-The manager owns the KV cache: one tensor, in which a block has the pages of all layers, and each page its keys, then its
-values. Seen from one layer that is the form ``interleaved``, with the other layers between its blocks, so the pages are
-bound where they are. Requests keep the manager's order, and `forward` writes the new K/V.
+The manager owns the KV cache: one tensor, in which a block has the pages of all layers, and each page its keys, then
+its values. Seen from one layer that is the form ``interleaved``, with the other layers between its blocks, so the pages
+are bound where they are. Requests keep the manager's order, and `forward` writes the new K/V.
 
-What the library does not say, and what is done about it:
+What the host cannot say, since the library has no public name for it, and what is done instead:
 
 * That a step begins. The call of the first layer is taken for it.
-* Block tables: the manager fills its own for decodes on CUDA only. They are computed from the indices of the KV-cache rows
-  that each call has, on the device. So are the slots, since its rows count the other layers too.
-* Lengths on the CPU: there are cumulative sums on the device. ``seq_lens_cpu_kind="absent"`` says so for the keys; the
-  starts of the queries are read.
-* That no mask is needed. Only implementations with "flash" in their name get none, and these are imported by that name. So
-  the function is registered as the paged implementation that the manager has already, and its masks are not read.
+* Block tables: the manager fills them for decodes on CUDA only. They are computed from the indices of KV-cache rows
+  that each call has, on the device. So are the slots, since these rows count the other layers too.
+* Lengths on the CPU: calls have cumulative sums on the device. ``seq_lens_cpu_kind="absent"`` says so for the keys, and
+  the starts of the queries are copied.
+* That it reads no mask. Only implementations with "flash" in their name get none, and these are imported by that name.
+  The function is registered in place of the manager's own paged one, and does not read the masks that come with it.
 * Scopes: the manager runs the model in a thread, which `attnplug.using` around `generate_batch` does not reach.
 """
 

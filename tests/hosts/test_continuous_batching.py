@@ -29,9 +29,15 @@ def transformers():
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Return the KV cache and the metadata of each run of the built-in backend."""
+    """Return the KV cache, the metadata and the query lengths of each run of the built-in backend."""
     runs, run = [], TorchImpl.run
-    monkeypatch.setattr(TorchImpl, "run", lambda self, *given: (runs.append(given[3:5]), run(self, *given))[1])
+
+    def recorded(self, *given):
+        cache, metadata = given[3:5]
+        runs.append((cache, metadata, metadata.batch.query_start_loc.diff().tolist()))  # the manager reuses its tensors
+        run(self, *given)
+
+    monkeypatch.setattr(TorchImpl, "run", recorded)
     return runs
 
 
@@ -61,11 +67,11 @@ def by_generate(transformers, model, prompts):
     return {tuple(one): output[len(one) :].tolist() for one, output in zip(prompts, outputs, strict=True)}
 
 
-def in_batches(transformers, model, prompts):
+def in_batches(transformers, model, prompts, **more):
     """Return the new tokens of each prompt, generated together on attnplug."""
     adapter = import_module("tests.hosts.continuous_batching")
     settings = transformers.ContinuousBatchingConfig(
-        page_size=16, num_blocks=64, max_batch_tokens=48, auto_switch_to_flash=False
+        page_size=16, num_blocks=64, max_batch_tokens=48, auto_switch_to_flash=False, **more
     )
     with adapter.registered() as name:
         model.set_attn_implementation(name)
@@ -95,24 +101,26 @@ def test_a_shared_prefix_is_computed_once(transformers, runs) -> None:
 
     found = in_batches(transformers, model, prompts)
 
-    written = sum(metadata.batch.num_actual_tokens for _, metadata in runs) // LAYERS
+    written = sum(sum(lengths) for *_, lengths in runs) // LAYERS
     assert found == by_generate(transformers, model, prompts)
     assert written < sum(map(len, prompts)) + len(prompts) * 23  # each prompt, and each new token but the last
 
 
-def test_steps_are_those_of_the_manager(transformers, runs) -> None:
-    in_batches(transformers, tiny(transformers, "Llama"), prompts_of(LENGTHS))
+def test_requests_keep_the_order_of_the_manager(transformers, runs) -> None:
+    model, prompts = tiny(transformers, "Llama"), prompts_of(LENGTHS)
 
-    steps = list({id(metadata): metadata for _, metadata in runs}.values())
-    lengths = [metadata.batch.query_start_loc_cpu.diff().tolist() for metadata in steps]
+    found = in_batches(transformers, model, prompts, scheduler_type="prefill_first")
+
+    steps = list({id(metadata): lengths for _, metadata, lengths in runs}.values())
     assert len(runs) == LAYERS * len(steps)  # one build for all layers
-    assert any(1 in one[one.index(max(one)) :] for one in lengths if max(one) > 1)  # a short query behind a long one
+    assert any(one[0] > 1 and 1 in one for one in steps)  # decodes behind a prefill
+    assert found == by_generate(transformers, model, prompts)
 
 
 def test_layers_are_bound_to_the_managers_memory(transformers, runs) -> None:
     in_batches(transformers, tiny(transformers, "Llama"), prompts_of((5, 33)))
 
-    caches = list({id(cache): cache for cache, _ in runs}.values())
+    caches = list({id(cache): cache for cache, *_ in runs}.values())
     keys, values = ([cache[role] for cache in caches] for role in ("k", "v"))
     page = 16 * 2 * 16 * 4  # bytes of a layer's keys in a block: tokens, heads, size, float32
     assert [cache.form for cache in caches] == ["interleaved"] * LAYERS

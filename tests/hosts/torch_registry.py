@@ -2,16 +2,16 @@
 torch's registry of flash attention on attnplug, as a host would write it: `activate_flash_attention_impl("attnplug")`.
 
 What is activated replaces operators of aten for one device type. On the CPU that is the one of
-`scaled_dot_product_attention`, and the packed one, which torch has for CUDA alone. With a block table the latter reads a
-KV cache of two tensors, which torch's caller owns and has written: it is bound where it is, and read with no new K/V.
+`scaled_dot_product_attention`, and the packed one, which torch has for CUDA alone. With a block table, the latter reads
+a KV cache of two tensors that the caller owns and has written: it is bound where it is, and no new K/V are passed.
 
-What a call of torch's does not say of a paged KV cache, and what is done about it:
+What the host cannot say of such a call, and what is done instead:
 
-* Lengths on the CPU. ``seq_lens_cpu_kind="absent"`` says so for the keys, and the starts of the queries are read.
-* That block 0 is nobody's. attnplug keeps it as the null block, so block tables that have it are refused.
-* Which layer calls, and which calls share a step. Layers of one request and scale share an implementation, and each
+* Lengths on the CPU. ``seq_lens_cpu_kind="absent"`` says so for the keys, and the starts of the queries are copied.
+* That block 0 holds nothing. attnplug keeps it as the null block, so a block table that has it is refused.
+* Which layer calls, and which calls share a step: layers of one request and scale share an implementation, and each
   call builds its metadata.
-* Limits. They are the next powers of two.
+* Limits: they are the next powers of two.
 
 Backends of attnplug call torch's operators themselves: the built-in one does, and FlashAttention's variant inside of
 torch. Inside a call of attnplug the replaced operator is therefore torch's own, which `torch.library.get_kernel`
@@ -23,6 +23,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +86,7 @@ def attend_packed(  # noqa: PLR0917 - the operator's signature
     key: Tensor,
     value: Tensor,
     cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
+    cum_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
     dropout_p: float,
@@ -107,7 +108,7 @@ def attend_packed(  # noqa: PLR0917 - the operator's signature
         raise NotImplementedError("dropout, and windows of other forms, are not part of this adapter")
     features = {"causal": causal, "scale": scale, "sliding_window": window}
     with _in_attnplug():
-        if block_table is not None and alibi_slopes is None:
+        if block_table is not None and seqused_k is not None and alibi_slopes is None:
             pages = {"seq_lens": seqused_k, "block_table": block_table}
             limits = {"max_query_len": max_q, "max_seq_len": max_k, "max_num_splits": num_splits}
             output, lse = attend_pages(query, key, value, cum_seq_q, **pages, **limits, **features)
@@ -115,7 +116,7 @@ def attend_packed(  # noqa: PLR0917 - the operator's signature
             features["alibi_slopes"] = alibi_slopes
             output, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, return_lse=True, **features)
         else:
-            raise NotImplementedError("ALiBi of pages, and used lengths or splits without, are not part of this adapter")
+            raise NotImplementedError("this adapter has pages with seqused_k and no ALiBi, or neither pages nor splits")
     state = torch.zeros(2, dtype=torch.uint64)
     return output, lse.T.contiguous(), state, state[:0], query.new_empty(0)
 
@@ -135,7 +136,7 @@ def attend_pages(
     scale: float | None,
     sliding_window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to a KV cache ``(blocks, block_size, heads, size)``; return the output, and the LSE ``(tokens, heads)``."""
+    """Attend to a KV cache ``(blocks, block_size, heads, size)``; return output, and LSE ``(tokens, heads)``."""
     tokens, heads, size = query.shape
     request = attnplug.Requirements(
         head_size=size,
@@ -164,7 +165,8 @@ def attend_pages(
         causal=causal,
     )
     least = tuple(1 << max(0, one - 1).bit_length() for one in (len(seq_lens), tokens, max_seq_len))
-    impl, builder = _layer(request, str(query.device), scale, least, max_num_splits, attnplug.scope_key())
+    where = (attnplug.scope_key(), get_ident())
+    impl, builder = _layer(request, str(query.device), scale, least, max_num_splits, where)
     cache = impl.backend.bind_cache({"k": key, "v": value})
     output, lse = query.new_empty(tokens, heads * value.shape[3]), query.new_empty(tokens, heads, dtype=torch.float32)
     impl.forward(query, None, None, cache, builder.build(batch), output, lse=lse)
@@ -172,16 +174,16 @@ def attend_pages(
 
 
 @lru_cache(maxsize=256)
-def _layer(  # noqa: PLR0917 - what the key of the cache is
+def _layer(
     request: attnplug.Requirements,
     device: str,
     scale: float | None,
     least: tuple[int, int, int],
     max_num_splits: int | None,
-    scope: Hashable,
+    where: Hashable,
 ) -> tuple[AttentionImpl, MetadataBuilder]:
-    """Return what serves a request in a scope, for batches within the limits."""
-    del scope  # a part of the key: another scope decides anew
+    """Return what serves a request in a scope and a thread, for batches within the limits."""
+    del where  # a part of the key: another scope decides anew, and a builder serves one thread
     backend = attnplug.load(request, device=attnplug.Device.cpu() if device == "cpu" else device)
     impl = backend.make_impl(attnplug.Layer(name="torch", scale=scale))
     names = ("max_num_reqs", "max_num_tokens", "max_seq_len")
