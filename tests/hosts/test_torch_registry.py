@@ -250,9 +250,21 @@ def test_layers_of_one_request_share_an_implementation(active) -> None:
     assert len({id(one) for one in active}) == 1
 
 
-def test_the_null_block_belongs_to_no_sequence(active) -> None:
-    with pytest.raises(CacheError, match="block 0 is a null block"):
-        by_pages(*pages(), block_table=BLOCKS - 2)
+def test_a_sequence_may_be_in_block_0(active) -> None:
+    """torch has no null block; where nothing is written, block 0 is a block like others."""
+    query, *pools = pages()
+    moved = [pool.roll(-2, 0) for pool in pools]
+
+    output = by_pages(query, *moved, block_table=BLOCKS - 2)
+
+    assert int((BLOCKS - 2).min()) == 0
+    torch.testing.assert_close(output, by_pages(query, *pools), rtol=0, atol=0)
+
+
+def test_blocks_beyond_the_pool_are_refused(active) -> None:
+    for block_table, said in ((BLOCKS - 3, "block -1"), (BLOCKS + 1, "a cache of 9 blocks")):
+        with pytest.raises(CacheError, match=said):
+            by_pages(*pages(), block_table=block_table)
 
     assert not active
 

@@ -8,7 +8,6 @@ a KV cache of two tensors that the caller owns and has written: it is bound wher
 What the host cannot say of such a call, and what is done instead:
 
 * Lengths on the CPU. ``seq_lens_cpu_kind="absent"`` says so for the keys, and the starts of the queries are copied.
-* That block 0 holds nothing. attnplug keeps it as the null block, so a block table that has it is refused.
 * Which layer calls, and which calls share a step: layers of one request and scale share an implementation, and each
   call builds its metadata.
 * Limits: they are the next powers of two.

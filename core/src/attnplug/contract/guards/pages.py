@@ -88,7 +88,8 @@ class PageGuard:
                 return self._num_key_rows(slots, host_slots), found
         contexts = None if seq_lens is None else seq_lens - query_lens
         if used is not None and keys is not None:
-            highest = self._check_blocks(used, keys, self._first_keys(contexts))
+            # Without slots nothing is written, and a host without a null block may have keys in block 0.
+            highest = self._check_blocks(used, keys, self._first_keys(contexts), lowest=int(slots is not None))
         if host_slots is not None and host_slots.shape[0]:
             places = None
             if self._places and host_table is not None and contexts is not None:
@@ -219,21 +220,23 @@ class PageGuard:
             first = torch.maximum(first, contexts - contexts % self._chunk)
         return first
 
-    def _check_blocks(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> int:
+    def _check_blocks(self, table: Tensor, keys: Tensor, first_keys: Tensor | None, lowest: int) -> int:
         """Return an upper bound of the used block numbers. Columns that a request does not use may hold anything."""
         if self._num_blocks is not None:
             low, high = (int(end) for end in torch.aminmax(table))
-            if high < self._num_blocks and (low >= 1 or (low == 0 and self._zeros_are_unused(table, keys, first_keys))):
+            if high < self._num_blocks and (
+                low >= lowest or (low == 0 and self._zeros_are_unused(table, keys, first_keys))
+            ):
                 return high
         used = self._used(table.shape[1], keys, first_keys)
         entries = table * used
         low, highest = (int(end) for end in torch.aminmax(entries))
         if (
             low < 0
-            or int((entries - used).amin()) < 0
+            or (lowest and int((entries - used).amin()) < 0)
             or (self._num_blocks is not None and highest >= self._num_blocks)
         ):
-            self._refuse_block(table, used)
+            self._refuse_block(table, used, lowest)
         return highest
 
     def _zeros_are_unused(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> bool:
@@ -266,13 +269,14 @@ class PageGuard:
             self._column_ordinals = self._starts(width) + 1
         return self._column_ordinals
 
-    def _refuse_block(self, table: Tensor, used: Tensor) -> NoReturn:
-        wrong = table < 1 if self._num_blocks is None else (table < 1) | (table >= self._num_blocks)
+    def _refuse_block(self, table: Tensor, used: Tensor, lowest: int) -> NoReturn:
+        wrong = table < lowest if self._num_blocks is None else (table < lowest) | (table >= self._num_blocks)
         request, column = (int(place) for place in (wrong & used.bool()).nonzero()[0])
         last = "on" if self._num_blocks is None else f"to {self._num_blocks - 1}"
         raise CacheError(
             f"request {request} has block {int(table[request, column])} at column {column} of its block table",
-            f"requests get blocks from 1 {last}; block 0 is a null block, which padding may write",
+            f"requests get blocks from {lowest} {last}"
+            + ("; block 0 is a null block, which padding may write" if lowest else ""),
             "allocate a block of the cache for every used column, and pass its num_blocks in Limits",
         )
 

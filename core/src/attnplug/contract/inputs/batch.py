@@ -50,7 +50,7 @@ class Batch:
         block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls.
             Entries beyond a request's length are not read.
         slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
-            written; None for dense calls, and with `kv_in_cache` where nothing is written.
+            written; None for dense calls, and with `kv_in_cache` where nothing is written: block 0 may have keys then.
         causal: Whether a token attends to no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
         query_start_loc_cpu: CPU copy, always needed.
