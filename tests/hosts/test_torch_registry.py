@@ -251,7 +251,7 @@ def test_layers_of_one_request_share_an_implementation(active) -> None:
 
 
 def test_a_sequence_may_be_in_block_0(active) -> None:
-    """torch has no null block; where nothing is written, block 0 is a block like others."""
+    """The pools of torch have no null block; where nothing is written, block 0 is a block like others."""
     query, *pools = pages()
     moved = [pool.roll(-2, 0) for pool in pools]
 
