@@ -273,5 +273,7 @@ def test_packed_sequences_end_with_a_restoration(active) -> None:
     query, starts = torch.randn(12, 4, 64), torch.tensor([0, 5, 12], dtype=torch.int32)
     nn.attention.restore_flash_attention_impl()
 
-    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+    # The CPU has no such operator: NotImplementedError, unless a fake of other tests has registered one, which refuses.
+    with pytest.raises(RuntimeError):
         import_module("torch.nn.attention.varlen").varlen_attn(query, query, query, starts, starts, 7, 7)
+    assert not active

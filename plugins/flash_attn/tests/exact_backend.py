@@ -143,8 +143,9 @@ KERNELS: Final = {
 
 
 class ExactBackend(FlashAttentionBackend):
-    """All of the plugin but a kernel library."""
+    """All of the plugin but a kernel library, and what only its kernels need."""
 
+    cache_alignment = 1
     kernels: Any = None
 
 
