@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attnplug.errors import ManifestError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnplug.manifest.line_numbers import Place
 
 # What a header is, as a regular expression says it. It takes cubic time for blanks.
-HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
+HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#\s][^\[\]#]*?)\s*\]\]?\s*(?:#.*)?$")
 NAMES = st.sampled_from(["a", "b", "long-name", '"q.r"', "c_1"])
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map(".".join)
 LINES = st.one_of(
@@ -62,6 +62,8 @@ def test_a_key_is_found_where_a_plain_search_finds_it(text: str, path: Place) ->
 
 
 @given(st.text(alphabet="[]# ab\t\"'.=", max_size=12))
+@example("[ ]")
+@example("[[\t]]")
 def test_a_header_is_what_the_expression_says(line: str) -> None:
     expected = HEADER.match(line)
     found = line_numbers._header(line)
