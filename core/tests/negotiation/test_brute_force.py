@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError
@@ -359,8 +359,22 @@ def distance(requirements, other):
     return sum(getattr(requirements, name) != getattr(other, name) for name in ENGINE)
 
 
+WITHOUT_PAGES = {
+    "supports": {
+        "head_size": 64,
+        "dtype": "bfloat16",
+        "device_type": "cuda",
+        "compute_capability": {"min": "8.0"},
+        "features": [],
+    },
+    "rules": [],
+}
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(manifests(), engine_requests_only | plain_requests, st.sampled_from(DEVICES))
+# Lengths are read where they are lacking: the fix leaves them as they are.
+@example(WITHOUT_PAGES, {"head_size": 64, "dtype": "bfloat16", "seq_lens_cpu_kind": "upper_bound"}, DEVICES[0])
 def test_a_fix_makes_its_candidate_serve_or_none_exists(raw, values, device):
     requirements = ask(values)
     offered = candidate(raw)

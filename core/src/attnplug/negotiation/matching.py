@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 _NO_TERMS: Final[Mapping[str, Any]] = dict.fromkeys(TERMS)
-_LENGTHS: Final = "seq_lens_cpu_kind"
+LENGTHS: Final = "seq_lens_cpu_kind"
+"""The field to which no objection is final: a build can read the lengths that a host lacks from the device."""
+
 _NO_SETTINGS: Final = Settings()
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
@@ -75,8 +77,8 @@ class Request:
         late = self.requirements.late
         heads = frozenset(late) - FREE if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
-        if _LENGTHS in self.requested_names:
-            exact = self.requirements.evolve(**{_LENGTHS: "exact"})
+        if LENGTHS in self.requested_names:
+            exact = self.requirements.evolve(**{LENGTHS: "exact"})
             put(self, "as_exact", Request(exact, self.device, self.settings, self.origins))
 
 
@@ -119,7 +121,7 @@ def negotiate(candidate: Candidate, request: Request) -> Outcome:
         return outcome
     # Lengths that are read from the device serve what needs exact ones, so no objection to them is final.
     read = negotiate(candidate, request.as_exact)
-    if read.objections and not any(_LENGTHS in each.field.split(" and ") for each in outcome.objections):
+    if read.objections and not any(LENGTHS in each.field.split(" and ") for each in outcome.objections):
         return outcome
     return read
 
