@@ -70,7 +70,7 @@ def test_ordinary_decodes_are_checked_as_python_numbers(lengths):
     batch, guard = decodes(lengths), make_guard()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageGuard, "_check_blocks", lambda *_: pytest.fail("checked on tensors"))
+        patch.setattr(PageGuard, "_check_blocks", lambda *_, **__: pytest.fail("checked on tensors"))
         found = guard.check(batch)
     assert found.highest_block == sum(-(-length // SIZE) for length in lengths)
     with tensors_alone():
@@ -125,7 +125,9 @@ def test_a_batch_without_all_copies_is_checked_as_a_large_one(fields):
 def test_many_requests_and_wide_tables_are_checked_on_tensors(monkeypatch, bound):
     monkeypatch.setattr(pages, bound, 1)
     called, check_blocks = [], PageGuard._check_blocks
-    monkeypatch.setattr(PageGuard, "_check_blocks", lambda *given: called.append(1) or check_blocks(*given))
+    monkeypatch.setattr(
+        PageGuard, "_check_blocks", lambda *given, **more: called.append(1) or check_blocks(*given, **more)
+    )
 
     assert make_guard().check(decodes([5, 4])).num_decodes == 2
     assert called
