@@ -176,7 +176,7 @@ class Requirements:
         return self._requested
 
     def facts(self) -> dict[str, Any]:
-        """Return every field and derived field with its value; `late` is none that a rule could be about."""
+        """Return every field that a rule can be about, and derived ones, with their values: all but `late`."""
         return {
             **dict(zip(_FACTS, self._key, strict=False)),
             "gqa_ratio": self.gqa_ratio,

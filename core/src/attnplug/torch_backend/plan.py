@@ -166,7 +166,7 @@ class Plan:
         groups: The groups; each row that attends to a key is in exactly one.
         empty: Row ranges ``(start, end)`` that attend to no key.
         prefix: All rows against the shared prefix of a cascade, which the other groups leave out; None without one.
-        whole: The plan as a single call; None where it is none, or the kernel keeps scores or has masks of its own.
+        whole: The plan as a single call; None where it takes several, or the kernel keeps scores or has its own masks.
     """
 
     kernel: TileKernel

@@ -75,7 +75,7 @@ def enlist(impl: AttentionImpl) -> int:
 
 def cache_arguments(kv_cache: KVCache | None) -> tuple[list[Tensor], int]:
     """
-    Return a KV cache as the ops take it: the memories that are written, and its number; 0 is none.
+    Return a KV cache as the ops take it: the memories that are written, and its number; 0 where there is no cache.
 
     Each memory is one tensor: K and V of one pool, as two, would alias.
     """

@@ -89,7 +89,7 @@ class CacheGuard:
         Return the KV cache over the tensors.
 
         Raises:
-            CacheError: They are none of this agreement.
+            CacheError: They do not fit the agreement.
         """
         if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
             given = describe(tensors) if isinstance(tensors, torch.Tensor) else reprlib.repr(tensors)
@@ -194,7 +194,7 @@ class CacheGuard:
 
 
 def refuse_cache(layer: str, agreement: Agreement, spec: CacheSpec | None, given: Any) -> NoReturn:
-    """Raise for a KV cache that is none, or one of another agreement."""
+    """Raise for what is not a KVCache, or is one of another agreement."""
     if isinstance(given, KVCache) and spec is not None:
         theirs, mine = given.spec, spec
         names = [n for n in ("form", "kv_layout") if getattr(theirs, n) != getattr(mine, n)] or ["tensors"]

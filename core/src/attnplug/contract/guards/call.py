@@ -144,7 +144,7 @@ class ForwardGuard:
                 check_writable(self._name, "output", output)
         if metadata is None:
             return True
-        # What holds for nearly every call is compared here. Only where it does not, it is looked at in detail.
+        # What holds for nearly every call is compared here. Only where it does not, it is checked in detail.
         if (
             type(metadata) is not self._metadata_class
             or metadata.agreement is not self._agreement
