@@ -9,6 +9,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= auto
 REPORT ?= docs/reference/evidence/gpu.md
+COVERAGE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +30,7 @@ WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyprojec
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-oldest lint docs bench test-gpu clean tables
+.PHONY: help demo test test-all test-slow test-oldest lint docs bench test-gpu clean tables
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,18 +52,30 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 # the tests marked slow (Triton's interpreter, compilers, the full kit, deliberately wrong backends, fresh environments).
 # Files go to one process per core, long ones first, each with one thread of torch's: more would wait for each other.
 # Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
+# COVERAGE=1 measures them, for test-slow to add to: CI runs every test once.
+MEASURED = $(if $(COVERAGE),-m coverage run)
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(MEASURED) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: lint docs ## lint, docs, and the tests that are not marked slow: a few minutes
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile \
-	  --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(if $(COVERAGE),$(BIN)/python -m coverage erase)
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 # coverage starts pytest, and not the other way round: the kit's pytest plugin is imported before any plugin could measure it.
+test-all: COVERAGE = 1
 test-all: $(READY) ## every test with branch coverage, then the parts without torch on other versions of Python
 	@$(BIN)/python -m coverage erase
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  $(PYTEST_ARGS)
-	@$(BIN)/python -m coverage combine --quiet
-	@$(BIN)/python -m coverage report
-	@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
+	@$(PYTEST) $(PYTEST_ARGS)
+	$(COVERED)
+
+test-slow: COVERAGE = 1
+test-slow: $(READY) ## what test-all adds to `make test COVERAGE=1`, whose coverage it completes
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(COVERED)
+
+define COVERED
+@$(BIN)/python -m coverage combine --quiet
+@$(BIN)/python -m coverage report
+@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
+endef
 
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
