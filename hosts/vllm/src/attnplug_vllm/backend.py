@@ -1,0 +1,183 @@
+"""The classes that vLLM gets for the names of attnplug: one for each choice, answered from manifests."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+
+from attnplug_vllm import facts, registration, selector
+
+
+class AttnplugBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """
+    A choice of attnplug as vLLM's backend class. vLLM makes no instance of it.
+
+    Attributes:
+        choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+    """
+
+    choice: ClassVar[facts.Choice] = ()
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name of the enum's member."""
+        return registration.own_name(cls.choice)
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """Return the implementation of a layer."""
+        return _part("impl").make_impl_class(cls.choice)  # type: ignore[no-any-return]  # imported when first needed
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """Return the builder of a step's metadata."""
+        return _part("builder").make_builder_class(cls.choice)  # type: ignore[no-any-return]  # see above
+
+    @classmethod
+    def validate_configuration(cls, **asked: Any) -> list[str]:
+        """Return why the choice cannot serve what vLLM's selector requests, all of it at once; empty where it can."""
+        return selector.validate(asked, cls.choice)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the block sizes that all layers of the current configuration can have."""
+        del kv_cache_spec
+        sizes = selector.block_sizes(cls.choice)
+        return [size if isinstance(size, int) else MultipleOf(size.multiple_of) for size in sizes]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether a candidate has kernels for heads of this size."""
+        return facts.serves(cls.choice, head_size=head_size)
+
+    @classmethod
+    def supports_dtype(cls, dtype: Any) -> bool:
+        """Whether a candidate computes in this dtype."""
+        return facts.serves(cls.choice, dtype=str(dtype).removeprefix("torch."))
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Whether a candidate reads KV caches of this dtype."""
+        if kv_cache_dtype is None or facts.KV_CACHE_DTYPES.get(kv_cache_dtype) == "auto":
+            return True
+        name = facts.KV_CACHE_DTYPES.get(kv_cache_dtype)
+        return name is not None and facts.serves(cls.choice, kv_cache_dtype=name)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether a candidate has attention sinks."""
+        return facts.serves(cls.choice, sinks=True)
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Whether a candidate has ALiBi with square roots of distances."""
+        return facts.serves(cls.choice, alibi="sqrt")
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Return False: it is not served."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Return False: it is not served."""
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        """Return False: it is not served."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: batches are planned from the query lengths on the CPU."""
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Whether a candidate takes a scale for each KV head."""
+        return facts.serves(cls.choice, per_head_scales=True)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Whether a candidate has sliding windows, of a length that nobody has stated yet."""
+        return facts.serves(cls.choice, sliding_window=facts.UNKNOWN_WINDOW)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Whether a candidate attends to later tokens with a paged KV cache."""
+        return facts.serves(cls.choice, causal=False, paged=True)
+
+    @classmethod
+    def supports_non_causal_dcp(cls) -> bool:
+        """Whether a candidate does so with decode context parallelism."""
+        return facts.serves(cls.choice, causal=False, paged=True, dcp_size=2)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether the results of a candidate can be made independent of what else is in a batch."""
+        return facts.serves(cls.choice, batch_invariant=True)
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """Whether a candidate has decode context parallelism."""
+        return facts.serves(cls.choice, dcp_size=2)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Whether a candidate has this attention of a model."""
+        return facts.serves(cls.choice, attn_type=facts.text_of(attn_type))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Whether a candidate runs on this device."""
+        del capability  # of the device that `facts.device` names
+        return facts.serves(cls.choice)
+
+
+@cache
+def backend_class(choice: facts.Choice = ()) -> type[AttnplugBackend]:
+    """
+    Return the class of a choice.
+
+    Args:
+        choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
+    """
+    name = registration.own_name(choice)
+    return type(name, (AttnplugBackend,), {"choice": choice, "__module__": __name__, "__qualname__": name})
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of a name that vLLM knows."""
+    if name == registration.CPU:
+        return _of_cpu_platform()
+    if name in (registration.AUTO, registration.SLOT) or name.startswith(f"{registration.AUTO}_"):
+        return backend_class(registration.choice_of(name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _part(name: str) -> Any:
+    return import_module(f"attnplug_vllm.{name}")
+
+
+def _of_cpu_platform() -> Any:
+    """
+    Return what vLLM's CPU platform gets for its own backend: ours where the current configuration has chosen one.
+
+    Raises:
+        NoBackendError: The chosen one cannot serve the model.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - as in the registration
+
+    chosen = selector.chosen_by_config()
+    if chosen is None:
+        path = AttentionBackendEnum.CPU_ATTN.value
+        module, _, name = path.rpartition(".")
+        return getattr(import_module(module), name)
+    selector.check_model(chosen)
+    return backend_class(chosen)

@@ -1,0 +1,229 @@
+"""
+The names under which vLLM knows the backends of attnplug.
+
+A name is a member of vLLM's enum of attention backends. From vLLM 0.32 on each candidate has one: ``flash_attn/fa3`` is
+``ATTNPLUG_FLASH_ATTN_FA3``. vLLM 0.26 has one slot for a foreign backend, ``CUSTOM``. It leaves the choice to attnplug,
+whose setting ``ATTNPLUG_BACKEND`` can name a backend.
+
+A candidate that cannot run here has no name, so that vLLM does not offer it. Naming it is an error with the reason.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import attnplug
+from attnplug.errors import SettingsError, UnknownBackendError
+from attnplug_vllm import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.negotiation import Candidate, Reason
+
+AUTO: Final = "ATTNPLUG"
+"""The name that leaves the choice to attnplug."""
+
+SLOT: Final = "CUSTOM"
+"""The one slot for a foreign backend, where vLLM takes no names as strings."""
+
+CPU: Final = "CPU_ATTN"
+"""The backend that vLLM's CPU platform returns, whatever was chosen."""
+
+CLASSES: Final = "attnplug_vllm.backend"
+"""The module that vLLM gets the classes from."""
+
+_log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
+
+
+def register() -> None:
+    """
+    Add the names to vLLM's enum, or fill its slot. Calling it again adds what is new.
+
+    Raises:
+        AttnplugError: Under the strict setting, a plugin that may be used has a problem.
+    """
+    members = _members()
+    copyreg.pickle(members, _reduce)
+    _claim(members, CPU)
+    if not takes_names():
+        _claim(members, SLOT)
+    members._member_map_ = _Names.over(members)
+    if takes_names():
+        for name in names():
+            _add(members, name)
+
+
+def takes_names() -> bool:
+    """Whether this version of vLLM takes the names of foreign backends as strings."""
+    return hasattr(_members(), "register")
+
+
+def own_name(choice: tuple[str, ...]) -> str:
+    """Return the enum's name of a choice: the identifier of a candidate, or nothing where attnplug decides."""
+    if not takes_names():
+        return SLOT
+    return name_of(choice[0]) if choice else AUTO
+
+
+def is_own(member: Any) -> bool:
+    """Whether a member of vLLM's enum, or None, is a name of ours, or a slot that we fill."""
+    if member is None:
+        return False
+    if member.name == SLOT:
+        return bool(member.is_overridden() and member.get_path() == f"{CLASSES}.{SLOT}")
+    return bool(member.name == AUTO or member.name.startswith(f"{AUTO}_"))
+
+
+def name_of(candidate_id: str) -> str:
+    """Return the name of a candidate, ``ATTNPLUG_FLASH_ATTN_FA3`` for ``flash_attn/fa3``."""
+    return f"{AUTO}_{candidate_id.replace('/', '_').upper()}"
+
+
+def names() -> dict[str, tuple[str, ...]]:
+    """Return the choice behind each name: the candidates that can run here, and first the name that names none."""
+    found: dict[str, tuple[str, ...]] = {AUTO: ()}
+    try:
+        candidates = attnplug.registry().candidates()
+    except SettingsError as error:  # vLLM may run on its own backends; the choice of one of these raises it again
+        _log.error("attnplug's settings are wrong, and its backends have no names. %s", error)
+        return found
+    contested = _contested(candidates)
+    for candidate in candidates:
+        if not _obstacles(candidate) and name_of(candidate.id) not in contested:
+            found[name_of(candidate.id)] = (candidate.id,)
+    return found
+
+
+def choice_of(name: str) -> tuple[str, ...]:
+    """
+    Return the choice behind a name.
+
+    Raises:
+        UnknownBackendError: No candidate has this name; the error says why.
+    """
+    if name in (AUTO, SLOT):
+        return ()
+    choice = names().get(name)
+    if choice is None:
+        raise refusal(name)
+    return choice
+
+
+def refusal(name: str) -> UnknownBackendError:
+    """Return the error that says why a name of ours has no backend."""
+    problem = f"the attention backend {name!r} was requested of vLLM"
+    if not takes_names():
+        return UnknownBackendError(
+            problem,
+            f"this version of vLLM has the slot {SLOT} for foreign backends, and takes no other names",
+            f"pass --attention-backend {SLOT}, and name a backend of attnplug in ATTNPLUG_BACKEND if one is meant",
+        )
+    candidates = attnplug.registry().candidates()
+    called = [c for c in candidates if name_of(c.id) == name] or [
+        c for c in candidates if "/" not in c.id and name.startswith(f"{name_of(c.id)}_")
+    ]
+    if len(called) > 1:
+        listed = " and ".join(repr(candidate.id) for candidate in called)
+        return UnknownBackendError(
+            problem,
+            f"{listed} have this name, and neither is chosen silently",
+            f"pass --attention-backend {AUTO}, and set ATTNPLUG_BACKEND={called[0].id}",
+        )
+    for candidate in called:
+        why = "; ".join(map(str, _obstacles(candidate)))
+        return UnknownBackendError(problem, f"{candidate.id!r} cannot run here: {why}", _fix(candidate))
+    return UnknownBackendError(
+        problem, f"the names of attnplug's backends are {', '.join(names())}", f"name one of these, or {AUTO}"
+    )
+
+
+def restore(name: str) -> Any:
+    """Return a member of vLLM's enum in a process that may not have registered it yet, for pickle."""
+    register()
+    return _members()[name]
+
+
+class _UnknownNameError(UnknownBackendError, AttributeError):
+    """A name of ours that has no member. An enum finds its attributes among its members, and `hasattr` expects this."""
+
+
+class _Names(dict[str, Any]):
+    """The members of vLLM's enum, by name. A name of ours that is not among them is an error with the reason."""
+
+    @classmethod
+    def over(cls, members: Any) -> _Names:
+        """Return the members of an enum in this form."""
+        found = members._member_map_
+        return found if isinstance(found, cls) else cls(found)
+
+    def __missing__(self, name: str) -> Any:
+        if isinstance(name, str) and (name == AUTO or name.startswith(f"{AUTO}_")):
+            error = refusal(name)
+            raise _UnknownNameError(error.problem, error.expected, error.fix)
+        raise KeyError(name)
+
+
+def _members() -> Any:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - imports torch
+
+    return AttentionBackendEnum
+
+
+def _add(members: Any, name: str) -> None:
+    path = f"{CLASSES}.{name}"
+    there = members._member_map_.get(name)
+    if there is None:
+        members.register(name, path)
+    elif there.get_path() != path:
+        _log.warning("vLLM knows %s as %s already; attnplug does not replace it", name, there.get_path())
+
+
+def _claim(members: Any, name: str) -> None:
+    """Let vLLM get one of its own members from here."""
+    from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415 - see above
+
+    member, path = members[name], f"{CLASSES}.{name}"
+    if member.is_overridden() and member.get_path() != path:
+        _log.warning(
+            "Another plugin has registered %s for %s. attnplug does not replace it; VLLM_PLUGINS can leave it out",
+            member.get_path(),
+            name,
+        )
+        return
+    register_backend(member, path)
+
+
+def _reduce(member: Any) -> Any:
+    """Pickle a member of ours by its name: the process that reads it may not have registered it yet."""
+    if is_own(member) and member.name != SLOT:
+        return restore, (member.name,)
+    return member.__reduce_ex__(2)
+
+
+def _contested(candidates: tuple[Candidate, ...]) -> set[str]:
+    """Return the names that several candidates would have: ``a_b/c`` and ``a/b_c``, say."""
+    found: set[str] = set()
+    contested: set[str] = set()
+    for candidate in candidates:
+        name = name_of(candidate.id)
+        (contested if name in found else found).add(name)
+    return contested
+
+
+def _obstacles(candidate: Candidate) -> tuple[Reason, ...]:
+    """Return why a candidate can serve no request here: of its installation, or of the kind of the device."""
+    if candidate.availability != "ready":
+        return candidate.reasons
+    return tuple(candidate.objections(facts.device_kind()))
+
+
+def _fix(candidate: Candidate) -> str:
+    steps: Iterator[str] = filter(None, (candidate.fix, _install(candidate)))
+    return "; ".join(steps) or f"name another backend, or {AUTO}"
+
+
+def _install(candidate: Candidate) -> str:
+    return f"install {', '.join(candidate.install)}" if candidate.install else ""

@@ -1,0 +1,187 @@
+"""What vLLM's selector requests of a backend, judged as a whole: every field of its request at once."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.errors import AttnplugError, NoBackendError
+from attnplug.manifest import Constraint, Exact, Range
+from attnplug_vllm import facts, model, registration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attnplug import Requirements
+
+NOT_SERVED: Final = {
+    "use_mla": "multi-head latent attention is not served by attnplug",
+    "use_sparse": "attention over tokens that an indexer picks is not served by attnplug",
+    "use_mm_prefix": "bidirectional attention within multimodal prefixes (mm_prefix) is not served by attnplug",
+    "use_rswa": "reference sliding-window attention (R-SWA) is not served by attnplug",
+    "use_pcp": "prefill context parallelism (PCP) is not served by attnplug",
+    "use_adaptive_verification": "adaptive verification is not served by attnplug: query lengths on the device would"
+    " differ from those on the CPU",
+}
+"""The fields of vLLM's request that nothing here serves, with the reason."""
+
+_SERVED: Final = frozenset(
+    {
+        "head_size",
+        "dtype",
+        "kv_cache_dtype",
+        "block_size",
+        "has_sink",
+        "use_per_head_quant_scales",
+        "device_capability",
+        "attn_type",
+        "has_sliding_window",
+        "use_non_causal",
+        "use_batch_invariant",
+        "use_kv_connector",
+        "use_dcp",
+    }
+)
+_SIZES: Final = 64  # of a bounded range, so many sizes are listed at most
+
+_log: Final = logging.getLogger("vllm.attnplug")
+_logged: set[str] = set()
+
+
+def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
+    """
+    Return why nothing that may be chosen serves a request of vLLM's selector; empty where something does.
+
+    Args:
+        asked: The fields of vLLM's ``AttentionSelectorConfig``, and ``device_capability``.
+        choice: The candidates that may be chosen; empty leaves it to attnplug.
+    """
+    found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
+    found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
+    if found:
+        return found
+    try:
+        for requirements in layers(asked):
+            found += [text for text in facts.reasons(requirements, choice) if text not in found]
+            if not found:
+                _log_decision(requirements, choice)
+    except AttnplugError as error:
+        found.append("; ".join(filter(None, (error.problem, error.expected, f"fix: {error.fix}"))))
+    return found
+
+
+def layers(asked: Mapping[str, Any]) -> Iterator[Requirements]:
+    """Yield what the layers that such a request may be for request of a backend: those of the model that are alike."""
+    attn_type = facts.text_of(asked.get("attn_type") or "decoder")
+    is_windowed = bool(asked.get("has_sliding_window"))
+    stated = facts.engine_fields() | {
+        "attn_type": attn_type,
+        "kv_cache_dtype": asked.get("kv_cache_dtype"),
+        "block_size": asked.get("block_size"),
+        "sinks": bool(asked.get("has_sink")),
+        "per_head_scales": bool(asked.get("use_per_head_quant_scales")),
+        "batch_invariant": bool(asked.get("use_batch_invariant")),
+        "causal": False if asked.get("use_non_causal") and attn_type == "decoder" else None,
+    }
+    if asked.get("use_dcp"):
+        stated["dcp_size"] = max(2, stated.get("dcp_size", 1))
+    for known in model.alike(asked["head_size"], is_windowed=is_windowed):
+        fields = {**known, **stated}
+        if is_windowed:
+            fields.setdefault("sliding_window", facts.UNKNOWN_WINDOW)
+        yield facts.layer_requirements(head_size=asked["head_size"], dtype=asked["dtype"], **fields)
+
+
+def chosen_by_config() -> facts.Choice | None:
+    """
+    Return the choice that the current configuration of vLLM names; None where it names no backend of attnplug.
+
+    Raises:
+        NoBackendError: It names one for some kinds of layers only, and the platform does not say which kind is meant.
+    """
+    attention = getattr(facts.current_config(), "attention_config", None)
+    named = getattr(attention, "backend", None)
+    kinds = list((getattr(attention, "backend_per_kind", None) or {}).values())
+    ours = {registration.choice_of(member.name) for member in (named, *kinds) if registration.is_own(member)}
+    if not ours:
+        return None
+    if len(ours) > 1 or not all(registration.is_own(member) for member in (named, *kinds)):
+        raise NoBackendError(
+            "vLLM's configuration names different attention backends for the kinds of layers",
+            "vLLM's CPU platform does not say for which kind it requests a backend",
+            "name one with --attention-backend, and leave backend_per_kind out",
+        )
+    return ours.pop()
+
+
+def check_model(choice: facts.Choice) -> None:
+    """
+    Check that a choice can serve the current model, for platforms whose selector does not validate it.
+
+    Raises:
+        NoBackendError: It cannot.
+    """
+    config = facts.current_config()
+    if config.model_config is None:
+        return
+    parallel = config.parallel_config
+    asked = {
+        "use_mla": config.model_config.use_mla,
+        "use_mm_prefix": getattr(config.model_config, "is_mm_prefix_lm", False),
+        "use_rswa": getattr(config.model_config, "rswa_window", None) is not None,
+        "use_pcp": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "use_adaptive_verification": getattr(config.speculative_config, "enable_adaptive_verification", False),
+    }
+    found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
+    if not found:
+        return
+    raise NoBackendError(
+        f"the attention backend {registration.own_name(choice)!r} was requested of vLLM",
+        "; ".join(found),
+        "leave --attention-backend out: vLLM then chooses one of its own",
+    )
+
+
+def block_sizes(choice: facts.Choice) -> list[int | Range]:
+    """Return the block sizes of KV caches that every layer of the current model can have, for the choice."""
+    agreed: Constraint | None = None
+    for found in _declared(choice):
+        agreed = found if agreed is None else agreed.intersect(found)
+    return [size for each in (agreed.alternatives if agreed else ()) for size in _sizes(each)]
+
+
+def _declared(choice: facts.Choice) -> Iterator[Constraint]:
+    """Yield the block sizes of each layer; where there are no layers yet, of each candidate."""
+    selections = list(model.selections(choice))
+    for selection in selections:
+        if selection.agreement.block_sizes is not None:
+            yield selection.agreement.block_sizes
+    if not selections:
+        for candidate in facts.candidates(choice):
+            declared = candidate.supports("block_size")
+            if declared is not None:
+                yield declared
+
+
+def _sizes(alternative: Exact | Range) -> Iterator[int | Range]:
+    """Yield an alternative as single sizes, or as the multiples of one where it has no end."""
+    if isinstance(alternative, Exact):
+        yield alternative.value
+        return
+    step = alternative.multiple_of or 1
+    lowest = -(-(alternative.min or step) // step) * step
+    if alternative.max is None:
+        yield Range(multiple_of=lowest)
+    else:
+        yield from range(lowest, alternative.max + 1, step)[:_SIZES]
+
+
+def _unknown(asked: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in asked.items() if value and name not in _SERVED and name not in NOT_SERVED]
+
+
+def _log_decision(requirements: Requirements, choice: facts.Choice) -> None:
+    text = str(facts.select(requirements, choice))
+    if text not in _logged:
+        _logged.add(text)
+        _log.info("attnplug selects %s", text)
