@@ -28,6 +28,7 @@ from attnplug.contract import Batch, Layer, Limits
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError, LayerError
 from attnplug_kit.oracle import assert_close, cases, materialize
+from core.tests.contract.world import limits, make_backend, make_batch, make_layer
 
 
 @st.composite
@@ -65,9 +66,39 @@ def test_uniform_decodes_all_have_one_length(drawn: tuple[list[int], int]) -> No
         assert lens[split.num_decodes] > threshold or lens[split.num_decodes] != lens[0]
 
 
-def test_a_decode_after_a_prefill_is_refused_with_the_fix() -> None:
-    with pytest.raises(BatchError, match=r"request 2 has 1 query tokens[\s\S]*reorder_batch_to_split"):
-        split_decodes_and_prefills(Batch.from_lengths([1, 5, 1]))
+any_order = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@given(lens=any_order, threshold=st.integers(1, 4), padded=st.integers(0, 3))
+def test_any_order_is_split_as_a_build_does(uniform: bool, lens: list[int], threshold: int, padded: int) -> None:
+    backend = make_backend(decode_query_len=threshold)
+    cls = type("Builder", (backend.builder_class,), {"requires_uniform_decodes": uniform})
+    impl = make_layer(backend)
+    builder = cls(backend, [impl], backend.make_state(limits(max_num_tokens=128)))
+    # Padded requests repeat the first one, with a real length, as SGLang's graphs have them.
+    batch = evolve(make_batch([*lens, *[lens[0]] * padded], [6] * (len(lens) + padded)), num_padded_reqs=padded)
+
+    found = split_decodes_and_prefills(batch, threshold, require_uniform=uniform)
+
+    built = builder.build(batch)
+    assert found == (built.num_decodes, built.num_prefills, built.num_decode_tokens, built.num_prefill_tokens)
+
+
+def test_a_short_query_behind_a_prefill_is_a_prefill() -> None:
+    assert split_decodes_and_prefills(Batch.from_lengths([1, 5, 1])) == Split(1, 2, 1, 6)
+    assert split_decodes_and_prefills(Batch.from_lengths([5, 1])) == Split(0, 2, 0, 6)
+
+
+@pytest.mark.parametrize(("lens", "decodes"), [([2, 2, 0], 3), ([2, 0, 2], 3), ([2, 0, 3], 1), ([3, 0], 0)])
+def test_padding_of_uniform_decodes_as_in_vllm(lens: list[int], decodes: int) -> None:
+    assert split_decodes_and_prefills(Batch.from_lengths(lens), 2, require_uniform=True).num_decodes == decodes
+
+
+@pytest.mark.parametrize("padded", [-1, 2, True])
+def test_an_invalid_number_of_padded_requests_is_refused(padded: int) -> None:
+    with pytest.raises(BatchError, match="num_padded_reqs"):
+        split_decodes_and_prefills(evolve(Batch.from_lengths([1, 5]), num_padded_reqs=padded))
 
 
 def test_only_the_cpu_copy_is_read() -> None:

@@ -1,8 +1,8 @@
 """
 Batch utilities with the names and results of vLLM's.
 
-Decodes come first in every batch, chunked-local attention becomes plain causal attention over virtual requests, and a
-plan for all layers requires that they share the values it is made for.
+Decodes are the requests at the front, chunked-local attention becomes plain causal attention over virtual requests, and
+a plan for all layers requires that they share the values it is made for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug.contract.guards.normalize import without_padding
+from attnplug.contract.inputs.phase import count_decodes
 from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError, LayerError
 
@@ -31,7 +32,7 @@ class Split(NamedTuple):
 
     Attributes:
         num_decodes: Requests at the front.
-        num_prefills: The requests after them, padded ones included.
+        num_prefills: The requests after them, short queries and padded ones included.
         num_decode_tokens: Query tokens of the decodes: the first rows.
         num_prefill_tokens: Query tokens of the prefills: the rows after them.
     """
@@ -44,18 +45,20 @@ class Split(NamedTuple):
 
 def split_decodes_and_prefills(batch: Batch, decode_threshold: int = 1, *, require_uniform: bool = False) -> Split:
     """
-    Split a batch whose decodes come first. Only CPU tensors are read.
+    Split a batch of any order as `MetadataBuilder.build` does. Only CPU tensors are read.
 
-    A padded request (query length 0) counts as the request before it does.
+    Short queries behind the first longer one are prefills. A padded request (query length 0) counts as the request
+    before it does; those that `Batch.num_padded_reqs` counts are left out.
 
     Args:
         batch: The batch.
         decode_threshold: The longest query that counts as a decode.
         require_uniform: Count only the requests at the front with the query length of the first one as decodes, for
-            kernels and graphs that take one query length.
+            kernels and graphs that take one query length. Padding ends them, unless nothing else is behind it.
 
     Raises:
-        BatchError: A decode is after a prefill, `query_start_loc_cpu` is missing, or the threshold is below 1.
+        BatchError: `query_start_loc_cpu` is missing, the number of padded requests is invalid, or the threshold is
+            below 1.
     """
     if decode_threshold < 1:
         raise BatchError(
@@ -63,10 +66,10 @@ def split_decodes_and_prefills(batch: Batch, decode_threshold: int = 1, *, requi
             "a decode has at least one query token",
             "pass the agreed decode_query_len",
         )
+    if type(batch.num_padded_reqs) is not int or batch.num_padded_reqs:
+        batch = without_padding(batch)
     lengths = _query_lens(batch)
-    num_decodes = _leading(lengths, decode_threshold, require_uniform=require_uniform)
-    if not require_uniform:
-        _check_order(lengths, num_decodes, decode_threshold)
+    num_decodes = _count(lengths, decode_threshold, require_uniform=require_uniform)
     tokens = sum(lengths[:num_decodes])
     return Split(num_decodes, len(lengths) - num_decodes, tokens, sum(lengths) - tokens)
 
@@ -82,23 +85,12 @@ def _query_lens(batch: Batch) -> list[int]:
     return [end - start for start, end in pairwise(starts)]
 
 
-def _leading(lengths: Sequence[int], threshold: int, *, require_uniform: bool) -> int:
-    first = lengths[0] if lengths else 0
-    for index, length in enumerate(lengths):
-        if length > threshold or (require_uniform and length not in (first, 0)):
-            return index
-    return len(lengths)
-
-
-def _check_order(lengths: Sequence[int], num_decodes: int, threshold: int) -> None:
-    for index, length in enumerate(lengths[num_decodes:], num_decodes):
-        if 0 < length <= threshold:
-            raise BatchError(
-                f"request {index} has {length} query tokens and comes after request {num_decodes}, which has "
-                f"{lengths[num_decodes]}",
-                f"requests of at most {threshold} query tokens (decodes) come first in every batch",
-                "order the batch with reorder_batch_to_split_decodes_and_prefills",
-            )
+def _count(lengths: Sequence[int], threshold: int, *, require_uniform: bool) -> int:
+    if not lengths:
+        return 0
+    # A uniform batch that was padded for a graph has decodes alone, as in vLLM.
+    is_padded = require_uniform and lengths[0] <= threshold and set(lengths) <= {lengths[0], 0}
+    return len(lengths) if is_padded else count_decodes(lengths, threshold, uniform=require_uniform)
 
 
 _R = TypeVar("_R", bound="Hashable")
