@@ -27,6 +27,7 @@ from core.tests.contract.world import (
 )
 
 FORMS = ("joint", "interleaved", "split", "packed")
+ALL = (*FORMS, "independent")
 LAYOUTS = ("NHD", "HND")
 BLOCKS = 32
 
@@ -73,14 +74,14 @@ def test_a_host_binds_its_own_pool(form, layout, layers):
     assert not others.any()
 
 
-@pytest.mark.parametrize("wanted", FORMS)
+@pytest.mark.parametrize("wanted", ALL)
 @pytest.mark.parametrize("given_form", FORMS)
 @pytest.mark.parametrize(("layout", "given_layout"), list(product(LAYOUTS, LAYOUTS)))
 def test_a_pool_of_another_form_is_refused(wanted, given_form, layout, given_layout):
-    """Only a split KV cache has room for others: those of dense blocks are two tensors as well."""
+    """Two tensors have room for others: pools whose blocks are dense are two tensors as well."""
     backend = make_backend(kv_cache_form=wanted, kv_layout=layout)
     _, views = pool_of(given_form, given_layout)
-    fits = layout == given_layout and (wanted == given_form or (wanted == "split" and given_form != "packed"))
+    fits = layout == given_layout and (wanted == given_form or (wanted in ("split", "independent") and given_form != "packed"))
 
     if fits:
         assert backend.bind_cache(views).form == wanted
@@ -147,14 +148,83 @@ def test_tensors_that_share_memory_are_refused():
         packed.bind_cache({"k": pool[..., :8], "v": pool[..., :8]})
 
 
-def test_unequal_strides_are_refused_where_sizes_are_equal():
-    far = torch.zeros(BLOCKS, 2, 4, 2, 8)[:, 0]
-    backend = make_backend(kv_cache_form="split")
+def apart(layout, gaps, size_v=8, blocks=BLOCKS):
+    """Return keys and values of a pool each, with so many elements behind each block."""
+    inner, views = ((4, 2) if layout == "NHD" else (2, 4)), []
+    for size, gap in zip((8, size_v), gaps, strict=True):
+        rows = torch.zeros(blocks, 4 * 2 * size + gap)[:, : 4 * 2 * size].unflatten(1, (*inner, size))
+        views.append(rows if layout == "NHD" else rows.transpose(1, 2))
+    return dict(zip("kv", views, strict=True))
 
-    with refused(CacheError, expected="strides of 'k' and of 'v' are equal"):
-        backend.bind_cache({"k": far, "v": torch.zeros(BLOCKS, 4, 2, 8)})
-    wider = make_backend(kv_cache_form="split", head_size_v=16)
-    assert wider.bind_cache({"k": far, "v": torch.zeros(BLOCKS, 4, 2, 16)}).num_blocks == BLOCKS
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gaps", [(64, 0), (0, 64), (64, 8)])
+def test_unequal_strides_are_those_of_an_independent_cache(layout, gaps):
+    """A kernel with one set of strides for both would read another layer's values."""
+    views = apart(layout, gaps)
+    backend = make_backend(kv_cache_form="split", kv_layout=layout)
+    found, equal = (str(views[role].stride()) for role in ("v", max("kv", key=lambda role: views[role].stride())))
+
+    fits = f"select again with kv_cache_form='independent', kv_layout='{layout}'"
+    with refused(CacheError, problem=found, expected=f"strides of 'k' and of 'v' are equal, {equal} for both", fix=fits):
+        backend.bind_cache(views)
+    backend.kv_cache_forms = ("joint", "split")
+    with refused(CacheError, problem=found, expected=f"equal, {equal} for both", fix="make_cache"):
+        backend.bind_cache(views)
+    assert make_backend(kv_cache_form="independent", kv_layout=layout).bind_cache(views).num_blocks == BLOCKS
+    alike = apart(layout, (max(gaps), max(gaps)))
+    assert backend.bind_cache(alike).num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize(("layout", "form", "size_v"), list(product(LAYOUTS, ["split", "independent"], [4, 8, 16])))
+def test_a_pool_each_is_read_and_written_where_it_is(layout, form, size_v):
+    """Of two head sizes, the strides of K and V cannot be equal: every split KV cache has its own then."""
+    gaps = (64, 0) if form == "independent" or size_v != 8 else (64, 64)
+    requested = {"kv_cache_form": form, "kv_layout": layout, "head_size_v": size_v}
+    backend, plain = make_backend(**requested), make_backend(**requested)
+    impl, other = make_layer(backend), make_layer(plain)
+    reference, views = random_cache(plain, BLOCKS), apart(layout, gaps, size_v)
+    for role, view in views.items():
+        view.copy_(reference[role])
+    query, key, value, output = make_qkv(backend, 5)
+    expected = output.clone()
+    cache = backend.bind_cache(views)
+
+    impl.forward(query, key, value, cache, make_builder(backend, impl).build(make_batch([1, 4], [6, 4])), output)
+    other.forward(query, key, value, reference, make_builder(plain, other).build(make_batch([1, 4], [6, 4])), expected)
+
+    assert torch.equal(output, expected)
+    assert same(cache, reference)
+    memory = views["k"].untyped_storage()
+    assert not torch.empty(0).set_(memory).view(BLOCKS, -1)[:, 64:].any()  # the gaps belong to the host
+
+
+@pytest.mark.parametrize(("form", "layout", "size_v"), list(product(["interleaved", "packed"], LAYOUTS, [4, 16])))
+def test_a_block_of_two_sizes_has_one_stride(form, layout, size_v):
+    """Values that are further apart than their keys would be written over the keys of other blocks."""
+    backend = make_backend(kv_cache_form=form, kv_layout=layout, head_size_v=size_v)
+    fresh = backend.make_cache(BLOCKS)
+    step, *inner = fresh.v.stride()
+    more = torch.zeros(2 * BLOCKS * (step + 8))
+    start = fresh.v.storage_offset()
+    keys = more.as_strided(fresh.k.shape, fresh.k.stride())
+    values = more[start:].as_strided(fresh.v.shape, (step + 8, *inner))
+
+    with refused(CacheError, problem=str(values.stride()), expected="a block has both"):
+        backend.bind_cache({"k": keys, "v": values})
+
+
+@pytest.mark.parametrize("form", ["joint", "interleaved"])
+def test_one_tensor_of_two_halves_has_one_head_size(form):
+    """A backend lays out both for itself; a host's pool of these axes has no room for values of another size."""
+    backend = make_backend(kv_cache_form=form, head_size_v=16)
+    views = split_kv(torch.zeros((2, 6, 4, 2, 8) if form == "joint" else (6, 2, 4, 2, 8)), form, "NHD", 8)
+
+    assert backend.make_cache(6).v.shape == (6, 4, 2, 16)
+    with refused(CacheError, problem="(6, 4, 2, 8)", expected="(num_blocks, 4, 2, 16)"):
+        backend.bind_cache(views)
+    with refused(CacheError, problem="head_size=8", expected="num_blocks"):
+        split_kv(torch.zeros(2, 6, 4, 2, 16), "joint", "NHD", 8)
 
 
 def test_strides_of_single_elements_do_not_matter():
@@ -166,7 +236,7 @@ def test_strides_of_single_elements_do_not_matter():
     assert cache.k.stride() == (8, 8, 8, 1)
 
 
-@given(st.sampled_from(FORMS), st.sampled_from(LAYOUTS), st.sampled_from([8, 24]), st.integers(2, 5))
+@given(st.sampled_from(ALL), st.sampled_from(LAYOUTS), st.sampled_from([4, 8, 24]), st.integers(2, 5))
 def test_fresh_caches_are_of_the_agreed_form(form, layout, size_v, blocks):
     backend = make_backend(kv_cache_form=form, kv_layout=layout, head_size_v=size_v)
     cache = backend.make_cache(blocks)
@@ -178,7 +248,7 @@ def test_fresh_caches_are_of_the_agreed_form(form, layout, size_v, blocks):
     assert values.unique().numel() == values.numel()  # no two elements share a place
     assert backend.bind_cache(cache.tensors).num_blocks == blocks
     assert backend.bytes_per_block == 4 * 2 * (8 + size_v) * 4
-    assert len(cache.storages) == (2 if form == "split" else 1)
+    assert len(cache.storages) == (2 if form in ("split", "independent") else 1)
 
 
 @pytest.mark.parametrize(("form", "layout"), [("split", "NHD"), ("jointly", "NHD"), ("joint", "HDN")])
@@ -196,7 +266,7 @@ def test_a_pool_has_the_axes_of_its_form(form, shape):
         split_kv(torch.zeros(shape), form, "NHD", 8)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(FORMS, FORMS)))
+@pytest.mark.parametrize(("source", "target"), list(product(ALL, ALL)))
 def test_blocks_move_between_forms(source, target):
     src, dst = (make_backend(kv_cache_form=form, kv_layout=lay) for form, lay in ((source, "NHD"), (target, "HND")))
     here, there = random_cache(src, 6), random_cache(dst, 5)
@@ -341,7 +411,7 @@ def test_places_that_kernels_cannot_load_are_refused(offset, padding):
     assert make_backend().bind_cache(split_kv(pool, "joint", "NHD", 8)).num_blocks == BLOCKS
 
 
-@pytest.mark.parametrize(("form", "layout"), list(product(FORMS, LAYOUTS)))
+@pytest.mark.parametrize(("form", "layout"), list(product(ALL, LAYOUTS)))
 def test_what_core_allocates_is_aligned(form, layout):
     cache = make_backend(cls=Aligned, kv_cache_form=form, kv_layout=layout).make_cache(BLOCKS)
 

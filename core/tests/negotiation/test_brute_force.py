@@ -31,7 +31,7 @@ MODEL = {
     "custom_mask": [False, True],
 }
 TERMS = ("block_size", "kv_layout", "kv_cache_form")
-FORMS = ["joint", "interleaved", "split", "packed"]
+FORMS = ["joint", "interleaved", "split", "packed", "independent"]
 ENGINE = {
     "paged": [True, False],
     "block_size": [None, 16, 48, 64, 256],

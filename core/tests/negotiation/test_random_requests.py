@@ -53,7 +53,7 @@ ENGINE = {
     "phases": [("prefill", "decode"), ("prefill",), ("decode",)],
     "block_size": [None, 1, 16, 32, 48, 64, 128, 256, 512, 1024, 1040],
     "kv_layout": [None, "NHD", "HND"],
-    "kv_cache_form": [None, "joint", "interleaved", "split", "packed"],
+    "kv_cache_form": [None, "joint", "interleaved", "split", "packed", "independent"],
     "kv_cache_dtype": ["auto", "fp8_e4m3", "fp8_e5m2", "int8", "int8_k", "int4", "acme.q3"],
     "cudagraph": ["never", "single_token_decode", "uniform_batch", "always"],
     "cascade": [False, True],

@@ -33,7 +33,7 @@ optional = st.fixed_dictionaries(
         "paged": st.sampled_from([None, True, False]),
         "block_size": st.sampled_from([None, 16, 128]),
         "kv_layout": st.sampled_from([None, "NHD", "HND"]),
-        "kv_cache_form": st.sampled_from([None, "joint", "interleaved", "split", "packed"]),
+        "kv_cache_form": st.sampled_from([None, "joint", "interleaved", "split", "packed", "independent"]),
         "kv_cache_dtype": st.sampled_from(["auto", "fp8", "int8", "bf16", "acme.int3"]),
         "cudagraph": st.sampled_from(["never", "always"]),
         "phases": st.sampled_from([("prefill", "decode"), ("decode", "prefill"), ["decode"]]),

@@ -12,7 +12,7 @@ from attnplug.contract import Backend, split_kv
 from attnplug.errors import CacheError
 from attnplug_kit.oracle import Case, SceneRunner, check, materialize, untouched
 
-FORMS = ("joint", "interleaved", "split", "packed")
+FORMS = ("joint", "interleaved", "split", "packed", "independent")
 LENGTHS = {
     "prefill": ((5, 18), (0, 0)),
     "chunked": ((7, 3), (21, 2)),
@@ -34,11 +34,11 @@ def load(case: Case, form: str, layout: str) -> Backend:
     st.sampled_from([1, 4, 12, 16]),
     st.sampled_from([("float32", "auto"), ("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "fp8_e4m3")]),
     st.sampled_from(list(LENGTHS)),
-    st.sampled_from([None, 24]),
+    st.sampled_from([None, 8, 24]),
     st.booleans(),
     st.integers(0, 99),
 )
-@settings(max_examples=120)
+@settings(max_examples=150)
 def test_every_form_has_the_oracle_s_result(form, layout, block_size, dtypes, phase, size_v, host_writes, seed) -> None:
     """Prefills, chunks and decodes over pools with gaps, written by forward and by write_kv; gaps keep their bytes."""
     queries, contexts = LENGTHS[phase]
@@ -68,14 +68,15 @@ def test_what_was_not_agreed_on_is_refused_before_a_write(agreed, given_form, la
         runner.forward(call, runner.builder.build(call.batch))
 
     assert all(torch.equal(memory, was) for memory, was in zip(call.cache.storages, before, strict=True))
-    if agreed != "split" or given_form == "packed" or layout != given_layout:
+    is_narrower = (agreed == "split" and given_form in ("joint", "interleaved")) or agreed == "independent"
+    if not is_narrower or given_form == "packed" or layout != given_layout:
         with pytest.raises(CacheError, match=f"kv_cache_form='{given_form}'"):
             backend.bind_cache(call.cache.tensors)
 
 
 def test_a_loaded_backend_knows_the_forms_of_its_variant() -> None:
     backend = load(Case(query_lens=(1,), context_lens=(4,)), "packed", "HND")
-    assert backend.kv_cache_forms == ("joint", "split", "interleaved", "packed")
+    assert backend.kv_cache_forms == ("joint", "split", "interleaved", "packed", "independent")
 
 
 def test_without_a_request_the_first_declared_form_is_agreed_on() -> None:

@@ -14,7 +14,7 @@ from attnplug_kit.oracle import Case, check, materialize
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ("joint", "interleaved", "split", "packed")
+FORMS = ("joint", "interleaved", "split", "packed", "independent")
 LAYOUTS = ("NHD", "HND")
 VARIANTS = (
     "torch/sdpa",

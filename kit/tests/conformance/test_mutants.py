@@ -120,6 +120,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "tokens_first_in_memory": ("test_cache_is_as_agreed[*=HND]", "MutantBackend.cache_tensors returned"),
     "ignores_block_stride": ("test_plain_attention[*kv_cache_form=joint]", "joint *: output: * elements differ"),
     "values_behind_keys": ("test_plain_attention[*kv_cache_form=interleaved]", "out of bounds"),
+    "one_set_of_strides": ("test_plain_attention[*kv_cache_form=independent]", "independent *: output: * elements"),
     "keys_strides_for_values": ("test_capability[*head_size_v=128]", "head_size_v=128 *: output: * elements differ"),
     "dense_tokens_in_packed": ("test_plain_attention[*kv_cache_form=packed]", "packed *: output: * elements differ"),
     "splits_by_limit": ("test_split_kv_limit[*]", "limits with max_num_splits=1: output: * elements differ"),

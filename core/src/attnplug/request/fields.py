@@ -354,7 +354,7 @@ _CACHE_DTYPE: Final = Name(
 _QUANTIZED: Final = Name(values=("fp8_e4m3", "fp8_e5m2", "int8", "int4", "nvfp4"), aliases=FLOAT_ALIASES, open=True)
 _FEATURE: Final = Name(open=True, text="a dotted name such as 'acme.rope_fused'")
 
-CACHE_FORMS: Final = ("joint", "interleaved", "split", "packed")
+CACHE_FORMS: Final = ("joint", "interleaved", "split", "packed", "independent")
 """Where a block's values are, seen from its keys: `attnplug.contract.split_kv` says what each form is in memory."""
 
 GRAPH_LEVELS: Final = ("never", "single_token_decode", "uniform_batch", "always")

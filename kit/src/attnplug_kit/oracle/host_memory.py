@@ -29,7 +29,13 @@ def bind_pool(backend: Backend, num_blocks: int, device: torch.device | str) -> 
         return backend.make_cache(num_blocks, device)
     pool = {role: _further(spec, num_blocks, device) for role, spec in specs.items() if role not in ("k", "v")}
     keys, values = specs["k"], specs["v"]
-    make = {"joint": _apart, "split": _apart, "interleaved": _interleaved, "packed": _packed}
+    make = {
+        "joint": _apart,
+        "split": _apart,
+        "interleaved": _interleaved,
+        "packed": _packed,
+        "independent": _independent,
+    }
     form, heads_first = backend.agreement.kv_cache_form or "joint", backend.agreement.kv_layout == "HND"
     pair = make[form](keys, values, device, in_one=form == "joint", heads_first=heads_first)
     views = (one.transpose(1, 2) if heads_first else one for one in pair)
@@ -74,6 +80,15 @@ def _apart(
         part.view(spec.dtype).view(spec.shape[0], _LAYERS, *_inner(spec, heads_first=heads_first))[:, 1]
         for spec, part in zip((keys, values), parts, strict=True)
     ]
+
+
+def _independent(
+    keys: CacheTensor, values: CacheTensor, device: torch.device | str, *, in_one: bool, heads_first: bool
+) -> list[Tensor]:
+    """Return keys with another layer between their blocks, and dense values."""
+    spaced, _ = _apart(keys, values, device, in_one=in_one, heads_first=heads_first)
+    dense = _memory(values.nbytes, device).view(values.dtype)
+    return [spaced, dense.view(values.shape[0], *_inner(values, heads_first=heads_first))]
 
 
 def _interleaved(

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from attnplug.contract.guards._format import describe
 from attnplug.contract.guards.memory import share_memory
-from attnplug.contract.inputs.cache_form import forms_of, misfits, normal_strides
+from attnplug.contract.inputs.cache_form import TENSOR_EACH, forms_of, misfits, normal_strides
 from attnplug.contract.inputs.kv_cache import CacheSpec, CacheTensor, KVCache
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginContractError
 from attnplug.request.device import MOST
@@ -149,6 +149,8 @@ class CacheGuard:
         mine = (self.spec.form, self.spec.kv_layout)
         others = [pair for pair in forms_of(self.spec, keys, values) if pair != mine]
         served = [pair for pair in others if not self.declared or pair[0] in self.declared]
+        if any(form != "independent" for form, _ in served):  # what has equal strides is of a narrower form
+            served = [pair for pair in served if pair[0] != "independent"]
         raise CacheError(
             f"a KV cache was given whose keys have the strides {keys.stride()} and whose values have {values.stride()}",
             f"{self.agreement.id} agreed on kv_cache_form={mine[0]!r}, kv_layout={mine[1]!r}: {'; '.join(expected)}",
@@ -173,7 +175,7 @@ class CacheGuard:
     def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors that share memory. Keys and values of forms with one memory were compared already."""
         for one, other in combinations(tensors, 2):
-            if self.spec.form != "split" and {one, other} == {"k", "v"}:
+            if self.spec.form not in TENSOR_EACH and {one, other} == {"k", "v"}:
                 continue
             if not tensors[one].is_meta and share_memory(tensors[one], tensors[other]):
                 raise CacheError(

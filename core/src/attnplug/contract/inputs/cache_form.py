@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 LAYOUTS: Final = ("NHD", "HND")
 
+TENSOR_EACH: Final = frozenset({"split", "independent"})
+"""The forms whose keys and values are a tensor each."""
+
 _POOLS: Final = {
     "joint": "(2, num_blocks, {inner}, size)",
     "interleaved": "(num_blocks, 2, {inner}, size)",
@@ -46,9 +49,9 @@ def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[st
                 packed       (num_blocks, block_size, num_kv_heads, head_size + head_size_v), each row's key first
 
             Strides are any: a slice of a pool of all layers is one of these too.
-        form: One of these. A split KV cache is two tensors already.
+        form: One of these. A split KV cache is two tensors already, and so is an independent one.
         kv_layout: ``"NHD"`` or ``"HND"``.
-        head_size: The size of a key head.
+        head_size: The size of a key head. Values of another size fit into the last axis of a packed pool only.
 
     Returns:
         The roles ``"k"`` and ``"v"``, views of logical shape ``(num_blocks, block_size, num_kv_heads, size)``.
@@ -60,7 +63,7 @@ def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[st
         raise CacheError(
             f"the views of a KV cache with form={form!r} and kv_layout={kv_layout!r} were requested",
             f"a pool of one tensor is {', '.join(_POOLS)}, and NHD or HND",
-            "pass agreement.kv_cache_form and agreement.kv_layout; bind the two tensors of a split KV cache themselves",
+            "pass agreement.kv_cache_form and agreement.kv_layout; bind two tensors (split, independent) themselves",
         )
     if form == "packed":
         if pool.ndim != 4 or pool.shape[3] <= head_size:
@@ -92,7 +95,7 @@ def allocate_kv(spec: CacheSpec, num_blocks: int, device: torch.device) -> dict[
     steps = [_strides(one, spec) for one in specs]
     sizes = [(num_blocks * step[0] * one.dtype.itemsize) for one, step in zip(specs, steps, strict=True)]
     first = specs[0].dtype.itemsize * specs[0].shape[3]
-    if spec.form == "split":
+    if spec.form in TENSOR_EACH:
         memory = [_bytes(size, device) for size in sizes]
     else:
         # Values begin behind all keys, behind the keys of the first block, or behind the first key.
@@ -109,6 +112,9 @@ def allocate_kv(spec: CacheSpec, num_blocks: int, device: torch.device) -> dict[
         fill_tensor(views[role], one.fill)
     return views
 
+
+_IN_ONE_BLOCK: Final = ("interleaved", "packed")
+"""The forms whose blocks hold keys and values, of one dtype."""
 
 _ALIGNMENT: Final = 256
 """Bytes: what allocators of devices align to, so that values begin as keys do."""
@@ -131,7 +137,7 @@ def _strides(one: CacheTensor, spec: CacheSpec) -> tuple[int, int, int, int]:
     if spec.form == "packed":
         width = sum(each.shape[3] for each in both)
     inner = (heads * width, width) if spec.kv_layout == "NHD" else (width, size * width)
-    block = sum(map(_dense, both)) if spec.form in ("interleaved", "packed") else _dense(one)
+    block = sum(map(_dense, both)) if spec.form in _IN_ONE_BLOCK else _dense(one)
     return (block, *inner, 1)
 
 
@@ -150,12 +156,22 @@ def misfits(spec: CacheSpec, keys: Tensor, values: Tensor) -> Iterator[str]:
         found, expected = normal_strides(tensor, one, spec).stride(), _strides(one, spec)
         if found[0] < expected[0] or found[1:] != expected[1:]:
             yield f"the strides of {role!r} are ({expected[0]} or more, {', '.join(map(str, expected[1:]))})"
-    key_one, value_one = spec.tensors["k"], spec.tensors["v"]
-    is_alike = (key_one.shape, key_one.dtype) == (value_one.shape, value_one.dtype)
-    if is_alike and normal_strides(keys, key_one, spec).stride() != normal_strides(values, value_one, spec).stride():
-        yield "the strides of 'k' and of 'v' are equal"
-    if spec.form != "split" and not keys.is_meta:
+    yield from _unequal(spec, keys, values)
+    if spec.form not in TENSOR_EACH and not keys.is_meta:
         yield from _misplaced(spec, keys, values)
+
+
+def _unequal(spec: CacheSpec, keys: Tensor, values: Tensor) -> Iterator[str]:
+    """Yield where keys and values differ in strides that one set of them describes."""
+    if spec.form == "independent":
+        return
+    key_one, value_one = spec.tensors["k"], spec.tensors["v"]
+    steps = (normal_strides(keys, key_one, spec).stride(), normal_strides(values, value_one, spec).stride())
+    if (key_one.shape, key_one.dtype) == (value_one.shape, value_one.dtype):
+        if steps[0] != steps[1]:
+            yield f"the strides of 'k' and of 'v' are equal, {max(steps)} for both, say"
+    elif spec.form in _IN_ONE_BLOCK and steps[0][0] != steps[1][0]:
+        yield "the first strides of 'k' and of 'v' are equal: a block has both"
 
 
 def _misplaced(spec: CacheSpec, keys: Tensor, values: Tensor) -> Iterator[str]:
