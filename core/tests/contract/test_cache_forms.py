@@ -81,7 +81,9 @@ def test_a_pool_of_another_form_is_refused(wanted, given_form, layout, given_lay
     """Two tensors have room for others: pools whose blocks are dense are two tensors as well."""
     backend = make_backend(kv_cache_form=wanted, kv_layout=layout)
     _, views = pool_of(given_form, given_layout)
-    fits = layout == given_layout and (wanted == given_form or (wanted in ("split", "independent") and given_form != "packed"))
+    fits = layout == given_layout and (
+        wanted == given_form or (wanted in ("split", "independent") and given_form != "packed")
+    )
 
     if fits:
         assert backend.bind_cache(views).form == wanted
@@ -166,7 +168,9 @@ def test_unequal_strides_are_those_of_an_independent_cache(layout, gaps):
     found, equal = (str(views[role].stride()) for role in ("v", max("kv", key=lambda role: views[role].stride())))
 
     fits = f"select again with kv_cache_form='independent', kv_layout='{layout}'"
-    with refused(CacheError, problem=found, expected=f"strides of 'k' and of 'v' are equal, {equal} for both", fix=fits):
+    with refused(
+        CacheError, problem=found, expected=f"strides of 'k' and of 'v' are equal, {equal} for both", fix=fits
+    ):
         backend.bind_cache(views)
     backend.kv_cache_forms = ("joint", "split")
     with refused(CacheError, problem=found, expected=f"equal, {equal} for both", fix="make_cache"):

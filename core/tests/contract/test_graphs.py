@@ -205,6 +205,120 @@ def test_the_smallest_graph_is_found():
     assert found([1] * 9, [2] * 9) is None  # too many
 
 
+SHAPES = (
+    GraphShape(2, 2, 1), GraphShape(3, 3, 1, 8), GraphShape(4, 4, 1), GraphShape(6, 6, 1, 16), GraphShape(8, 8, 1),
+    GraphShape(2, 4, 2), GraphShape(4, 8, 2, 16), GraphShape(4, 12), GraphShape(8, 24),
+)  # fmt: skip
+
+
+def as_host(batch, padded, more):
+    """Return a batch with padded requests that repeat the first, and bounds that are so much larger."""
+    fields = {}
+    length = int(batch.query_start_loc[1])
+    for name in ("seq_lens", "block_table"):
+        rows = getattr(batch, name)
+        fields[name] = fields[f"{name}_cpu"] = torch.cat([rows, *[rows[:1]] * padded])
+    starts = batch.query_start_loc
+    ends = starts[-1] + torch.arange(1, padded + 1) * length
+    fields["query_start_loc"] = fields["query_start_loc_cpu"] = torch.cat([starts, ends]).int()
+    tokens = batch.num_actual_tokens + padded * length + more
+    slots = torch.full((tokens,), -1)
+    slots[: batch.num_actual_tokens] = batch.slot_mapping
+    return evolve(
+        batch,
+        **fields,
+        slot_mapping=slots,
+        slot_mapping_cpu=slots,
+        num_reqs=batch.num_reqs + padded,
+        num_padded_reqs=padded,
+        num_actual_tokens=tokens,
+        max_query_len=batch.max_query_len + more,
+        max_seq_len=batch.max_seq_len + more,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=6) | st.integers(1, 9).map(lambda n: [1] * n),
+    st.integers(3, 17),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.sampled_from(["uniform_batch", "always"]),
+)
+def test_bounds_and_padding_change_no_graph(query_lens, seq_len, padded, more, level):
+    """It is the graph of the exact batch, or none; and what is built for it is the exact batch."""
+    backend, impl, _ = world(level, decode_query_len=2)
+    builder = make_builder(backend, impl, num_blocks=64)
+    shapes = [shape for shape in SHAPES if level == "always" or shape.query_len is not None]
+    capture(builder, *shapes)
+    exact = make_batch(query_lens, [seq_len] * len(query_lens))
+    lengths, longest = set(query_lens), max(query_lens)
+    fitting = [
+        shape
+        for shape in shapes
+        if shape.num_reqs >= len(query_lens)
+        and shape.num_tokens >= sum(query_lens)
+        and (shape.max_seq_len or 64) >= seq_len
+        and (shape.query_len is None or lengths == {shape.query_len})
+    ]
+    expected = min(fitting, key=lambda shape: (shape.num_tokens, shape.num_reqs, shape.max_seq_len or 64), default=None)
+
+    step = builder.state.begin_forward({builder: as_host(exact, padded, more)})
+
+    found = None if step.graph is None else step.graph.key
+    assert found == expected
+    batch = step.metadata[builder].batch
+    starts = batch.query_start_loc[: len(query_lens) + 1]
+    assert starts.tolist() == exact.query_start_loc.tolist()
+    assert set(batch.query_start_loc[len(query_lens) :].tolist()) == {sum(query_lens)}
+    assert batch.seq_lens.tolist()[: len(query_lens)] == [seq_len] * len(query_lens)
+    assert not any(batch.seq_lens.tolist()[len(query_lens) :])
+    assert found is not None or batch.max_query_len == longest
+
+
+def test_bounds_whose_product_agrees_are_bounds():
+    """Four tokens of four requests are no eight of four, though 4 * 2 is 8."""
+    _, _, builder = world("uniform_batch", decode_query_len=2)
+    (small, *_), _ = capture(builder, GraphShape(4, 4, 1), GraphShape(8, 8, 1))
+    batch = make_batch([1] * 4, [3] * 4)
+    slots = torch.cat([batch.slot_mapping, torch.full((4,), -1)])
+    bounds = evolve(batch, slot_mapping=slots, slot_mapping_cpu=slots, num_actual_tokens=8, max_query_len=2)
+
+    assert builder.state.find_graph({builder: bounds}) is small
+    assert small.fits(bounds)
+
+
+def test_captures_are_decided_by_the_exact_longest_sequence():
+    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
+    _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
+    capture(builder, GraphShape(2, 2, 1))
+    found = builder.state.find_graph({builder: evolve(make_batch([1], [4]), max_seq_len=9)})
+    assert found is not None
+    assert builder.state.begin_forward({builder: evolve(make_batch([1], [4]), max_seq_len=9)}).graph is found
+
+
+@pytest.mark.parametrize("padded", [-1, 2, 9, True, "1"])
+def test_an_invalid_padding_is_refused_before_a_graph_is_found(padded):
+    _, _, builder = world()
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
+    batch = evolve(make_batch([1, 1], [5, 9]), num_padded_reqs=padded)
+    with refused(BatchError, problem="num_padded_reqs"):
+        builder.state.find_graph({builder: batch})
+    with refused(BatchError, problem="num_padded_reqs"):
+        graph.fits(batch)
+
+
+def test_a_graph_of_the_hosts_own_inputs_takes_its_shape_alone():
+    _, _, builder = world()
+    keys = GraphShape(2, 2, 1), GraphShape(4, 4, 1)
+    capture(builder, *keys, host_owned_inputs=True)
+    padded = as_host(make_batch([1, 1], [5, 9]), 2, 0)
+    found = builder.state.find_graph({builder: padded})
+    assert found.key == keys[1]
+    assert builder.state.find_graph({builder: make_batch([1, 1], [5, 9])}).key == keys[0]
+    assert builder.state.find_graph({builder: as_host(make_batch([1, 1], [5, 9]), 1, 0)}) is None
+
+
 @pytest.mark.parametrize(
     ("level", "covered"),
     [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import PAD_SLOT_ID, MetadataBuilder, forward_context
+from attnplug.contract import PAD_SLOT_ID, GraphShape, MetadataBuilder, forward_context
 from attnplug.contract.guards import normalize
-from attnplug.errors import BatchError
+from attnplug.errors import BatchError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_batch, make_layer
 
@@ -52,13 +52,13 @@ def test_all_lengths_come_in_one_copy():
 def reads(monkeypatch):
     """Return the batches whose lengths were read."""
     found, read = [], normalize._read
-    monkeypatch.setattr(normalize, "_read", lambda batch: found.append(batch) or read(batch))
+    monkeypatch.setattr(normalize, "_read", lambda batch, **how: found.append(batch) or read(batch, **how))
     return found
 
 
-def make_reader(count=1, **requested):
-    selection = agree(seq_lens_cpu_kind="absent", **requested)
-    backend = ToyBackend(evolve(selection.agreement, reads_lengths=True), selection.device)
+def make_reader(count=1, cls=ToyBackend, **requested):
+    selection = agree(**{"seq_lens_cpu_kind": "absent", **requested})
+    backend = cls(evolve(selection.agreement, reads_lengths=True), selection.device)
     state = backend.make_state(limits())
     return [backend.make_builder([make_layer(backend, name=str(n))], state) for n in range(count)]
 
@@ -70,6 +70,89 @@ def test_builders_of_one_batch_read_it_once(reads):
         assert metadata.batch.seq_lens_cpu.tolist() == [5, 3]
         assert metadata.batch.max_seq_len == 5
     assert len(reads) == 1
+
+
+def test_starts_of_queries_come_in_the_same_copy():
+    OnDevice.copies = 0
+    given = make_batch([1, 3], [5, 3])
+    moved = {name: on_device(getattr(given, name)) for name in ("seq_lens", "query_start_loc")}
+    batch = evolve(given, **moved, seq_lens_cpu=None, query_start_loc_cpu=None)
+
+    read = normalize.with_lengths(batch, reads_queries=True)
+
+    assert normalize.with_lengths(read, reads_queries=True) is read
+    assert OnDevice.copies == 1
+    assert (read.query_start_loc_cpu.tolist(), read.seq_lens_cpu.tolist()) == ([0, 1, 4], [5, 3])
+    assert read.query_start_loc_cpu.dtype == torch.int32
+    assert normalize.with_lengths(batch).query_start_loc_cpu is None  # of a host that has said that it has them
+
+
+NO_STARTS = {"query_start_loc_cpu": None, "num_actual_tokens": 9, "max_query_len": 7}
+
+
+@pytest.mark.parametrize("kind", ["exact", "upper_bound", "absent"])
+def test_a_host_may_have_no_lengths_of_queries(kind, reads):
+    (builder,) = make_reader(seq_lens_cpu_kind=kind, query_lens_cpu_kind="absent")
+    lens = {"exact": {}, "upper_bound": {"seq_lens_cpu": torch.tensor([9, 9, 9], dtype=torch.int32)}}
+    given = make_batch([1, 3, 1], [5, 3, 6], width=4)
+    batch = evolve(given, **NO_STARTS, max_seq_len=9, **lens.get(kind, {"seq_lens_cpu": None}))
+
+    metadata = builder.build(batch)
+
+    assert metadata.batch.query_start_loc_cpu.tolist() == [0, 1, 4, 5]
+    assert (metadata.batch.num_actual_tokens, metadata.batch.max_query_len, metadata.batch.max_seq_len) == (5, 3, 6)
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 2)
+    builder.build(batch)
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("reads_lengths", [True, False])
+def test_starts_are_read_only_where_that_was_requested(reads_lengths):
+    """A variant that reads no lengths could not serve the same host."""
+    selection = agree(seq_lens_cpu_kind="absent")
+    backend = ToyBackend(evolve(selection.agreement, reads_lengths=reads_lengths), selection.device)
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
+
+    with pytest.raises(BatchError, match="no query_start_loc_cpu") as caught:
+        builder.build(evolve(make_batch([1, 3], [5, 3]), query_start_loc_cpu=None))
+    assert "select with query_lens_cpu_kind='absent'" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "change", [{"query_start_loc": torch.tensor([0, 1, 4])}, {"query_start_loc": torch.zeros(2).int()}]
+)
+def test_starts_of_another_form_are_named(change):
+    (builder,) = make_reader(query_lens_cpu_kind="absent")
+    with pytest.raises(TensorError, match="query_start_loc of"):
+        builder.build(evolve(make_batch([1, 3], [5, 3]), **NO_STARTS, **change))
+
+
+def test_a_graph_is_found_by_lengths_that_are_read(reads):
+    cls = type("B", (ToyBackend,), {"builder_class": type("C", (MetadataBuilder,), {"supports_graphs": True})})
+    requested = {"cudagraph": "uniform_batch", "agreed_graphs": "uniform_batch", "query_lens_cpu_kind": "absent"}
+    (builder,) = make_reader(cls=cls, **requested)
+    state = builder.state
+    with state.graph_capture(4):
+        for shape in (GraphShape(2, 2, 1), GraphShape(4, 4, 1, 8), GraphShape(4, 4, 1)):
+            graph = state.graph(shape)
+            builder.build(graph.dummy_batch(builder), graph=graph)
+    reads.clear()
+
+    def step(query_lens, seq_lens):
+        given = make_batch(query_lens, seq_lens, width=4)
+        none = dict.fromkeys(("query_start_loc_cpu", "seq_lens_cpu"))
+        slots = torch.full((4,), PAD_SLOT_ID)  # a row for each token of the bound
+        slots[: len(given.slot_mapping)] = given.slot_mapping
+        return state.begin_forward(
+            {builder: evolve(given, **none, slot_mapping=slots, slot_mapping_cpu=slots, num_actual_tokens=4,
+                             max_query_len=4, max_seq_len=16)}
+        )  # fmt: skip
+
+    assert step([1, 1], [5, 16]).graph.key == GraphShape(2, 2, 1)
+    assert step([1, 1, 1], [5, 7, 8]).graph.key == GraphShape(4, 4, 1, 8)
+    assert step([1, 1, 1], [5, 7, 9]).graph.key == GraphShape(4, 4, 1)
+    assert step([1, 2], [5, 7]).graph is None
+    assert len(reads) == 4
 
 
 def test_what_follows_from_a_read_batch_is_not_read(reads):

@@ -186,7 +186,11 @@ class Variant:
         sizes = [size for size in sizes if admits("block_size", self.declared["block_size"], size, facts)]
         layouts = [facts["kv_layout"]] if facts["kv_layout"] else ["NHD", "HND"]
         layouts = [layout for layout in layouts if admits("kv_layout", self.declared["kv_layout"], layout, facts)]
-        forms = [facts["kv_cache_form"]] if facts["kv_cache_form"] else ["joint", "interleaved", "split", "packed", "independent"]
+        forms = (
+            [facts["kv_cache_form"]]
+            if facts["kv_cache_form"]
+            else ["joint", "interleaved", "split", "packed", "independent"]
+        )
         forms = [form for form in forms if admits("kv_cache_form", self.declared["kv_cache_form"], form, facts)]
         found = product(sizes if matters else sizes[:1], layouts, forms)
         return [dict(zip(TERMS, terms, strict=True)) for terms in found]

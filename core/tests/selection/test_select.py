@@ -326,6 +326,22 @@ class TestRanking:
         assert type(read).from_dict(read.to_dict()) == read
         assert type(read).from_dict({**read.to_dict(), "reads_lengths": False}) != read
 
+    @pytest.mark.parametrize("kind", ["exact", "absent"])
+    def test_query_lengths_are_read_whatever_is_declared(self, world, request_of, kind):
+        native = GENERIC.replace('"sinks"]', '"sinks", "seq_lens_cpu_kind"]').replace('"generic"', '"native"')
+        world("flash", native=(native, None))
+
+        explanation = attnplug.explain(request_of(seq_lens_cpu_kind=kind, query_lens_cpu_kind="absent"))
+
+        text = "the lengths are read from the device: one synchronization per build"
+        fields = ("query_lens_cpu_kind",) if kind == "exact" else ("seq_lens_cpu_kind", "query_lens_cpu_kind")
+        for name in ("flash/hopper", "native/default"):
+            emulated = dict(verdict(explanation, name).emulated)
+            assert {field: emulated.get(field) for field in fields} == dict.fromkeys(fields, text)
+        for name in ("flash", "native"):
+            chosen = attnplug.select(request_of(query_lens_cpu_kind="absent"), backend=name)
+            assert chosen.agreement.reads_lengths
+
     def test_a_measured_profile_wins(self, world, request_of, tmp_path):
         profile = tmp_path / "profile.toml"
         profile.write_text(

@@ -274,6 +274,26 @@ def test_a_bound_below_the_length_on_the_device_is_refused():
         runner.builder.build(evolve(batch, seq_lens_cpu=batch.seq_lens - 1))
 
 
+@settings(max_examples=20)
+@given(
+    cases(features=FEATURES, num_padding_tokens=3), st.sampled_from(["exact", "absent"]), st.booleans(), st.booleans()
+)
+def test_starts_of_queries_on_the_device_change_no_result(case, lengths, paged, padded):
+    case = case if paged else evolve(case, kv_cache_dtype="auto", per_head_scales=False, k_scale=1.0, v_scale=1.0)
+    scene = materialize(case)
+    requested = case.requirements(paged=paged, return_lse=True, seq_lens_cpu_kind=lengths, query_lens_cpu_kind="absent")
+    backend = attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
+    assert backend.agreement.reads_lengths
+    runner = SceneRunner(backend, scene, limits=LIMITS)
+    call = runner.call(scene)
+    batch = with_bounds(with_padded_requests(call.batch)) if padded else call.batch
+    batch = evolve(batch, query_start_loc_cpu=None, seq_lens_cpu=None if lengths == "absent" else batch.seq_lens_cpu)
+    call = evolve(call, batch=batch)
+    runner.forward(call, runner.builder.build(batch))
+
+    runner.compare(call, scene, "no starts on the CPU")
+
+
 @pytest.mark.parametrize("with_slots", [True, False])
 def test_a_graph_of_calls_without_kv_reads_the_cache(with_slots):
     scene = decodes(40, 3, 18, padding=1)

@@ -16,7 +16,7 @@ from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
-from attnplug.contract.guards.normalize import cut_alike, keep_lengths, with_exact_counts
+from attnplug.contract.guards.normalize import cut_alike, keep_lengths
 from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
@@ -318,7 +318,7 @@ class MetadataBuilder:
         """Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides."""
         if batch.common_prefix_len:
             return False
-        batch = with_exact_counts(batch)
+        batch = self._guard.with_exact_numbers(batch, longest=self._decides_on_captures)
         return runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len) and self.can_capture(
             batch
         )
@@ -419,6 +419,26 @@ class MetadataBuilder:
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
+
+    # --- machinery ---
+
+    @property
+    def _decides_on_captures(self) -> bool:
+        return type(self).can_capture is not MetadataBuilder.can_capture
+
+    def seen_by_graphs(self, batch: Batch, shortest: int) -> tuple[Batch, Batch]:
+        """
+        Return a batch as a graph of the host's own inputs sees it, and as all others do: with exact numbers.
+
+        Args:
+            batch: The batch, which was not checked.
+            shortest: The smallest `GraphBuffers.max_seq_len`: up to it the longest sequence does not matter.
+
+        Raises:
+            ContractError: As `State.find_graph` says.
+        """
+        longest = self._decides_on_captures or batch.max_seq_len > shortest
+        return self._guard.read(batch), self._guard.with_exact_numbers(batch, longest=longest)
 
 
 def check_supports_graphs(builder: MetadataBuilder) -> None:

@@ -160,10 +160,23 @@ class State:
         """
         Return the smallest graph that all these builders have captured and all their batches fit, or None.
 
+        Bounds and padded requests count for nothing: it is the graph of the batch without them. Where the host owns a
+        graph's inputs, the batch has to have the graph's shape as it is.
+
         Args:
             batches: One step's batch of each builder.
+
+        Raises:
+            ContractError: The number of padded requests is invalid, a row behind the last token has a slot, or a bound
+                does not hold.
         """
-        found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
+        if not self._graphs:
+            return None
+        shortest = min(graph.max_seq_len for graph in self._graphs.values())
+        seen = {builder: builder.seen_by_graphs(batch, shortest) for builder, batch in batches.items()}
+        if not all(builder.can_run_in_cudagraph(exact) for builder, (_, exact) in seen.items()):
+            return None
+        found = [graph for graph in self._graphs.values() if _serves(graph, seen)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
     @final
@@ -330,10 +343,11 @@ class State:
             return self._graphs[key]
 
 
-def _serves(graph: GraphBuffers, batches: Mapping[MetadataBuilder, Batch]) -> bool:
+def _serves(graph: GraphBuffers, seen: Mapping[MetadataBuilder, tuple[Batch, Batch]]) -> bool:
+    """Whether a graph takes the batches: as the host gave them where it owns the inputs, else with exact numbers."""
     return all(
-        graph.is_captured(builder) and graph.fits(batch) and builder.can_run_in_cudagraph(batch)
-        for builder, batch in batches.items()
+        graph.is_captured(builder) and graph.takes(given if graph.host_owned_inputs else exact)
+        for builder, (given, exact) in seen.items()
     )
 
 

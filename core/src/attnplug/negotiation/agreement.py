@@ -38,15 +38,15 @@ class Agreement:
         requirements: What was requested; all of it is served.
         block_size: Tokens per KV-cache block; None without a paged cache, and while it is late.
         kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache, and where it depends on a late block size.
-        kv_cache_form: Where a block's values are, seen from its keys: ``"joint"``, ``"interleaved"``, ``"split"`` or
-            ``"packed"``; None as `kv_layout` is.
+        kv_cache_form: Where a block's values are, seen from its keys: ``"joint"``, ``"interleaved"``, ``"split"``,
+            ``"packed"`` or ``"independent"``; None as `kv_layout` is.
         kv_cache_dtype: Dtype of the KV cache, canonical.
         cudagraph: The highest graph level that is supported, at least the requested one.
         options: The plugin's own settings, complete.
         block_sizes: The block sizes that it holds for while the block size is late, most preferred first; None
             otherwise. ``str`` of it is ``"16, multiples of 32"``, `Constraint.alternatives` the same as data.
-        reads_lengths: Whether the host has bounds of the lengths on the CPU or none, and the backend needs exact ones:
-            each build reads them from the device, which it waits for.
+        reads_lengths: Whether the host has bounds of the lengths on the CPU or none, and the backend needs exact ones,
+            or whether it has no query lengths there: each build reads them from the device, which it waits for.
 
     While `requirements.late` names fields, the agreement is unbound: `Selection.bind` settles them.
     """

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 
-_READ_LENGTHS = {"seq_lens_cpu_kind": "the lengths are read from the device: one synchronization per build"}
+_LENGTHS = ("seq_lens_cpu_kind", "query_lens_cpu_kind")
+_READ_LENGTHS = "the lengths are read from the device: one synchronization per build"
 
 
 class EvidenceSource(Protocol):
@@ -86,7 +87,9 @@ class Evaluation:
     def emulated(self) -> Mapping[str, str]:
         """The requested features that it emulates, each with what that costs."""
         variant = self.candidate.variant
-        read = _READ_LENGTHS if self.request.as_exact and reads_lengths(self.candidate, self.request) else {}
+        read = {}
+        if reads_lengths(self.candidate, self.request):
+            read = {name: _READ_LENGTHS for name in _LENGTHS if name in self.request.requested_names}
         if variant is None or not variant.emulates:
             return read
         requested = self.request.requested_names | set(self.request.requirements.features)

@@ -128,6 +128,8 @@ def negotiate(candidate: Candidate, request: Request) -> Outcome:
 
 def reads_lengths(candidate: Candidate, request: Request) -> bool:
     """Whether a candidate that can serve the request needs lengths on the CPU that the host does not have there."""
+    if request.requirements.query_lens_cpu_kind == "absent":
+        return True  # core splits each batch by them, whatever a plugin reads
     if request.as_exact is None:
         return False
     natively = evolve(request)

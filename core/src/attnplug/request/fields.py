@@ -427,6 +427,14 @@ _ALL: Final = (
         neutral="exact",
     ),
     Field(
+        "query_lens_cpu_kind",
+        "engine",
+        Name(values=("exact", "absent")),
+        "CPU query lengths: exact, or absent: then each build reads all lengths from the device",
+        neutral="exact",
+        open=True,
+    ),
+    Field(
         "kv_in_cache",
         "engine",
         Flag(),

@@ -125,6 +125,7 @@ class Requirements:
     dcp_size: int = 1
     batch_invariant: bool = False
     seq_lens_cpu_kind: str = "exact"
+    query_lens_cpu_kind: str = "exact"
     kv_in_cache: bool = False
     per_head_scales: bool = False
     output_quant: str | None = None

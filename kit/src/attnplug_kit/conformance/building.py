@@ -37,6 +37,15 @@ def _seq_lens_cpu_kinds(subject: Subject) -> Mapping[str, RequestSpec]:
     return {name: spec for name, spec in requests.items() if spec is not None}
 
 
+def _query_lens_cpu_kinds(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return requests of a host without query lengths on the CPU, which every variant serves."""
+    fields = {"seq_lens_cpu_kind": "absent", "query_lens_cpu_kind": "absent"}
+    requests = {
+        "paged" if paged else "dense": field_values_of(subject).spec(**fields, paged=paged) for paged in (True, False)
+    }
+    return {name: spec for name, spec in requests.items() if spec is not None}
+
+
 def _layer_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return a plain request, and one for each input that is a layer's own."""
     own = field_values_of(subject).of("alibi", "sinks", "kv_cache_dtype", "per_head_scales")
@@ -150,6 +159,18 @@ class Building(Tier):
         runner.forward(call, runner.builder.build(batch))
         runner.compare(call, scene, f"{subject} with {point}")
         record.served(runner.backend)
+
+    @over(_query_lens_cpu_kinds)
+    def test_query_lens_cpu_kind(self, subject: Subject, point: Any) -> None:
+        """Of a host that has the lengths of queries on the device alone, each build reads all lengths, and shows it."""
+        scene = materialize(point.case(69))
+        runner = runner_for(subject, point, scene)
+        require(runner.backend.agreement.reads_lengths, f"{subject} with {point}: the agreement reads no lengths")
+        call = runner.call(scene)
+        more = {name: getattr(call.batch, name) + 3 for name in ("num_actual_tokens", "max_query_len", "max_seq_len")}
+        absent: dict[str, Any] = dict.fromkeys(("query_start_loc_cpu", "seq_lens_cpu", "key_start_loc_cpu"))
+        runner.forward(call, runner.builder.build(evolve(call.batch, **absent, **more)))
+        runner.compare(call, scene, f"{subject} with {point}")
 
     def test_threads(self, subject: Subject) -> None:
         """Threads with a builder each are independent."""

@@ -11,6 +11,7 @@ from attnplug.contract.graphs.invariants import changed_fields, snapshots
 from attnplug.contract.graphs.masks import GraphMask
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
 from attnplug.contract.graphs.shape import query_range, split_of_shape
+from attnplug.contract.guards.normalize import with_exact_counts
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, PluginContractError
@@ -82,10 +83,21 @@ class GraphBuffers:
         return backend.dummy_batch(evolve(self.key, max_seq_len=self.max_seq_len))
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a batch can be padded to this shape."""
-        return next(_misfits(self, batch), None) is None
+        """
+        Whether a batch can be padded to this shape. Padded requests and rows do not count, unless the host owns the
+        inputs; `max_seq_len` counts as it is.
+
+        Raises:
+            BatchError: The number of padded requests is invalid, or a row behind the last token has a slot.
+            TensorError: A tensor has not one entry for each request.
+        """
+        return self.takes(batch if self.host_owned_inputs else with_exact_counts(batch))
 
     # --- machinery ---
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch with the numbers that `take` sees fits this shape."""
+        return next(_misfits(self, batch), None) is None
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into these buffers."""

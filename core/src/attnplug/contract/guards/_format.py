@@ -54,6 +54,12 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
         )
 
 
+_ABSENT: Final = {
+    "seq_lens": "; or select with seq_lens_cpu_kind='absent'",
+    "query_start_loc": "; or select with query_lens_cpu_kind='absent'",
+}
+
+
 def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool = True) -> Tensor:
     """
     Return the CPU copy of a tensor, which the guards read in its place.
@@ -66,8 +72,7 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
         raise BatchError(
             f"no {name}_cpu was given, and {name} is on {tensor.device}",
             "build reads CPU copies alone, so that it never waits for the device",
-            f"pass {name}_cpu=..., the values that the host computed {name} from"
-            + ("; or select with seq_lens_cpu_kind='absent'" if name == "seq_lens" else ""),
+            f"pass {name}_cpu=..., the values that the host computed {name} from" + _ABSENT.get(name, ""),
         )
     if host is tensor:
         return host

@@ -15,7 +15,10 @@ from attnplug.contract.guards.normalize import (
     as_dummy,
     check_null_padding,
     keep_lengths,
+    longest_of,
     note_sizes,
+    with_exact_counts,
+    with_exact_longest,
     with_exact_queries,
     with_lengths,
     without_padding,
@@ -77,6 +80,7 @@ class BatchGuard:
         self._requested = requested
         self._uniform = requires_uniform_decodes
         self._reads_lengths = agreement.reads_lengths
+        self._reads_queries = requested.query_lens_cpu_kind == "absent"
         self._is_exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
         self._limits = limits
         self._device_type = device.type
@@ -99,9 +103,7 @@ class BatchGuard:
             ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
         """
         self._check_counts(batch)
-        if self._reads_lengths:
-            batch = with_lengths(batch)
-        given = batch
+        given = batch = self.read(batch)
         if type(batch.num_padded_reqs) is not int or batch.num_padded_reqs:
             batch = without_padding(batch)
             if in_place:
@@ -115,6 +117,33 @@ class BatchGuard:
             note_sizes(split.batch, given)
             keep_lengths(split.batch, self._agreement)
         return split
+
+    def read(self, batch: Batch) -> Batch:
+        """
+        Return the batch with the lengths that this agreement reads from the device, read once for all builders.
+
+        Raises:
+            BatchError: The host gave bounds, and a length is larger.
+        """
+        return with_lengths(batch, reads_queries=self._reads_queries) if self._reads_lengths else batch
+
+    def with_exact_numbers(self, batch: Batch, *, longest: bool) -> Batch:
+        """
+        Return a batch that was not checked as plugins would see it: exact numbers for bounds, no padded requests.
+
+        Args:
+            batch: The batch.
+            longest: Whether the longest sequence is needed too, where the CPU has exact lengths.
+
+        Raises:
+            ContractError: The number of padded requests is invalid, a row behind the last token has a slot, or a bound
+                does not hold.
+        """
+        read = self.read(batch)
+        seen = with_exact_counts(read)
+        if longest and self._is_exact:
+            seen = with_exact_longest(seen, longest_of(seen))
+        return seen if seen is read else keep_lengths(seen, self._agreement)
 
     def _split(self, batch: Batch) -> BatchSplit:
         batch, query_lens = self._check_queries(batch)
@@ -224,9 +253,7 @@ class BatchGuard:
             _check_computed(batch.num_computed_tokens_cpu, host - query_lens, exact=exact)
         if not exact:
             return batch, None
-        if high != batch.max_seq_len:
-            batch = batch.cached(("exact lengths", high), lambda: evolve(batch, max_seq_len=high))
-        return batch, host
+        return with_exact_longest(batch, high), host
 
     def _num_decodes(self, batch: Batch, query_lens: Tensor) -> int:
         """Return the number of decodes: the requests before the first longer query, which may be padded ones too."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
+from attnplug.contract.guards._format import extremes
 from attnplug.contract.guards.pages import refuse_slots_beyond
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, CacheError, TensorError
 
 if TYPE_CHECKING:
@@ -97,12 +99,27 @@ def with_exact_counts(batch: Batch) -> Batch:
     starts, counts = batch.query_start_loc_cpu, (batch.num_reqs, batch.max_query_len, batch.num_actual_tokens)
     if starts is None or not starts.is_cpu or starts.ndim != 1 or any(type(count) is not int for count in counts):
         return batch
-    if starts.shape[0] < 2 or batch.num_reqs * batch.max_query_len == batch.num_actual_tokens:
+    if starts.shape[0] < 2 or uniform_query_lens(batch) is not None:
         return batch
     tokens, longest = int(starts[-1]), int(starts.diff().amax())
     if 0 < tokens <= batch.num_actual_tokens and 0 < longest <= batch.max_query_len:
         return with_exact_queries(batch, tokens, longest)
     return batch
+
+
+def with_exact_longest(batch: Batch, longest: int) -> Batch:
+    """Return a batch with its longest sequence in place of an upper bound."""
+    if longest == batch.max_seq_len:
+        return batch
+    return batch.cached(("exact lengths", longest), lambda: evolve(batch, max_seq_len=longest))
+
+
+def longest_of(batch: Batch) -> int:
+    """Return the longest sequence of a batch with exact CPU lengths that was not checked; its bound where invalid."""
+    lens, bound = batch.seq_lens_cpu, batch.max_seq_len
+    if type(bound) is not int or lens is None or not lens.is_cpu or lens.dtype != torch.int32 or not lens.numel():
+        return bound
+    return min(extremes(lens)[1], bound)
 
 
 def with_exact_queries(batch: Batch, tokens: int, longest: int) -> Batch:
@@ -207,16 +224,21 @@ def check_null_padding(batch: Batch, block_size: int) -> None:
         )
 
 
-def with_lengths(batch: Batch) -> Batch:
+def with_lengths(batch: Batch, *, reads_queries: bool = False) -> Batch:
     """
     Return a batch with exact lengths on the CPU, read from the device in one copy that is waited for.
+
+    Args:
+        batch: The batch.
+        reads_queries: Whether `query_start_loc` is read too, where its CPU copy is absent.
 
     Raises:
         BatchError: The host gave bounds, and a length is larger.
     """
-    if batch.derived.get(_READ):
+    reads_queries = reads_queries and batch.query_start_loc_cpu is None
+    if batch.derived.get(_READ) and not reads_queries:
         return batch
-    return batch.cached("with lengths", lambda: _read(batch))
+    return batch.cached(("with lengths", reads_queries), lambda: _read(batch, reads_queries=reads_queries))
 
 
 def keep_lengths(batch: Batch, agreement: Agreement) -> Batch:
@@ -226,14 +248,16 @@ def keep_lengths(batch: Batch, agreement: Agreement) -> Batch:
     return batch
 
 
-def _read(batch: Batch) -> Batch:
-    tensors: dict[str, Tensor] = {n: t for n in _DEVICE_LENGTHS if (t := getattr(batch, n)) is not None}
+def _read(batch: Batch, *, reads_queries: bool) -> Batch:
+    names = (*_DEVICE_LENGTHS, "query_start_loc") if reads_queries else _DEVICE_LENGTHS
+    tensors: dict[str, Tensor] = {n: t for n in names if (t := getattr(batch, n)) is not None}
     if all(tensor.is_cpu for tensor in tensors.values()):
         found = dict(tensors)
     else:
         copied = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
         parts = torch.split(copied, [tensor.numel() for tensor in tensors.values()])
-        found = {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+        pairs = zip(tensors.items(), parts, strict=True)  # of another dtype together; the guard refuses wrong ones
+        found = {name: part.view(tensor.shape).to(tensor.dtype) for (name, tensor), part in pairs}
     for name, exact in found.items():
         given = getattr(batch, f"{name}_cpu")
         if given is not None and given.shape == exact.shape and given.is_cpu and bool((exact > given).any()):

@@ -53,7 +53,7 @@ class Batch:
             written; None for dense calls, and with `kv_in_cache` where nothing is written: block 0 may have keys then.
         causal: Whether a token attends to no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
-        query_start_loc_cpu: CPU copy, always needed.
+        query_start_loc_cpu: CPU copy; absent where `query_lens_cpu_kind` says so: each build reads it then.
         seq_lens_cpu: CPU copy; exact, an upper bound or absent, as the requirements' `seq_lens_cpu_kind` says.
         num_computed_tokens_cpu: ``(num_reqs,)`` keys cached before this step; None derives it from the lengths.
         block_table_cpu: CPU copy, optional on a device: with it block numbers are checked.

@@ -247,7 +247,7 @@ class KVCache:
 
     @property
     def form(self) -> str:
-        """The agreed form: ``"joint"``, ``"interleaved"``, ``"split"`` or ``"packed"``."""
+        """The agreed form: ``"joint"``, ``"interleaved"``, ``"split"``, ``"packed"`` or ``"independent"``."""
         return self.spec.form
 
     def over(self, storages: Sequence[Tensor]) -> KVCache:
