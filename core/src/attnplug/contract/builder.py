@@ -316,11 +316,8 @@ class MetadataBuilder:
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
         """Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides."""
-        if batch.common_prefix_len:
-            return False
-        batch = self._guard.with_exact_numbers(batch, longest=self._decides_on_captures)
-        return runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len) and self.can_capture(
-            batch
+        return not batch.common_prefix_len and self.covers(
+            self._guard.with_exact_numbers(batch, longest=self._decides_on_captures)
         )
 
     @final
@@ -425,6 +422,12 @@ class MetadataBuilder:
     @property
     def _decides_on_captures(self) -> bool:
         return type(self).can_capture is not MetadataBuilder.can_capture
+
+    def covers(self, batch: Batch) -> bool:
+        """Whether a batch with exact numbers can be replayed from a graph."""
+        return runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len) and self.can_capture(
+            batch
+        )
 
     def seen_by_graphs(self, batch: Batch, shortest: int) -> tuple[Batch, Batch]:
         """

@@ -172,9 +172,9 @@ class State:
         """
         if not self._graphs:
             return None
-        shortest = min(graph.max_seq_len for graph in self._graphs.values())
+        shortest = min([graph.max_seq_len for graph in self._graphs.values()])
         seen = {builder: builder.seen_by_graphs(batch, shortest) for builder, batch in batches.items()}
-        if not all(builder.can_run_in_cudagraph(exact) for builder, (_, exact) in seen.items()):
+        if not all(not exact.common_prefix_len and builder.covers(exact) for builder, (_, exact) in seen.items()):
             return None
         found = [graph for graph in self._graphs.values() if _serves(graph, seen)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)

@@ -97,7 +97,8 @@ class GraphBuffers:
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch with the numbers that `take` sees fits this shape."""
-        return next(_misfits(self, batch), None) is None
+        # Most shapes of a state are too small: that is compared first, and alone.
+        return batch.num_reqs <= self.key.num_reqs and next(_misfits(self, batch), None) is None
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into these buffers."""
