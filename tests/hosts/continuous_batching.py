@@ -10,16 +10,18 @@ What the host cannot say, since the library has no public name for it, and what 
 * That a step begins. The call of the first layer is taken for it.
 * Block tables: the manager fills them for decodes on CUDA only. They are computed from the indices of KV-cache rows
   that each call has, on the device. So are the slots, since these rows count the other layers too.
-* Lengths on the CPU: calls have cumulative sums on the device. ``seq_lens_cpu_kind="absent"`` says so for the keys, and
-  the starts of the queries are copied.
+* Lengths on the CPU: calls have cumulative sums on the device. ``seq_lens_cpu_kind`` and ``query_lens_cpu_kind`` say
+  so, and each build reads them.
 * That it reads no mask. Only implementations with "flash" in their name get none, and these are imported by that name.
   The function is registered in place of the manager's own paged one, and does not read the masks that come with it.
-* Scopes: the manager runs the model in a thread, which `attnplug.using` around `generate_batch` does not reach.
+* Scopes: the manager runs the model in a thread, which `attnplug.using` around `generate_batch` does not reach. The
+  context in which the function was registered is copied, and decisions are made in the copy.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,17 +43,24 @@ if TYPE_CHECKING:
 NAME = "paged|eager"
 
 _hosts: WeakKeyDictionary[PagedAttentionCache, Host] = WeakKeyDictionary()
+_contexts: list[Context] = []  # of `registered`, innermost last
 
 
 @contextmanager
 def registered() -> Iterator[str]:
-    """Register the attention function, and return its name; the library's own is registered again at the end."""
+    """
+    Register the attention function, and return its name; the library's own is registered again at the end.
+
+    Backends are chosen in the scope of the caller, whichever thread runs the model.
+    """
     own = ALL_ATTENTION_FUNCTIONS[NAME]
+    _contexts.append(copy_context())
     AttentionInterface.register(NAME, attend)
     try:
         yield NAME
     finally:
         AttentionInterface.register(NAME, own)
+        _contexts.pop()
 
 
 class Host:
@@ -103,7 +112,7 @@ class Host:
         blocks = rows[firsts.clamp(max=len(rows) - 1)] // stride  # beyond a request's last page they are not read
         return attnplug.Batch(
             query_start_loc=call["cu_seq_lens_q"],
-            query_start_loc_cpu=call["cu_seq_lens_q"].cpu(),
+            query_start_loc_cpu=None,
             seq_lens=key_starts.diff(),
             num_reqs=len(key_starts) - 1,
             num_actual_tokens=len(written),
@@ -140,10 +149,12 @@ def attend(
         kv_layout="NHD",
         kv_cache_form="interleaved",
         seq_lens_cpu_kind="absent",
+        query_lens_cpu_kind="absent",
     )
     host = _hosts.get(cache)
     if host is None:
-        host = _hosts[cache] = Host(cache, allocator, request, scaling)
+        # A copy again: one context cannot be entered by two threads at once.
+        host = _hosts[cache] = _contexts[-1].copy().run(Host, cache, allocator, request, scaling)
     if host.shared != (request, scaling):
         raise NotImplementedError("layers of several shapes or scales are not part of this adapter")
     return host.forward(module.layer_idx, *rows, call).unflatten(1, (query.shape[1], -1))[None], None

@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 
+import attnplug
 from attnplug.torch_backend.impl import TorchImpl
 
 pytestmark = pytest.mark.slow
@@ -67,8 +68,8 @@ def by_generate(transformers, model, prompts):
     return {tuple(one): output[len(one) :].tolist() for one, output in zip(prompts, outputs, strict=True)}
 
 
-def in_batches(transformers, model, prompts, **more):
-    """Return the new tokens of each prompt, generated together on attnplug."""
+def in_batches(transformers, model, prompts, errors=False, **more):
+    """Return the new tokens of each prompt, generated together on attnplug; or the errors."""
     adapter = import_module("tests.hosts.continuous_batching")
     settings = transformers.ContinuousBatchingConfig(
         page_size=16, num_blocks=64, max_batch_tokens=48, auto_switch_to_flash=False, **more
@@ -81,6 +82,8 @@ def in_batches(transformers, model, prompts, **more):
             continuous_batching_config=settings,
             progress_bar=False,
         )
+    if errors:
+        return [one.error for one in results.values()]
     assert [one.error for one in results.values()] == [None] * len(prompts)
     return {tuple(one.prompt_ids): one.generated_tokens for one in results.values()}
 
@@ -127,6 +130,20 @@ def test_layers_are_bound_to_the_managers_memory(transformers, runs) -> None:
     assert len({one.untyped_storage().data_ptr() for one in (*keys, *values)}) == 1
     assert [key.data_ptr() - keys[0].data_ptr() for key in keys] == [0, 2 * page, 4 * page]
     assert [value.data_ptr() - key.data_ptr() for key, value in zip(keys, values, strict=True)] == [page] * LAYERS
+
+
+def test_the_scope_around_reaches_the_thread_of_the_manager(transformers, runs) -> None:
+    model, prompts = tiny(transformers, "Llama"), prompts_of((5, 9))
+
+    with attnplug.using(backend="torch", source="the test"):
+        in_batches(transformers, model, prompts)
+
+    (provenance,) = {metadata.state.backend.selection.provenance["backend"] for _, metadata, _ in runs}
+    assert provenance == "the test"
+    with attnplug.using(backend="flashinfer"):
+        errors = in_batches(transformers, model, prompts, errors=True)
+    assert len(errors) == 2
+    assert all("flashinfer" in str(error) for error in errors)
 
 
 def test_what_is_registered_ends_with_the_block(transformers) -> None:

@@ -215,7 +215,8 @@ def test_pages_are_read_with_no_lengths_on_the_cpu(active) -> None:
 
     agreement = active[0].backend.agreement
     requested = agreement.requirements
-    assert (requested.seq_lens_cpu_kind, agreement.reads_lengths) == ("absent", True)
+    assert (requested.seq_lens_cpu_kind, requested.query_lens_cpu_kind) == ("absent", "absent")
+    assert agreement.reads_lengths
     assert (agreement.kv_cache_form, agreement.kv_layout, requested.kv_in_cache) == ("split", "NHD", True)
 
 
@@ -228,6 +229,17 @@ def test_pages_between_those_of_other_layers_are_read(active) -> None:
 
     torch.testing.assert_close(output, by_pages(query, *pools), rtol=0, atol=0)
     assert not output.isnan().any()
+
+
+def test_pools_may_have_strides_of_their_own(active) -> None:
+    query, keys, values = pages()
+    spaced = torch.full((9, 2, 16, 4, 64), torch.nan)
+    spaced[:, 1] = keys
+
+    output = by_pages(query, spaced[:, 1], values)
+
+    torch.testing.assert_close(output, by_pages(query, keys, values), rtol=0, atol=0)
+    assert [one.backend.agreement.kv_cache_form for one in active] == ["independent", "split"]
 
 
 def test_pages_are_served_as_the_scope_says(active) -> None:

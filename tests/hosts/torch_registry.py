@@ -7,7 +7,7 @@ a KV cache of two tensors that the caller owns and has written: it is bound wher
 
 What the host cannot say of such a call, and what is done instead:
 
-* Lengths on the CPU. ``seq_lens_cpu_kind="absent"`` says so for the keys, and the starts of the queries are copied.
+* Lengths on the CPU. ``seq_lens_cpu_kind`` and ``query_lens_cpu_kind`` say that they are absent: each build reads them.
 * Which layer calls, and which calls share a step: layers of one request and scale share an implementation, and each
   call builds its metadata.
 * Limits: they are the next powers of two.
@@ -147,14 +147,15 @@ def attend_pages(
         sliding_window=sliding_window,
         block_size=key.shape[1],
         kv_layout="NHD",
-        kv_cache_form="split",
+        kv_cache_form="independent" if key.shape == value.shape and key.stride() != value.stride() else "split",
         kv_in_cache=True,
         return_lse=True,
         seq_lens_cpu_kind="absent",
+        query_lens_cpu_kind="absent",
     )
     batch = attnplug.Batch(
         query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc.cpu(),
+        query_start_loc_cpu=None,
         seq_lens=seq_lens,
         num_reqs=len(seq_lens),
         num_actual_tokens=tokens,

@@ -11,6 +11,7 @@ import pytest
 import attnplug
 from attnplug.selection import process
 from attnplug.selection.process import PROCESS
+from tests.threads import together
 
 MANIFEST = """\
 api = "1.0"
@@ -140,6 +141,36 @@ def test_threads_and_tasks_have_the_key_of_their_own_scope(both) -> None:
     assert found["thread"] == outside
     assert found["copied"] == found["generic"] == generic
     assert found["flash"] not in {outside, generic}
+
+
+def test_a_copied_context_takes_the_scope_to_other_threads(both, request_of) -> None:
+    """Threads that begin and end after the block decide as in it, each in a copy, and leave it as it was."""
+    with attnplug.using(backend="generic", source="a host"):
+        context, key = copy_context(), attnplug.scope_key()
+    outside, found, at_once = attnplug.scope_key(), [], threading.Barrier(4)
+
+    def decide() -> None:
+        at_once.wait(60)
+        with attnplug.using(kv_layout="NHD"):
+            inner = attnplug.select(request_of())
+        found.append((attnplug.select(request_of()), inner, attnplug.scope_key()))
+
+    together(*[lambda: context.copy().run(decide)] * 4)
+
+    assert len(found) == 4
+    for chosen, inner, seen in found:
+        assert (chosen.backend, chosen.provenance["backend"]) == ("generic", "a host")
+        assert (inner.backend, inner.agreement.kv_layout) == ("generic", "NHD")
+        assert seen == key
+    assert attnplug.scope_key() == outside
+    assert context.run(attnplug.scope_key) == key
+
+
+def test_one_context_is_entered_by_one_thread_at_a_time() -> None:
+    """Which is why each thread runs in a copy of it."""
+    context = copy_context()
+    with pytest.raises(RuntimeError, match="already entered"):
+        context.run(lambda: together(lambda: context.run(attnplug.scope_key)))
 
 
 def test_a_first_call_scans(installed) -> None:

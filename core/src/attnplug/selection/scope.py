@@ -2,7 +2,8 @@
 What a call requests besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and
 `using`.
 
-`using` applies its keywords to the calls of this context only; threads and tasks started elsewhere do not see them.
+`using` applies its keywords to the calls of this context only, which is a `contextvars.Context`: tasks that begin inside
+see them, threads do not, unless they run in a copy of the context.
 """
 
 from __future__ import annotations
@@ -197,6 +198,9 @@ def using(
 ) -> Iterator[None]:
     """
     Select with these keywords inside the ``with`` block, in this context only. Blocks nest; a call's own keywords win.
+
+    Tasks that begin in the block have them. A thread has them where it runs in a copy of the context:
+    ``context = contextvars.copy_context()`` in the block, ``context.copy().run(function)`` in the thread.
 
     Args:
         backend: A name (that one or nothing), or names in order; ``"auto"`` among them permits any other.
