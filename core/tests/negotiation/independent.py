@@ -37,7 +37,7 @@ NUMBERS = {
     "gqa_ratio",
 }
 SETS = {"phases", "features"}
-OPEN = {"num_q_heads", "num_kv_heads", "device_name", "num_multiprocessors", "gqa_ratio"}
+OPEN = {"num_q_heads", "num_kv_heads", "device_name", "num_multiprocessors", "gqa_ratio", "query_lens_cpu_kind"}
 NEUTRAL = {
     **dict.fromkeys(FLAGS, False),
     "attn_type": "decoder",
@@ -47,6 +47,7 @@ NEUTRAL = {
     "decode_query_len": 1,
     "dcp_size": 1,
     "seq_lens_cpu_kind": "exact",
+    "query_lens_cpu_kind": "exact",
 }
 ALIASES = {"fp8": "fp8_e4m3"}
 
@@ -156,7 +157,8 @@ class Variant:
         """Whether it serves, were all that it requires installed in a version that no rule is about."""
         facts = facts_of(requirements, device)
         # Lengths that the host does not have are read from the device, and are exact then.
-        return self.serves_facts(facts) or self.serves_facts(facts | {"seq_lens_cpu_kind": "exact"})
+        read = {"seq_lens_cpu_kind": "exact", "query_lens_cpu_kind": "exact"}
+        return self.serves_facts(facts) or self.serves_facts(facts | read)
 
     def serves_facts(self, facts):
         if not all(self.declares(name, facts) for name in facts if name not in TERMS):
@@ -240,6 +242,7 @@ REQUESTED = [
     "dcp_size",
     "batch_invariant",
     "seq_lens_cpu_kind",
+    "query_lens_cpu_kind",
     "kv_in_cache",
     "per_head_scales",
     "output_quant",

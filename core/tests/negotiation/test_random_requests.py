@@ -62,6 +62,7 @@ ENGINE = {
     "dcp_size": [1, 2, 8],
     "batch_invariant": [False, True],
     "seq_lens_cpu_kind": ["exact", "upper_bound", "absent"],
+    "query_lens_cpu_kind": ["exact", "absent"],
     "kv_in_cache": [False, True],
     "per_head_scales": [False, True],
     "output_quant": [None, "fp8_e4m3"],

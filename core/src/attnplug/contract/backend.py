@@ -249,7 +249,8 @@ class Backend(ABC):
         Args:
             tensors: A view for each role of `cache_tensors`, of its shape but for the number of blocks. The strides of
                 ``"k"`` and ``"v"`` are those of the agreed form and layout; blocks may be further apart, so that
-                padding or other layers fit between them. `attnplug.contract.split_kv` makes both from one tensor.
+                padding or other layers fit between them: as far for both, unless the form is ``"independent"``.
+                `attnplug.contract.split_kv` makes both from one tensor.
             impl: The layer whose cache it is, as for `make_cache`.
 
         Raises:

@@ -315,7 +315,11 @@ class MetadataBuilder:
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
-        """Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides."""
+        """
+        Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides.
+
+        Lengths that the agreement reads from the device are read here, once, and `build` reads them no more.
+        """
         return not batch.common_prefix_len and self.covers(
             self._guard.with_exact_numbers(batch, longest=self._decides_on_captures)
         )

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from attnplug.negotiation.cache_terms import agree_unbound
 from attnplug.negotiation.fix import find_fix
-from attnplug.negotiation.matching import Request, agree, negotiate, reads_lengths
+from attnplug.negotiation.matching import LENGTHS, QUERY_LENGTHS, Request, agree, negotiate, reads_lengths
 from attnplug.negotiation.reason import Fix
 from attnplug.negotiation.verdict import Verdict
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 
-_LENGTHS = ("seq_lens_cpu_kind", "query_lens_cpu_kind")
 _READ_LENGTHS = "the lengths are read from the device: one synchronization per build"
 
 
@@ -88,8 +87,8 @@ class Evaluation:
         """The requested features that it emulates, each with what that costs."""
         variant = self.candidate.variant
         read = {}
-        if reads_lengths(self.candidate, self.request):
-            read = {name: _READ_LENGTHS for name in _LENGTHS if name in self.request.requested_names}
+        if self.request.as_exact is not None and reads_lengths(self.candidate, self.request):
+            read = {name: _READ_LENGTHS for name in (LENGTHS, QUERY_LENGTHS) if name in self.request.requested_names}
         if variant is None or not variant.emulates:
             return read
         requested = self.request.requested_names | set(self.request.requirements.features)

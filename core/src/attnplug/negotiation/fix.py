@@ -15,7 +15,7 @@ from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.candidate import FREE
-from attnplug.negotiation.matching import LENGTHS, Request, negotiate
+from attnplug.negotiation.matching import LENGTHS, QUERY_LENGTHS, Request, negotiate
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
 from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
@@ -68,7 +68,7 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
 def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
     """Return the fields whose values the candidate does not declare, but for lengths, which a build can read."""
     pairs = (*request.requested, *request.requested_terms)
-    return tuple(pair[0] for pair in pairs if pair[0] != LENGTHS and candidate.objections((pair,)))
+    return tuple(pair[0] for pair in pairs if pair[0] not in (LENGTHS, QUERY_LENGTHS) and candidate.objections((pair,)))
 
 
 def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ _NO_TERMS: Final[Mapping[str, Any]] = dict.fromkeys(TERMS)
 LENGTHS: Final = "seq_lens_cpu_kind"
 """The field to which no objection is final: a build can read the lengths that a host lacks from the device."""
 
+QUERY_LENGTHS: Final = "query_lens_cpu_kind"
+"""Likewise, and every build reads them: core splits each batch by them."""
+
 _NO_SETTINGS: Final = Settings()
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
@@ -77,8 +80,8 @@ class Request:
         late = self.requirements.late
         heads = frozenset(late) - FREE if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
-        if LENGTHS in self.requested_names:
-            exact = self.requirements.evolve(**{LENGTHS: "exact"})
+        if LENGTHS in self.requested_names or QUERY_LENGTHS in self.requested_names:
+            exact = self.requirements.evolve(**{LENGTHS: "exact", QUERY_LENGTHS: "exact"})
             put(self, "as_exact", Request(exact, self.device, self.settings, self.origins))
 
 
@@ -121,17 +124,20 @@ def negotiate(candidate: Candidate, request: Request) -> Outcome:
         return outcome
     # Lengths that are read from the device serve what needs exact ones, so no objection to them is final.
     read = negotiate(candidate, request.as_exact)
-    if read.objections and not any(LENGTHS in each.field.split(" and ") for each in outcome.objections):
+    lengths = (LENGTHS, QUERY_LENGTHS)
+    if read.objections and not any(
+        name in lengths for each in outcome.objections for name in each.field.split(" and ")
+    ):
         return outcome
     return read
 
 
 def reads_lengths(candidate: Candidate, request: Request) -> bool:
     """Whether a candidate that can serve the request needs lengths on the CPU that the host does not have there."""
-    if request.requirements.query_lens_cpu_kind == "absent":
-        return True  # core splits each batch by them, whatever a plugin reads
     if request.as_exact is None:
         return False
+    if QUERY_LENGTHS in request.requested_names:
+        return True
     natively = evolve(request)
     object.__setattr__(natively, "as_exact", None)  # of a frozen class
     return bool(negotiate(candidate, natively).objections)
