@@ -86,7 +86,7 @@ class Evaluation:
     def emulated(self) -> Mapping[str, str]:
         """The requested features that it emulates, each with what that costs."""
         variant = self.candidate.variant
-        read = {}
+        read: dict[str, str] = {}
         if self.request.as_exact is not None and reads_lengths(self.candidate, self.request):
             read = {name: _READ_LENGTHS for name in (LENGTHS, QUERY_LENGTHS) if name in self.request.requested_names}
         if variant is None or not variant.emulates:

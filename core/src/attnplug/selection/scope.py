@@ -2,7 +2,7 @@
 What a call requests besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and
 `using`.
 
-`using` applies its keywords to the calls of this context only, which is a `contextvars.Context`: tasks that begin inside
+`using` applies its keywords to the calls of this context only, which is a `contextvars.Context`: tasks that begin in it
 see them, threads do not, unless they run in a copy of the context.
 """
 
