@@ -147,6 +147,7 @@ MUTANTS_OF_LEAST: dict[str, tuple[str, str]] = {
         "test_seq_lens_cpu_kind[*=upper_bound]",
         "seq_lens_cpu_kind=upper_bound*: output: * elements differ",
     ),
+    "averages_queries": ("test_query_lens_cpu_kind[*-paged]", "query_lens_cpu_kind=absent*: output: "),
     "takes_longest_length": ("test_seq_lens_cpu_kind[*=absent]", "is out of bounds"),
 }
 MUTANTS_ON_GPU: dict[str, tuple[str, str]] = {
@@ -184,6 +185,7 @@ MUTANT_OF_FIELD = {
     "decode_query_len": "non_causal_decodes",
     "batch_invariant": "splits_by_batch_size",
     "seq_lens_cpu_kind": "trusts_seq_lens_cpu",
+    "query_lens_cpu_kind": "averages_queries",
     "per_head_scales": "first_heads_scale",
     "features": "wrong_with_feature",
 }
