@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnplug_vllm import facts, registration, selector
+from attnplug_vllm.cache import CacheMembers
 
 
-class AttnplugBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
     """
     A choice of attnplug as vLLM's backend class. vLLM makes no instance of it.
 

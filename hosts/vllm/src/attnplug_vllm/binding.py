@@ -1,0 +1,193 @@
+"""Settles what was left open when vLLM made its layers: block size, form, layout, limits and ranks; and loads backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+from attnplug.contract import Limits, Parallel
+from attnplug.errors import NotNegotiatedError
+from attnplug_vllm import facts
+from attnplug_vllm.cache import ORDERS, check_pool, layers_of, resolved_terms, terms_of
+from attnplug_vllm.impl import Binding, LayerImpl, contract_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug import Requirements, Selection
+    from attnplug.contract import AttentionImpl, Backend, State
+    from attnplug_vllm.cache import Terms
+
+
+@define(eq=False)
+class SharedState:
+    """
+    The state that builders of one backend and variant share.
+
+    Groups of layers share workspace and graph buffers. A second builder of a layer, for a microbatch or after a
+    profiling run, gets another state: graphs may still hold the first one.
+
+    Attributes:
+        state: The state.
+        layers: The names of the layers that have a builder.
+    """
+
+    state: State
+    layers: set[str] = field(factory=set)
+
+
+def is_full_graph(config: Any) -> bool:
+    """Whether vLLM captures attention in CUDA graphs."""
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and mode.has_full_cudagraphs()
+
+
+def order_of(config: Any, terms: tuple[Terms, ...]) -> str | None:
+    """Return the name of the order of memory that vLLM has resolved, None before 0.32, which has layouts only."""
+    try:
+        order: str | None = config.cache_config.kv_cache_layout
+    except AttributeError:
+        return None
+    return ORDERS[terms[0]][0] if order is None else order
+
+
+def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
+    """
+    Return the decision for a layer with nothing left to bind. It is for the candidate that was decided on.
+
+    Args:
+        impl: The layer's implementation in vLLM.
+        layer: vLLM's layer.
+        spec: vLLM's description of its pool, with the block size of the kernels.
+        config: vLLM's configuration.
+
+    Raises:
+        NotNegotiatedError: The candidate refuses the block size.
+        NoBackendError: It refuses what only the layer says: the size of its values, or scales per head.
+    """
+    if not impl.requirements.paged:
+        return impl.selection
+    terms = terms_of(layers_of(impl.choice))
+    form, kv_layout = resolved_terms(order_of(config, terms), terms)
+    changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
+    if layer.head_size_v != impl.head_size:
+        changes["head_size_v"] = layer.head_size_v
+    if layer._k_scale.numel() > 1:  # noqa: SLF001 - vLLM keeps a layer's scales there
+        changes["per_head_scales"] = True
+    if getattr(config.cache_config, "calculate_kv_scales", False) and impl.kv_cache_dtype.startswith("fp8"):
+        raise NotNegotiatedError(
+            "calculate_kv_scales=True was given to vLLM",
+            "scales are known before CUDA graphs are captured and before anything is in the KV cache",
+            "leave --calculate-kv-scales out: scales are then those of the checkpoint, or 1",
+        )
+    requested = impl.requirements.evolve(**changes)
+    own = (impl.selection.id,)
+    if _may_cascade(config) and not facts.reasons(requested.evolve(cascade=True), own):
+        requested = requested.evolve(cascade=True)
+    return facts.select(requested, own).bind(block_size=spec.block_size)
+
+
+def _may_cascade(config: Any) -> bool:
+    """Whether vLLM looks for prefixes that all requests share; later versions do not."""
+    return hasattr(AttentionMetadataBuilder, "use_cascade_attention") and not config.model_config.disable_cascade_attn
+
+
+def load(selection: Selection, spec: Any, config: Any) -> Backend:
+    """
+    Return the backend of a decision: that of another layer of the model where the agreement is the same.
+
+    Raises:
+        CacheError: The pool that vLLM is about to make does not fit.
+        PluginError: The plugin fails.
+    """
+    for impl in impls_of(config):
+        if impl.binding is not None and impl.binding.backend.agreement == selection.agreement:
+            return impl.binding.backend
+    backend = selection.load()
+    if selection.requirements.paged:
+        terms = (str(selection.agreement.kv_cache_form), str(selection.agreement.kv_layout))
+        check_pool(spec, order_of(config, (terms,)), backend)
+    return backend
+
+
+def bind(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> AttentionImpl:
+    """
+    Return the implementation of a layer, made once for an agreement.
+
+    Raises:
+        ContractError: A learned tensor of the layer does not fit.
+    """
+    if impl.binding is None or impl.binding.backend is not backend:
+        impl.bind(Binding(backend, backend.make_impl(contract_layer(impl, layer, name, backend))))
+    assert impl.binding is not None  # noqa: S101 - for the type checker
+    return impl.binding.attn
+
+
+def impls_of(config: Any) -> list[LayerImpl]:
+    """Return the layers of a model that attnplug carries out."""
+    layers: Mapping[str, Any] = config.compilation_config.static_forward_context
+    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    return [impl for impl in impls if isinstance(impl, LayerImpl)]
+
+
+def share_state(backend: Backend, names: list[str], spec: Any, config: Any) -> State:
+    """
+    Return the state for a builder of these layers: that of builders of other layers, or a new one.
+
+    Raises:
+        LimitsError: The limits contradict the agreement.
+    """
+    limits = limits_of(backend, spec, config)
+    layers = config.compilation_config.static_forward_context
+    for shared in dict.fromkeys(impl.shared for impl in impls_of(config) if impl.shared is not None):
+        state = shared.state
+        if state.backend.id == backend.id and state.limits == limits and not shared.layers.intersection(names):
+            break
+    else:
+        shared = SharedState(backend.make_state(limits, parallel_of(config, layers[names[0]].impl)))
+    shared.layers.update(names)
+    for name in names:
+        layers[name].impl.shared = shared
+    return shared.state
+
+
+def limits_of(backend: Backend, spec: Any, config: Any) -> Limits:
+    """
+    Return the most that vLLM's batches need.
+
+    Drafts add tokens and lengths to those of the scheduler. Chunked-local attention turns each chunk of a request into
+    a request.
+    """
+    scheduler, requested = config.scheduler_config, backend.agreement.requirements
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    reqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens + drafts * scheduler.max_num_seqs
+    chunk = getattr(spec, "attention_chunk_size", None)
+    if chunk:
+        reqs = min(tokens, 2 * reqs + tokens // chunk)
+    sizes: tuple[int, ...] = ()
+    if is_full_graph(config) and backend.agreement.cudagraph != "never" and requested.paged:
+        sizes = tuple(n for n in config.compilation_config.cudagraph_capture_sizes or () if n <= tokens)
+    splits = getattr(getattr(config, "attention_config", None), "flash_attn_max_num_splits_for_cuda_graph", None)
+    return Limits(
+        max_num_reqs=reqs,
+        max_num_tokens=tokens,
+        max_seq_len=config.model_config.max_model_len + drafts,
+        capture_sizes=sizes,
+        max_num_splits=splits if sizes and backend.supports_max_num_splits else None,
+    )
+
+
+def parallel_of(config: Any, impl: LayerImpl) -> Parallel:
+    """Return the ranks that share the model."""
+    if impl.dcp_world_size == 1:
+        return Parallel()
+    from vllm.distributed.parallel_state import get_dcp_group  # noqa: PLC0415 - needs vLLM's process groups
+
+    return Parallel(
+        dcp_rank=impl.dcp_rank,
+        dcp_size=impl.dcp_world_size,
+        dcp_interleave=config.parallel_config.cp_kv_cache_interleave_size,
+        dcp_group=get_dcp_group().device_group,
+    )

@@ -1,0 +1,327 @@
+"""vLLM's metadata builder of a group of layers: one builder of the contract for each agreement in the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from attrs import field, frozen
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from attnplug.contract import Batch, GraphShape
+from attnplug.errors import BatchError
+from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnplug import Requirements, Selection
+    from attnplug.contract import Backend, GraphBuffers, MetadataBuilder
+
+LEVELS: Final[Mapping[str, str]] = {
+    "never": "NEVER",
+    "single_token_decode": "UNIFORM_SINGLE_TOKEN_DECODE",
+    "uniform_batch": "UNIFORM_BATCH",
+    "always": "ALWAYS",
+}
+"""Graph levels of the contract, rising, and vLLM's names of them."""
+
+Shape = tuple[int, int, "int | None"]
+"""Requests, tokens and query length of a captured step; None where query lengths differ."""
+
+
+@dataclass
+class StepMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """
+    One step's metadata of a group of layers. vLLM copies its fields where it wraps a builder.
+
+    Attributes:
+        parts: The metadata of each agreement, by the backend of its layers.
+        common: What vLLM gave.
+        num_actual_tokens: Query tokens, padding included.
+        slot_mapping: The slots of the step's K/V. KV connectors read it.
+    """
+
+    parts: Any
+    common: Any
+    num_actual_tokens: int
+    slot_mapping: Any
+
+
+@frozen(eq=False)
+class Part:
+    """
+    The layers of a group that share an agreement.
+
+    Attributes:
+        backend: Their backend.
+        builder: Their builder.
+        graphs: The graph buffers that it has captured, each with the addresses that the graph reads.
+    """
+
+    backend: Backend
+    builder: MetadataBuilder
+    graphs: dict[Shape, tuple[GraphBuffers, tuple[int, ...]]] = field(factory=dict)
+
+    def graph_of(self, batch: Batch) -> GraphBuffers | None:
+        """
+        Return the buffers that a step of this shape is replayed from; None runs eagerly.
+
+        A drafter passes steps of the same shape in its own tensors, which no graph of the target reads.
+        """
+        reqs, tokens = batch.num_reqs, batch.num_actual_tokens
+        found = self.graphs.get((reqs, tokens, batch.max_query_len)) or self.graphs.get((reqs, tokens, None))
+        if found is None or batch.common_prefix_len or (found[1] and found[1] != addresses(batch)):
+            return None
+        return found[0]
+
+
+def addresses(batch: Batch) -> tuple[int, ...]:
+    """Return where the tensors of a batch are that a graph reads."""
+    tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, batch.dcp_local_seq_lens)
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
+    """
+    The builder of a group of layers.
+
+    Attributes:
+        choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+        parts: The layers by agreement.
+    """
+
+    choice: ClassVar[tuple[str, ...]] = ()
+    supports_update_block_table = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **further: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **further)
+        context = vllm_config.compilation_config.static_forward_context
+        self._layers = {name: context[name] for name in layer_names}
+        self.parts = tuple(self._make_parts())
+        requested = [part.backend.agreement.requirements for part in self.parts]
+        self._is_paged, self._causal = bool(requested[0].paged), bool(requested[0].causal)
+        self._is_exact = all(one.seq_lens_cpu_kind == "exact" for one in requested)
+        self._is_local = requested[0].dcp_size > 1
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=min(r.decode_query_len for r in requested) > 1)
+        # A microbatch is cut out of a step into new tensors; all other steps are in the runner's own, which never move.
+        self._owns_inputs = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
+        self._lacks_pools = self._is_paged
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(part.builder) for part in self.parts)})"
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the highest graph level that the backends of all layers of this class support."""
+        del kv_cache_spec
+        levels = [impl.selection.agreement.cudagraph for impl in impls_of(vllm_config) if impl.choice == cls.choice]
+        return AttentionCGSupport[LEVELS[min(levels, key=list(LEVELS).index, default="never")]]
+
+    # --- what vLLM calls in each step ---
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:  # noqa: FBT001, FBT002 - vLLM's signature
+        """
+        Return the metadata of a step.
+
+        Args:
+            common_prefix_len: Tokens at the start that all requests share; 0 since vLLM 0.32.
+            common_attn_metadata: vLLM's `CommonAttentionMetadata`.
+            fast_build: Whether to favor the speed of this build over the speed of the forwards.
+
+        Raises:
+            ContractError: The batch contradicts the agreement, the limits or a captured graph.
+        """
+        if self._lacks_pools:
+            self._take_pools()
+        batch = self._batch(common_attn_metadata, common_prefix_len)
+        parts = {
+            part.backend: part.builder.build(batch, fast=fast_build, graph=part.graph_of(batch) if part.graphs else None)
+            for part in self.parts
+        }
+        return self._metadata(parts, common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
+        """
+        Return metadata that a CUDA graph is captured with, or that of a dummy step which is replayed from one.
+
+        Raises:
+            ContractError: The agreed graph level does not allow the shape.
+        """
+        if self._lacks_pools:
+            self._take_pools()
+        batch = self._batch(common_attn_metadata, 0, dummy=True)
+        shape = self._shape_of(batch)
+        parts = {part.backend: self._capture(part, shape, batch) for part in self.parts}
+        return self._metadata(parts, common_attn_metadata)
+
+    def update_block_table(self, metadata: StepMetadata, blk_table: Tensor, slot_mapping: Tensor) -> StepMetadata:
+        """
+        Return metadata of the same step with the pages of this group.
+
+        Args:
+            metadata: What the builder of another group returned.
+            blk_table: ``(num_reqs, max_blocks)`` int32.
+            slot_mapping: ``(tokens,)`` int64.
+
+        Raises:
+            ContractError: As for `build`.
+        """
+        common = metadata.common.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
+        others = {part.agreement: part for part in metadata.parts.values()}
+        found = [others.get(part.backend.agreement) for part in self.parts]
+        if self._lacks_pools or any(other is None or other.graph is not None for other in found):
+            return self.build(0, common)
+        slots = _first(slot_mapping, common.num_actual_tokens)
+        parts = {
+            part.backend: part.builder.update_block_table(other, blk_table, slots)
+            for part, other in zip(self.parts, found, strict=True)
+        }
+        return self._metadata(parts, common)
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *facts: Any, **further: Any) -> bool:
+        """Whether a shared prefix is attended to once (before 0.32): what else vLLM passes, the agreements have."""
+        del facts, further
+        lens = query_lens.tolist()
+        return all(part.builder.use_cascade_attention(common_prefix_len, lens) for part in self.parts)
+
+    # --- machinery ---
+
+    def _make_parts(self) -> Iterator[Part]:
+        spec, config, layers = self.kv_cache_spec, self.vllm_config, self._layers
+        groups: dict[tuple[str, Requirements], tuple[Selection, list[str]]] = {}
+        for name, layer in layers.items():
+            selection = settle(layer.impl, layer, spec, config)
+            groups.setdefault((selection.id, selection.requirements), (selection, []))[1].append(name)
+        for selection, names in groups.values():
+            backend = load(selection, spec, config)
+            impls = [bind(layers[name].impl, layers[name], name, backend) for name in names]
+            yield Part(backend, backend.make_builder(impls, share_state(backend, names, spec, config)))
+
+    def _take_pools(self) -> None:
+        """Bind the pools with the first step, which vLLM runs after it has made them."""
+        for layer in self._layers.values():
+            pool = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
+            if pool.numel():
+                layer.impl.take_pool(pool)
+        self._lacks_pools = False
+
+    def _batch(self, common: Any, common_prefix_len: int, *, dummy: bool = False) -> Batch:
+        """Return vLLM's metadata as a batch. Its tensors are vLLM's, cut to the step; nothing waits for the device."""
+        reqs, tokens = int(common.num_reqs), int(common.num_actual_tokens)
+        if common.causal is not self._causal:
+            _refuse_causal(common.causal, causal=self._causal)
+        starts, starts_cpu = _first(common.query_start_loc, reqs + 1), _first(common.query_start_loc_cpu, reqs + 1)
+        seq_lens = _first(common.seq_lens, reqs)
+        if not self._is_paged:
+            return Batch(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts_cpu,
+                key_start_loc=starts,
+                key_start_loc_cpu=starts_cpu,
+                seq_lens=seq_lens,
+                seq_lens_cpu=starts_cpu.diff(),
+                num_reqs=reqs,
+                num_actual_tokens=tokens,
+                max_query_len=int(common.max_query_len),
+                max_seq_len=int(common.max_seq_len),
+                causal=self._causal,
+            )
+        table, slots = _first(common.block_table_tensor, reqs), _first(common.slot_mapping, tokens)
+        is_host = table.is_cpu
+        local = common.dcp_local_seq_lens if self._is_local else None
+        return Batch(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens if is_host else self._seq_lens_cpu(common, reqs),
+            num_reqs=reqs,
+            num_actual_tokens=tokens,
+            max_query_len=int(common.max_query_len),
+            max_seq_len=int(common.max_seq_len),
+            block_table=table,
+            block_table_cpu=table if is_host else None,
+            slot_mapping=slots,
+            slot_mapping_cpu=slots if is_host else None,
+            causal=self._causal,
+            common_prefix_len=common_prefix_len,
+            dcp_local_seq_lens=None if local is None else _first(local, reqs),
+            dcp_local_seq_lens_cpu=None if local is None else _local_lens_cpu(common, reqs),
+            # A dummy run of vLLM names no slot. On the CPU its pages are looked at: they may be of requests that ended.
+            dummy=dummy or (is_host and local is None and tokens > 0 and not bool((slots >= 0).any())),
+        )
+
+    def _seq_lens_cpu(self, common: Any, reqs: int) -> Tensor | None:
+        """Return the CPU lengths: exact where they were agreed on, else bounds, or None."""
+        lens = getattr(common, "_seq_lens_cpu", None)
+        if lens is None:
+            lens = common.seq_lens_cpu_upper_bound
+        if lens is None and self._is_exact:
+            lens = common.seq_lens.cpu()
+        return None if lens is None else _first(lens, reqs)
+
+    def _shape_of(self, batch: Batch) -> Shape:
+        """Return the shape under which vLLM captures a step: of one query length, unless its graphs take mixed batches."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        reqs, tokens = batch.num_reqs, batch.num_actual_tokens
+        is_uniform = mode.separate_routine() and tokens == reqs * batch.max_query_len
+        return reqs, tokens, batch.max_query_len if is_uniform else None
+
+    def _capture(self, part: Part, shape: Shape, batch: Batch) -> Any:
+        """Build into the graph buffers of a shape, which are made at its first capture."""
+        state, builder = part.builder.state, part.builder
+        if shape in part.graphs:
+            graph = part.graphs[shape][0]
+            return builder.build(graph.dummy_batch(builder) if self._owns_inputs else batch, graph=graph)
+        state.begin_capture(state.limits.max_num_reqs)
+        try:
+            graph = state.graph(GraphShape(*shape), host_owned_inputs=not self._owns_inputs)
+            metadata = builder.build(graph.dummy_batch(builder) if self._owns_inputs else batch, graph=graph)
+        except BaseException:
+            state.abort_capture()
+            raise
+        state.end_capture()
+        part.graphs[shape] = (graph, () if self._owns_inputs else addresses(batch))
+        return metadata
+
+    @staticmethod
+    def _metadata(parts: Mapping[Backend, Any], common: Any) -> StepMetadata:
+        return StepMetadata(parts, common, common.num_actual_tokens, common.slot_mapping)
+
+
+@cache
+def make_builder_class(choice: tuple[str, ...] = ()) -> type[GroupBuilder]:
+    """
+    Return the class of the builders of a choice.
+
+    Args:
+        choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
+    """
+    return type("AttnplugBuilder", (GroupBuilder,), {"choice": choice, "__module__": __name__})
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Return the first entries: vLLM's tensors may be longer than a step."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
+
+
+def _local_lens_cpu(common: Any, reqs: int) -> Tensor | None:
+    lens = getattr(common, "dcp_local_seq_lens_cpu", None)
+    if lens is None:
+        lens = getattr(common, "dcp_local_seq_lens_cpu_upper_bound", None)
+    return None if lens is None else _first(lens, reqs)
+
+
+def _refuse_causal(given: Any, *, causal: bool) -> None:
+    if isinstance(given, torch.Tensor) or bool(given) is not causal:
+        raise BatchError(
+            f"vLLM's metadata has causal={'a flag per request' if isinstance(given, torch.Tensor) else given}",
+            f"causal={causal} was negotiated for all requests of these layers",
+            "leave --attention-backend out for this model: vLLM then chooses one of its own",
+        )

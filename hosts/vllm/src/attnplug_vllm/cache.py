@@ -1,0 +1,267 @@
+"""
+vLLM's KV-cache pools as KV caches of the contract: which forms and orders vLLM is told, and the views of a pool.
+
+vLLM 0.32 and later fix the logical shape ``(blocks, heads, tokens, content)`` of a layer's pool and name orders of memory
+(`KVCacheLayout`); a backend may change what heads and content are (`customize_spec`). Earlier versions request a shape
+and an order of its axes. In both, a key has its value behind it by default: the form that the contract calls packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+from weakref import WeakSet
+
+import torch
+
+from attnplug.contract import split_kv, torch_dtype
+from attnplug.errors import CacheError
+from attnplug_vllm import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from attnplug.contract import Backend, KVCache
+
+Terms = tuple[str, str]
+"""A form and a layout, in the words of `attnplug.Requirements`: ``("packed", "NHD")``."""
+
+FORMS: Final = ("packed", "interleaved", "joint")
+"""The forms that a pool of vLLM can have, most preferred first. Another than packed changes vLLM's own shape."""
+
+ORDERS: Final[Mapping[Terms, tuple[str, ...]]] = {
+    ("packed", "NHD"): ("LBNHC", "BLNHC"),
+    ("packed", "HND"): ("LBHNC", "BLHNC"),
+    ("interleaved", "NHD"): ("LBHNC", "BLHNC"),
+    ("interleaved", "HND"): ("LBHNC", "BLHNC"),
+    ("joint", "NHD"): ("LHBNC",),
+    ("joint", "HND"): ("LHBNC",),
+}
+"""vLLM's orders of memory in which a pool has a form and a layout, those that keep a layer's blocks together first."""
+
+_LAYERS: Final[WeakSet[Any]] = WeakSet()
+
+
+def enlist(layer: Any) -> None:
+    """Count a layer among those whose pools vLLM is about to lay out; it has `choice`, `selection` and `requirements`."""
+    _LAYERS.add(layer)
+
+
+class CacheMembers:
+    """
+    The members of vLLM's `AttentionBackend` that are about KV caches, in all versions.
+
+    Attributes:
+        choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+    """
+
+    choice: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return the orders of memory that all layers of this class can have, most preferred first (0.32 and later)."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: PLC0415 - earlier versions have none
+
+        return tuple(KVCacheLayout[name] for name in order_names(terms_of(layers_of(cls.choice))))
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return vLLM's description of a layer's pool, with the heads and the content of the form (0.32 and later)."""
+        return with_form(spec, terms_of(layers_of(cls.choice))[0])
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the logical shape of a layer's pool (before 0.32)."""
+        del cache_dtype_str
+        return pool_shape(terms_of(layers_of(cls.choice))[0][0], num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool = False) -> tuple[int, ...]:  # noqa: FBT001, FBT002 - vLLM's signature
+        """Return the axes of the pool from the slowest to the fastest in memory (before 0.32)."""
+        terms = resolved_terms(None, terms_of(layers_of(cls.choice)))
+        axes = pool_axes(terms)
+        if not include_num_layers_dimension:
+            return axes
+        moved = tuple(axis + 1 for axis in axes)
+        # Layers inside a block: blocks of a layer are then further apart, which every form with blocks first allows.
+        return (0, *moved) if terms[0] == "joint" else (1, 0, *moved[1:])
+
+
+def layers_of(choice: tuple[str, ...]) -> list[Any]:
+    """Return the layers of this process that have a KV cache and were made for a choice, those of dropped engines aside."""
+    return [layer for layer in _LAYERS if layer.choice == choice and layer.requirements.paged]
+
+
+def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:
+    """
+    Return the terms that the backends of all these layers take, most preferred first, of one form.
+
+    Raises:
+        CacheError: There are none.
+    """
+    decided = {(layer.selection.id, layer.requirements): layer.selection for layer in layers}
+    preferred = [selection.agreement.kv_layout for selection in decided.values()]
+    orders = ("HND", "NHD") if preferred and set(preferred) == {"HND"} else ("NHD", "HND")
+    for form in FORMS:
+        found = tuple((form, kv_layout) for kv_layout in orders if _all_take(decided.values(), form, kv_layout))
+        if found:
+            return found
+    raise CacheError(
+        f"the layers of {', '.join(sorted({selection.id for selection in decided.values()}))} share no form of a KV cache",
+        f"a pool of vLLM is one of {', '.join(FORMS)}, with tokens before heads or heads before tokens, for all layers",
+        "name one backend for all layers with --attention-backend",
+    )
+
+
+def _all_take(selections: Iterable[Any], form: str, kv_layout: str) -> bool:
+    return all(
+        not facts.reasons(one.requirements.evolve(kv_cache_form=form, kv_layout=kv_layout), (one.id,))
+        for one in selections
+    )
+
+
+def order_names(terms: Iterable[Terms]) -> tuple[str, ...]:
+    """Return vLLM's names of the orders of memory for terms: all that keep a layer's blocks together, then the others."""
+    names = [ORDERS[one] for one in terms]
+    return tuple(dict.fromkeys([*(first for first, *_ in names), *(name for _, *rest in names for name in rest)]))
+
+
+def resolved_terms(order: str | None, terms: tuple[Terms, ...]) -> Terms:
+    """
+    Return the terms that vLLM has resolved.
+
+    Args:
+        order: The name of the order of memory (0.32 and later); None where vLLM names the layout instead.
+        terms: Those that it was told.
+
+    Raises:
+        CacheError: It resolved none of them.
+    """
+    if order is None:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout  # noqa: PLC0415 - later versions have none
+
+        kv_layout = get_kv_cache_layout()
+        found = next((one for one in terms if one[1] == kv_layout), None)
+    else:
+        kv_layout = order
+        found = next((one for one in terms if order in ORDERS[one]), None)
+    if found is None:
+        raise CacheError(
+            f"vLLM lays its KV cache out as {kv_layout}",
+            f"the chosen backends take {' or '.join(f'kv_cache_form={f!r}, kv_layout={n!r}' for f, n in terms)}",
+            "leave VLLM_KV_CACHE_LAYOUT out, or name another backend with --attention-backend",
+        )
+    return found
+
+
+def with_form(spec: Any, terms: Terms) -> Any:
+    """Return vLLM's description of a layer's pool, so that its shape has the form."""
+    form, kv_layout = terms
+    if form == "packed":
+        return spec
+    rows = spec.num_kv_heads if (form, kv_layout) == ("interleaved", "HND") else 1
+    content = spec.num_kv_heads // rows * spec.head_size * spec.dtype.itemsize
+    return replace(spec, num_head_slots=2 * rows, state_content_bytes=content)
+
+
+def views_of(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
+    """
+    Return the keys and the values in a layer's pool, ``(blocks, tokens, heads, size)`` each.
+
+    Args:
+        pool: What vLLM binds to the layer: ``(blocks, heads, tokens, content)``, or the shape of `get_kv_cache_shape`.
+        backend: The layer's backend, whose agreement has the form.
+
+    Raises:
+        CacheError: The pool has no such axes.
+    """
+    agreement = backend.agreement
+    form, kv_layout = agreement.kv_cache_form or FORMS[0], agreement.kv_layout or "NHD"
+    heads, size = agreement.requirements.num_kv_heads, agreement.requirements.head_size
+    dtype, heads_first = torch_dtype(agreement.kv_cache_dtype), kv_layout == "HND"
+    if pool.dtype != dtype and pool.dtype.itemsize == dtype.itemsize:
+        pool = pool.view(dtype)  # vLLM keeps 8-bit floats as bytes
+    if pool.ndim == 5:  # before 0.32
+        pool = pool.transpose(2, 3) if heads_first else pool
+    elif form == "packed":
+        pool = pool if heads_first else pool.transpose(1, 2)
+    elif (form, kv_layout) == ("interleaved", "HND"):
+        pool = pool.unflatten(1, (2, heads))
+    else:  # the tokens of a block and their content are one run of memory
+        blocks, pair, tokens, _ = pool.shape
+        pool = pool.view(blocks, pair, *((heads, tokens) if heads_first else (tokens, heads)), size)
+        pool = pool.transpose(0, 1) if form == "joint" else pool
+    return split_kv(pool, form, kv_layout, size)
+
+
+def bind_pool(pool: Tensor, backend: Backend, attn: Any = None) -> KVCache:
+    """
+    Return a layer's pool as the KV cache of its backend.
+
+    Tensors that the backend keeps besides keys and values are allocated here: vLLM's pools have no room for them.
+
+    Args:
+        pool: What vLLM binds to the layer.
+        backend: The layer's backend.
+        attn: The layer's implementation, which writes what is its own into its KV cache.
+
+    Raises:
+        CacheError: The pool is not one of the agreement.
+    """
+    views = views_of(pool, backend)
+    further = {
+        role: one.allocate(pool.device)
+        for role, one in backend.cache_tensors(views["k"].shape[0]).items()
+        if role not in views
+    }
+    return backend.bind_cache({**views, **further}, impl=attn)
+
+
+def check_pool(spec: Any, order: str | None, backend: Backend) -> None:
+    """
+    Check that the pool which vLLM is about to make fits the agreement, before there is memory.
+
+    Args:
+        spec: vLLM's description of a layer's pool, with the block size of the kernels.
+        order: The name of the order of memory; None before 0.32.
+        backend: The layer's backend.
+
+    Raises:
+        CacheError: It does not fit.
+    """
+    agreement = backend.agreement
+    terms = (agreement.kv_cache_form or FORMS[0], agreement.kv_layout or "NHD")
+    blocks, layers = 2, 2
+    if order is None:
+        shape, axes = pool_shape(terms[0], blocks, spec.block_size, spec.num_kv_heads, spec.head_size), pool_axes(terms)
+        pool = torch.empty([shape[axis] for axis in axes], dtype=spec.dtype, device="meta")
+        pool = pool.permute([axes.index(axis) for axis in range(len(axes))])
+    else:
+        from vllm.v1.kv_cache_interface import KVCacheLayout, compute_layout_strides  # noqa: PLC0415 - see above
+
+        layout, item = KVCacheLayout[order], spec.dtype.itemsize
+        dense = replace(spec, page_size_padded=None)  # padding is between blocks, where any room may be
+        strides = compute_layout_strides(dense, blocks, layers, layout)[1:]
+        shape = (blocks, spec.num_heads, spec.num_states, spec.state_content_size_bytes // item)
+        pool = torch.empty_strided(shape, [*(s // item for s in strides[:3]), 1], dtype=spec.dtype, device="meta")
+    bind_pool(pool, backend)
+
+
+def pool_shape(form: str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """Return the logical shape of a layer's pool before 0.32."""
+    if form == "packed":
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+    pair = (2, num_blocks) if form == "joint" else (num_blocks, 2)
+    return (*pair, block_size, num_kv_heads, head_size)
+
+
+def pool_axes(terms: Terms) -> tuple[int, ...]:
+    """Return the axes of such a pool from the slowest to the fastest in memory."""
+    form, kv_layout = terms
+    if form == "packed":
+        return (0, 1, 2, 3) if kv_layout == "HND" else (0, 2, 1, 3)
+    return (0, 1, 3, 2, 4) if kv_layout == "HND" else (0, 1, 2, 3, 4)

@@ -1,0 +1,307 @@
+"""One attention layer of vLLM, carried out by an implementation of attnplug."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import define
+from vllm.v1.attention.backend import AttentionImpl
+
+from attnplug.contract import Layer
+from attnplug.errors import CacheError, LayerError, NotNegotiatedError
+from attnplug_vllm import facts
+from attnplug_vllm.cache import bind_pool, enlist
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attnplug import Requirements, Selection
+    from attnplug.contract import AttentionImpl as Implementation
+    from attnplug.contract import Backend, KVCache
+    from attnplug_vllm.binding import SharedState
+    from attnplug_vllm.builder import StepMetadata
+
+_NO_POOL = object()
+"""What a layer is bound to before its first step: no pool is identical to it."""
+
+
+@define(eq=False)
+class Binding:
+    """
+    What a layer is bound to when its builder is made.
+
+    Attributes:
+        backend: The loaded backend, the same object for all layers of one agreement.
+        attn: The layer's implementation.
+    """
+
+    backend: Backend
+    attn: Implementation
+
+
+class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """
+    One layer. A decision is made when vLLM makes it; its builder, which knows the block size, binds it.
+
+    Attributes:
+        choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+        requirements: What the layer requests, its block size aside.
+        selection: The decision.
+        binding: What the builder bound it to; None before.
+        shared: The state that its builder shares with those of other layers; None before.
+    """
+
+    choice: ClassVar[tuple[str, ...]] = ()
+
+    # Backends merge the ranks' parts themselves; vLLM refuses decode context parallelism for layers that say no.
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        use_alibi_sqrt: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+        block_sparse: Mapping[str, Any] | None = None,
+        **further: Any,
+    ) -> None:
+        _refuse_further({name: value for name, value in further.items() if value is not None})
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.alibi_slopes = alibi_slopes
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or None  # some models pass 0 for none
+        self.attn_type = facts.text_of(attn_type)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.requirements = facts.layer_requirements(
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),
+            num_q_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            kv_cache_dtype=kv_cache_dtype,
+            sliding_window=sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            attn_type=attn_type,
+            alibi=None if alibi_slopes is None else "sqrt" if use_alibi_sqrt else "linear",
+            sinks=sinks is not None,
+            kv_sharing=kv_sharing_target_layer_name is not None,
+            block_sparse=block_sparse,
+            **facts.engine_fields(),
+        )
+        self.selection = facts.select(self.requirements, self.choice)
+        self.binding: Binding | None = None
+        self.shared: SharedState | None = None
+        self._pool: object = _NO_POOL
+        self._cache: KVCache | None = None
+        self._backend: Backend | None = None
+        self._attend: Any = None
+        self._width = 0
+        enlist(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.selection.id}, {self.binding and self.binding.attn.layer.name!r})"
+
+    def forward(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: StepMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Attend, and write the K/V of the step into the KV cache.
+
+        Args:
+            layer: vLLM's layer, with the quantization scales.
+            query: ``(tokens, num_heads, head_size)``, padded rows included.
+            key: ``(tokens, num_kv_heads, head_size)``, None where nothing is written.
+            value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
+            kv_cache: The layer's pool, the same object in every step.
+            attn_metadata: What the builder returned; None in a profiling run, which fills the output with zeros.
+            output: ``(tokens, num_heads, head_size_v)``, written in place.
+            output_scale: None: a quantized output is refused.
+            output_block_scale: Likewise.
+
+        Raises:
+            NotNegotiatedError: The output is to be quantized.
+            ContractError: The pool does not fit, or a tensor does not.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        if kv_cache is not self._pool or output_scale is not None or output_block_scale is not None:
+            self._prepare(layer, kv_cache, output_scale, output_block_scale)
+        self._attend(
+            query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width)
+        )
+        return output
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take note of new weights: the next step reads the scales and the sinks of a bound layer again."""
+        del act_dtype
+        self._pool = _NO_POOL
+
+    # --- what the builder calls ---
+
+    def bind(self, binding: Binding) -> None:
+        """Carry out the layer with an implementation; the pool is bound with the first step."""
+        self.binding = binding
+        self._backend = binding.backend
+        self._width = binding.attn.output_width
+        self._attend = binding.attn.forward if self.kv_sharing_target_layer_name is None else self._attend_to_target
+        self._pool = _NO_POOL
+
+    def take_pool(self, pool: Tensor) -> None:
+        """
+        Bind the layer's pool.
+
+        Raises:
+            CacheError: It does not fit.
+        """
+        binding = self._bound()
+        if binding.attn.is_paged:
+            self._cache = bind_pool(pool, binding.backend, binding.attn)
+        self._pool = pool
+
+    # --- machinery ---
+
+    def _attend_to_target(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Any, metadata: Any, output: Tensor
+    ) -> None:
+        """Attend to the KV cache of an earlier layer, whose K/V are there already."""
+        del key, value
+        self._bound().attn.forward(query, None, None, cache, metadata, output)
+
+    def _bound(self) -> Binding:
+        if self.binding is None:
+            raise LayerError(
+                f"a layer on {self.selection.id} was called with metadata of a step",
+                "vLLM makes a metadata builder for each group of layers before it runs a step",
+                "run the model through vLLM's model runner",
+            )
+        return self.binding
+
+    def _prepare(self, layer: Any, pool: Tensor, *output_scales: Tensor | None) -> None:
+        """Do what a call does not have to do again: bind the pool, and read scales that have changed."""
+        attn = self._bound().attn
+        if any(scale is not None for scale in output_scales):
+            raise NotNegotiatedError(
+                f"layer {attn.layer.name!r} was given the scale of a quantized output",
+                "vLLM fuses the quantization of an output into attention where a backend says that it supports that",
+                "set fuse_attn_quant=False in vLLM's pass_config",
+            )
+        if attn.is_paged and not pool.numel():
+            raise CacheError(
+                f"layer {attn.layer.name!r} was given metadata of a step, and no KV cache",
+                "vLLM binds a pool to each layer before it runs a step",
+                "run the model through vLLM's model runner",
+            )
+        update_scales(attn, layer)
+        self.take_pool(pool)
+
+
+def _refuse_further(further: Mapping[str, Any]) -> None:
+    if further:
+        raise NotNegotiatedError(
+            f"vLLM's layer has {', '.join(f'{name}={value!r}' for name, value in further.items())}",
+            "attnplug has no feature of that name",
+            "leave --attention-backend out for this model: vLLM then chooses one of its own",
+        )
+
+
+@cache
+def make_impl_class(choice: tuple[str, ...] = ()) -> type[LayerImpl]:
+    """
+    Return the class of the layers of a choice.
+
+    Args:
+        choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
+    """
+    return type("AttnplugImpl", (LayerImpl,), {"choice": choice, "__module__": __name__})
+
+
+def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> Layer:
+    """
+    Return a layer of the contract, with the learned tensors of vLLM's, after its weights are loaded.
+
+    Args:
+        impl: The layer's implementation in vLLM.
+        layer: vLLM's layer.
+        name: Its name.
+        backend: Its backend.
+    """
+    slopes = impl.alibi_slopes
+    if slopes is not None:
+        slopes = torch.as_tensor(slopes, dtype=torch.float32, device=backend.device).detach()
+    return Layer(
+        name=name,
+        scale=impl.scale,
+        sliding_window=impl.sliding_window,
+        logits_soft_cap=impl.logits_soft_cap,
+        alibi_slopes=slopes,
+        sinks=None if impl.sinks is None else impl.sinks.detach(),
+        kv_sharing_target=impl.kv_sharing_target_layer_name,
+        **scales_of(layer, backend),
+    )
+
+
+def scales_of(layer: Any, backend: Backend) -> dict[str, Tensor]:
+    """
+    Return the quantization scales of vLLM's layer that its backend applies, as fields of `Layer`.
+
+    A scale of keys or values other than 1 that it does not apply is returned too: the contract refuses it.
+    """
+    if not backend.agreement.kv_cache_dtype.startswith("fp8"):
+        return {}
+    found: dict[str, Tensor] = {}
+    for letter in "qkv":
+        scale = getattr(layer, f"_{letter}_scale").detach()
+        applied = letter in backend.impl_class.static_scales
+        if applied or (letter != "q" and bool((scale != 1).any())):
+            found[f"{letter}_scale_tensor"] = scale
+    return found
+
+
+def update_scales(attn: Implementation, layer: Any) -> None:
+    """
+    Give an implementation the scales that vLLM's layer has now, if they are others.
+
+    Raises:
+        ContractError: A captured graph has the former ones, or a value is wrong.
+    """
+    changed: dict[str, Any] = {}
+    for name, scale in scales_of(layer, attn.backend).items():
+        former = getattr(attn.layer, name)
+        if _differs(former, scale, getattr(attn.layer, name.removesuffix("_tensor"))):
+            in_place = former is not None and former.data_ptr() == scale.data_ptr()
+            changed[name] = former if in_place else scale  # graphs may go on with a tensor that was changed in place
+    if changed:
+        attn.update_scales(**changed)
+
+
+def _differs(former: Tensor | None, scale: Tensor, host: float | None) -> bool:
+    """Whether a scale is another one: another tensor of other values, or the same one, changed in place."""
+    if former is None or not torch.equal(former.flatten(), scale.flatten().to(former.device)):
+        return True
+    return former.numel() == 1 and host is not None and abs(host - float(scale)) > 1e-6 * host
