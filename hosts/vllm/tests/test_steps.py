@@ -1,13 +1,108 @@
-from __future__ import annotations
-import pytest
-import torch
-from rig import Rig
+"""Steps with hand-made metadata, compared with the oracle: every feature of a layer, in the orders of vLLM's runner."""
 
-def test_mixed():
-    rig = Rig([{}, {"sliding_window": 8}])
-    a, b, c, d = (rig.add() for _ in range(4))
-    assert rig.run([(a, 5), (b, 37), (c, 2)]) < 1e-5
-    assert rig.run([(a, 1), (b, 1), (c, 1), (d, 20)]) < 1e-5
-    e = rig.add()
-    assert rig.run([(a, 1), (b, 9), (e, 1)]) < 1e-5
-    assert len(rig.builder.parts) == 2
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
+
+import torch
+
+from hosts.vllm.tests.rig import ORDERS, Rig
+
+SLOPES = [2.0 ** -(head + 1) for head in range(4)]
+FEATURES = {
+    "plain": [{}],
+    "window beside full": [{}, {"sliding_window": 8}, {}],
+    "two windows": [{"sliding_window": 8}, {"sliding_window": 40}],
+    "soft cap": [{"logits_soft_cap": 3.0}, {"logits_soft_cap": 0.0}],
+    "sinks": [{"sinks": torch.tensor([0.5, -1.0, 2.0, -1e4])}, {"sinks": torch.zeros(4), "sliding_window": 20}],
+    "alibi": [{"alibi_slopes": SLOPES}],
+    "alibi of square roots": [{"alibi_slopes": SLOPES, "use_alibi_sqrt": True}, {"use_alibi_sqrt": False}],
+    "shared KV": [{}, {"kv_sharing_target_layer_name": "layers.0"}],
+    "all": [
+        {"sliding_window": 24, "logits_soft_cap": 5.0, "sinks": torch.ones(4)},
+        {"logits_soft_cap": 5.0, "sinks": torch.ones(4)},
+        {"kv_sharing_target_layer_name": "layers.1", "logits_soft_cap": 5.0, "sinks": torch.zeros(4)},
+    ],
+}
+
+
+def walk(rig: Rig, steps: int = 6) -> float:
+    """Run random steps: decodes, chunks and new prompts of one token and more, in any order; prompts may share blocks."""
+    running, worst = rig.add(3), rig.run([(0, 5), (1, 37), (2, 1)])
+    for _ in range(steps):
+        step = [(index, rig.random.choice([1, 1, 1, 9])) for index in running if rig.random.random() < 0.9]
+        for index in rig.add(rig.random.choice([0, 0, 1])):
+            running.append(index)
+            step.append((index, rig.random.choice([1, 20])))
+        if rig.random.random() < 0.5:
+            rig.random.shuffle(step)
+        else:  # as the runner reorders them: decodes, chunks, then prompts
+            step.sort(key=lambda one: (one[1] > 1, rig.requests[one[0]].len == 0))
+        if step:
+            worst = max(worst, rig.run(step[:8], pad_tokens=rig.random.choice([0, 3])))
+    return worst
+
+
+@pytest.mark.parametrize("layers", FEATURES.values(), ids=FEATURES)
+def test_features_of_layers(layers):
+    assert walk(Rig(layers)) < 1e-5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("block_size", "kv_heads"), [(16, 2), (8, 1), (32, 4)])
+def test_orders_of_memory(order, block_size, kv_heads):
+    rig = Rig([{}, {"sliding_window": 24}], order=order, block_size=block_size, num_kv_heads=kv_heads)
+    assert walk(rig) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_steps(seed):
+    assert walk(Rig([{}, {"sliding_window": 12, "logits_soft_cap": 4.0}], seed=seed), steps=12) < 1e-5
+
+
+def test_layers_of_one_agreement_share_a_builder():
+    rig = Rig([{}, {"sliding_window": 8}, {}, {"sliding_window": 8}])
+    names = [[impl.layer.name for impl in part.builder.impls] for part in rig.builder.parts]
+    assert names == [["layers.0", "layers.2"], ["layers.1", "layers.3"]]
+    first, second = rig.builder.parts
+    assert first.builder.state is second.builder.state
+
+
+def test_a_prompt_of_one_token_behind_a_prefill():
+    rig = Rig([{}])
+    rig.add(3)
+    rig.run([(0, 5)])
+    assert rig.run([(0, 1), (1, 30), (2, 1)]) < 1e-5
+
+
+def test_prefix_caching_shares_blocks():
+    rig = Rig([{}])
+    rig.add(2)
+    rig.run([(0, 40)])
+    first, second = rig.requests
+    second.blocks, second.len = first.blocks[:2], 32
+    second.k = {name: keys[:32] for name, keys in first.k.items()}
+    second.v = {name: values[:32] for name, values in first.v.items()}
+    assert rig.run([(0, 1), (1, 7)]) < 1e-5
+
+
+def test_a_profiling_run_fills_the_output_with_zeros():
+    rig = Rig([{}])
+    inputs = rig.inputs(5)
+    rig.forward(inputs, None)
+    assert not inputs["layers.0"].out.any()
+
+
+def test_a_dummy_run_writes_nothing():
+    rig = Rig([{}])
+    rig.add(2)
+    rig.run([(0, 5), (1, 20)])
+    before = rig.layers["layers.0"].kv_cache.clone()
+    common = rig.common([(0, 1), (1, 1)])  # pages of requests that ended may be there still
+    common.slot_mapping.fill_(-1)
+    rig.forward(rig.inputs(2), rig.builder.build(0, common))
+    assert torch.equal(before.view(torch.int8), rig.layers["layers.0"].kv_cache.view(torch.int8))
+    rig.forward(rig.inputs(4), rig.builder.build(0, rig.dummy(4)))
+    assert rig.run([(0, 1), (1, 1)]) < 1e-5

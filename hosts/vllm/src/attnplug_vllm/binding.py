@@ -1,4 +1,4 @@
-"""Settles what was left open when vLLM made its layers: block size, form, layout, limits and ranks; and loads backends."""
+"""Settles what was open when vLLM made its layers: block size, form, layout, limits, ranks; and loads their backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug_vllm.impl import Binding, LayerImpl, contract_layer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug import Requirements, Selection
+    from attnplug import Selection
     from attnplug.contract import AttentionImpl, Backend, State
     from attnplug_vllm.cache import Terms
 

@@ -15,7 +15,7 @@ from attnplug.errors import BatchError
 from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -142,7 +142,9 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             self._take_pools()
         batch = self._batch(common_attn_metadata, common_prefix_len)
         parts = {
-            part.backend: part.builder.build(batch, fast=fast_build, graph=part.graph_of(batch) if part.graphs else None)
+            part.backend: part.builder.build(
+                batch, fast=fast_build, graph=part.graph_of(batch) if part.graphs else None
+            )
             for part in self.parts
         }
         return self._metadata(parts, common_attn_metadata)
@@ -174,14 +176,13 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             ContractError: As for `build`.
         """
         common = metadata.common.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
-        others = {part.agreement: part for part in metadata.parts.values()}
-        found = [others.get(part.backend.agreement) for part in self.parts]
-        if self._lacks_pools or any(other is None or other.graph is not None for other in found):
+        others = {other.agreement: other for other in metadata.parts.values() if other.graph is None}
+        if self._lacks_pools or any(part.backend.agreement not in others for part in self.parts):
             return self.build(0, common)
         slots = _first(slot_mapping, common.num_actual_tokens)
         parts = {
-            part.backend: part.builder.update_block_table(other, blk_table, slots)
-            for part, other in zip(self.parts, found, strict=True)
+            part.backend: part.builder.update_block_table(others[part.backend.agreement], blk_table, slots)
+            for part in self.parts
         }
         return self._metadata(parts, common)
 
@@ -267,7 +268,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         return None if lens is None else _first(lens, reqs)
 
     def _shape_of(self, batch: Batch) -> Shape:
-        """Return the shape under which vLLM captures a step: of one query length, unless its graphs take mixed batches."""
+        """Return the shape that a step is captured with: of one query length, unless vLLM's graphs take mixed batches."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
         reqs, tokens = batch.num_reqs, batch.num_actual_tokens
         is_uniform = mode.separate_routine() and tokens == reqs * batch.max_query_len

@@ -1,9 +1,9 @@
 """
 vLLM's KV-cache pools as KV caches of the contract: which forms and orders vLLM is told, and the views of a pool.
 
-vLLM 0.32 and later fix the logical shape ``(blocks, heads, tokens, content)`` of a layer's pool and name orders of memory
-(`KVCacheLayout`); a backend may change what heads and content are (`customize_spec`). Earlier versions request a shape
-and an order of its axes. In both, a key has its value behind it by default: the form that the contract calls packed.
+vLLM 0.32 and later fix the logical shape ``(blocks, heads, tokens, content)`` of a layer's pool and name orders of
+memory (`KVCacheLayout`); a backend may change what heads and content are (`customize_spec`). Earlier versions request a
+shape and an order of its axes. In both, a key has its value behind it by default: the form that is called packed here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LAYERS: Final[WeakSet[Any]] = WeakSet()
 
 
 def enlist(layer: Any) -> None:
-    """Count a layer among those whose pools vLLM is about to lay out; it has `choice`, `selection` and `requirements`."""
+    """Count a layer among those whose pools vLLM lays out; it has `choice`, `selection` and `requirements`."""
     _LAYERS.add(layer)
 
 
@@ -92,7 +92,7 @@ class CacheMembers:
 
 
 def layers_of(choice: tuple[str, ...]) -> list[Any]:
-    """Return the layers of this process that have a KV cache and were made for a choice, those of dropped engines aside."""
+    """Return the layers of this process that have a KV cache and were made for a choice."""
     return [layer for layer in _LAYERS if layer.choice == choice and layer.requirements.paged]
 
 
@@ -110,8 +110,9 @@ def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:
         found = tuple((form, kv_layout) for kv_layout in orders if _all_take(decided.values(), form, kv_layout))
         if found:
             return found
+    ids = ", ".join(sorted({selection.id for selection in decided.values()}))
     raise CacheError(
-        f"the layers of {', '.join(sorted({selection.id for selection in decided.values()}))} share no form of a KV cache",
+        f"the layers of {ids} share no form of a KV cache",
         f"a pool of vLLM is one of {', '.join(FORMS)}, with tokens before heads or heads before tokens, for all layers",
         "name one backend for all layers with --attention-backend",
     )
@@ -125,7 +126,7 @@ def _all_take(selections: Iterable[Any], form: str, kv_layout: str) -> bool:
 
 
 def order_names(terms: Iterable[Terms]) -> tuple[str, ...]:
-    """Return vLLM's names of the orders of memory for terms: all that keep a layer's blocks together, then the others."""
+    """Return vLLM's names of the orders of memory for terms, those that keep a layer's blocks together first."""
     names = [ORDERS[one] for one in terms]
     return tuple(dict.fromkeys([*(first for first, *_ in names), *(name for _, *rest in names for name in rest)]))
 
@@ -190,7 +191,7 @@ def views_of(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
     elif form == "packed":
         pool = pool if heads_first else pool.transpose(1, 2)
     elif (form, kv_layout) == ("interleaved", "HND"):
-        pool = pool.unflatten(1, (2, heads))
+        pool = pool.view(pool.shape[0], 2, heads, *pool.shape[2:])
     else:  # the tokens of a block and their content are one run of memory
         blocks, pair, tokens, _ = pool.shape
         pool = pool.view(blocks, pair, *((heads, tokens) if heads_first else (tokens, heads)), size)

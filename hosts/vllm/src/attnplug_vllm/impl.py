@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug import Requirements, Selection
     from attnplug.contract import AttentionImpl as Implementation
     from attnplug.contract import Backend, KVCache
     from attnplug_vllm.binding import SharedState
@@ -152,9 +151,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
             return output.zero_()
         if kv_cache is not self._pool or output_scale is not None or output_block_scale is not None:
             self._prepare(layer, kv_cache, output_scale, output_block_scale)
-        self._attend(
-            query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width)
-        )
+        self._attend(query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width))
         return output
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -251,9 +248,9 @@ def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> 
         name: Its name.
         backend: Its backend.
     """
-    slopes = impl.alibi_slopes
-    if slopes is not None:
-        slopes = torch.as_tensor(slopes, dtype=torch.float32, device=backend.device).detach()
+    slopes = None
+    if impl.alibi_slopes is not None:
+        slopes = torch.as_tensor(impl.alibi_slopes, dtype=torch.float32, device=backend.device).detach()
     return Layer(
         name=name,
         scale=impl.scale,
@@ -266,7 +263,7 @@ def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> 
     )
 
 
-def scales_of(layer: Any, backend: Backend) -> dict[str, Tensor]:
+def scales_of(layer: Any, backend: Backend) -> dict[str, Any]:
     """
     Return the quantization scales of vLLM's layer that its backend applies, as fields of `Layer`.
 
@@ -274,7 +271,7 @@ def scales_of(layer: Any, backend: Backend) -> dict[str, Tensor]:
     """
     if not backend.agreement.kv_cache_dtype.startswith("fp8"):
         return {}
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for letter in "qkv":
         scale = getattr(layer, f"_{letter}_scale").detach()
         applied = letter in backend.impl_class.static_scales
