@@ -1,4 +1,4 @@
-"""Steps of vLLM's model runner, made by hand: layers, pools and metadata as the runner makes them, without an engine."""
+"""Steps of vLLM's model runner, made by hand: layers, pools and metadata as it makes them, without an engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import SimpleNamespace as Names
 from typing import Any
 
 import torch
-from attnplug_kit.oracle import attend
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnplug.contract import capture
+from attnplug_kit.oracle import attend
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
 from attnplug_vllm.impl import make_impl_class

@@ -29,7 +29,7 @@ FEATURES = {
 
 
 def walk(rig: Rig, steps: int = 6) -> float:
-    """Run random steps: decodes, chunks and new prompts of one token and more, in any order; prompts may share blocks."""
+    """Run random steps: decodes, chunks, and new prompts of one token and more, in any order."""
     running, worst = rig.add(3), rig.run([(0, 5), (1, 37), (2, 1)])
     for _ in range(steps):
         step = [(index, rig.random.choice([1, 1, 1, 9])) for index in running if rig.random.random() < 0.9]

@@ -1,4 +1,4 @@
-"""Settles what was open when vLLM made its layers: block size, form, layout, limits, ranks; and loads their backends."""
+"""Settles what is open until a builder is made: block size, form, layout, limits, ranks; and loads the backends."""
 
 from __future__ import annotations
 

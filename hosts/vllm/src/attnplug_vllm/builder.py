@@ -268,7 +268,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         return None if lens is None else _first(lens, reqs)
 
     def _shape_of(self, batch: Batch) -> Shape:
-        """Return the shape that a step is captured with: of one query length, unless vLLM's graphs take mixed batches."""
+        """Return the shape that a step is captured with: of one query length, unless graphs take mixed batches."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
         reqs, tokens = batch.num_reqs, batch.num_actual_tokens
         is_uniform = mode.separate_routine() and tokens == reqs * batch.max_query_len
