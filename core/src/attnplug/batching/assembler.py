@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
-from array import array
-from itertools import accumulate
-from operator import add, index
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.batching.block_table import BlockTable
-from attnplug.batching.slots import POSITIONS, slots_at
+from attnplug.batching.block_table import BlockTable, padded_table
+from attnplug.batching.refusals import check_agreement, invalid_blocks, invalid_numbers, refuse_blocks, refuse_order
+from attnplug.batching.request_rows import GivenRequests, RowReader, whole
+from attnplug.batching.slots import POSITIONS
 from attnplug.batching.staging import upload_together
+from attnplug.batching.step_tensors import StepTensors, as_int32
 from attnplug.batching.window import num_freeable_blocks
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
 from attnplug.errors import BatchError
-from attnplug.negotiation.agreement import Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from attnplug.batching.request_rows import RequestRows
+    from attnplug.negotiation.agreement import Agreement
 
 
 _FEW: Final = 16
@@ -30,15 +33,16 @@ _FEW: Final = 16
 
 class BatchAssembler:
     """
-    Assembles a step's batch: a host adds requests one by one, and `finish` derives all tensors.
+    Assembles a step's batch: a host adds requests, one by one or many at once, and `finish` derives all tensors.
 
     One assembler serves a cache group (layers that share a block table), step after step; finished batches keep their
     tensors. A decode after a prefill is refused and not reordered: the host's token ids, positions and samplers follow
     the order in which it adds requests, and a batch in another order would be wrong without an error.
     `reorder_batch_to_split_decodes_and_prefills` returns the order to add them in.
 
-    It is fastest for a host that passes the same list of a request in each step, and changes it in place: blocks that
-    were there in the step before are compared, not converted, also where the request is in an earlier row now.
+    It is fastest for a host that has arrays, and passes them to `add_many`. Lists are fastest where a request has
+    the same one in each step, changed in place: blocks that were there in the step before are compared, not converted,
+    also where the request is in an earlier row now.
 
         assembler = BatchAssembler(block_size=16)
         assembler.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
@@ -86,6 +90,8 @@ class BatchAssembler:
         self._frees = sliding_window is not None or attention_chunk is not None
         self._upload = upload
         self._table = BlockTable(block_size, **self._window)
+        self._tensors = StepTensors(block_size)
+        self._reader = RowReader(block_size, decode_query_len, **self._window)
         self.clear()
 
     @classmethod
@@ -106,7 +112,7 @@ class BatchAssembler:
         Raises:
             BatchError: It is not an agreement, or has no paged KV cache, uses DCP, or is for cross attention.
         """
-        _check_agreement(agreement)
+        check_agreement(agreement)
         requested = agreement.requirements
         if agreement.block_size is None or requested.dcp_size > 1 or requested.attn_type == "encoder_decoder":
             raise BatchError(
@@ -127,12 +133,12 @@ class BatchAssembler:
     @property
     def num_reqs(self) -> int:
         """Requests that were added."""
-        return len(self._query_lens)
+        return len(self._query_lens) if self._rows is None else self._rows.query_lens.shape[0]
 
     @property
     def num_tokens(self) -> int:
         """Query tokens that were added."""
-        return sum(self._query_lens)
+        return sum(self._query_lens) if self._rows is None else self._rows.num_tokens
 
     def clear(self) -> None:
         """Remove the requests of this step; `finish` does so too."""
@@ -140,6 +146,7 @@ class BatchAssembler:
         self._computed: list[int] = []
         self._shortest, self._longest = 1, self._decode_query_len
         self._write_from: list[tuple[int, int]] = []
+        self._rows: RequestRows | None = None
 
     def add(
         self, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], *, write_from: int = 0
@@ -162,6 +169,8 @@ class BatchAssembler:
             BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, a block
                 that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
         """
+        if self._rows is not None:
+            self._write_rows()
         query_lens = self._query_lens
         row = len(query_lens)
         given, least, most = self._table.rows[row]
@@ -179,6 +188,50 @@ class BatchAssembler:
         query_lens.append(query_len)
         self._computed.append(num_computed_tokens)
         return row
+
+    def add_many(
+        self,
+        query_lens: Any,
+        num_computed_tokens: Any,
+        blocks: Any,
+        *,
+        num_blocks: Any = None,
+        write_from: Any = None,
+    ) -> range:
+        """
+        Add requests, all of them or none. The batch is as if `add` had added one after another.
+
+        It is fastest with a host's arrays, of numpy or torch on the CPU, which are read and not kept: rows of the block
+        table, and a vector for each number. Lists are accepted too.
+
+        Args:
+            query_lens: ``(requests,)``, as for `add`.
+            num_computed_tokens: ``(requests,)``, likewise.
+            blocks: ``(requests, columns)`` int32 or int64, rows of a block table: columns behind a request's blocks may
+                hold anything. Or a list of blocks for each request.
+            num_blocks: ``(requests,)`` blocks in each row of a block table; None for those that its tokens need.
+            write_from: ``(requests,)``, as for `add`; None for 0.
+
+        Returns:
+            Their rows in the batch.
+
+        Raises:
+            BatchError: As for `add`; or there are not as many of each, or an array has another form. The assembler is
+                not changed.
+        """
+        given = GivenRequests.of(query_lens, num_computed_tokens, blocks, num_blocks, write_from)
+        if self._rows is not None:
+            self._write_rows()
+        first = len(self._query_lens)
+        rows = self._reader.read(given, self._shortest)
+        if rows is None:
+            self._add_each(given)
+        else:
+            self._rows = rows
+            self._write_from += [(first + row, position) for row, position in rows.write_from]
+            if first:
+                self._write_rows()
+        return range(first, self.num_reqs)
 
     def finish(
         self, num_reqs: int | None = None, num_tokens: int | None = None, num_blocks: int | None = None, **fields: Any
@@ -198,13 +251,17 @@ class BatchAssembler:
         Raises:
             BatchError: Nothing was added, or more than the padded sizes hold. The assembler is not changed.
         """
-        num_tokens_added = sum(self._query_lens)
+        rows_given, tokens = self._rows, self.num_tokens
         reqs = self._padded("requests", self.num_reqs, num_reqs)
-        rows = self._padded("tokens", num_tokens_added, num_tokens)
-        host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
-        fill = self._fill_few if num_tokens_added <= _FEW else self._fill_many
-        computed, longest = fill(host, reqs, num_tokens_added, rows)
-        self._skip_unwritten(host["slot_mapping"], host["query_start_loc"])
+        rows = self._padded("tokens", tokens, num_tokens)
+        if rows_given is None:
+            host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
+            longest_query = 1 if tokens == self.num_reqs else max(self._query_lens)
+        else:
+            host = {"block_table": padded_table(rows_given.blocks, num_blocks, reqs)}
+            longest_query = rows_given.max_query_len
+        computed, longest = self._fill(host, rows)
+        self._skip_unwritten(host, computed)
         derived: dict[str, Any] = self._to_device(host)
         positions = derived.pop(POSITIONS)
         del host[POSITIONS]
@@ -213,8 +270,8 @@ class BatchAssembler:
             **derived,
             num_computed_tokens_cpu=computed,
             num_reqs=reqs,
-            num_actual_tokens=num_tokens_added,
-            max_query_len=max(self._query_lens),
+            num_actual_tokens=tokens,
+            max_query_len=longest_query,
             max_seq_len=longest,
             **fields,
         )
@@ -222,51 +279,20 @@ class BatchAssembler:
         self.clear()
         return batch
 
-    def _fill_few(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> tuple[Tensor, int]:
-        """Add lengths, positions and slots, padding included, by loops; return cached tokens and the longest."""
-        added, padding = [0] * (reqs - self.num_reqs), [0] * (rows - tokens)
-        positions: list[int] = []
-        slots: list[int] = []
-        for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
-            new = range(start, start + count)
-            positions += new
-            slots += self._table.slots(row, new)
-        host["query_start_loc"] = _int32([0, *accumulate(self._query_lens), *(tokens for _ in added)])
-        seq_lens = [*map(add, self._computed, self._query_lens), *added]
-        host["seq_lens"] = _int32(seq_lens)
-        host["slot_mapping"] = _int64(slots + [PAD_SLOT_ID for _ in padding])
-        host[POSITIONS] = _int64(positions + padding)
-        return _int32(self._computed + added), max(seq_lens)
+    def _fill(self, host: dict[str, Tensor], rows: int) -> tuple[Tensor, int]:
+        """Add lengths, positions and slots, padding included; return cached tokens and the longest sequence."""
+        if self._rows is not None:
+            return self._tensors.fill_many(host, (self._rows.query_lens, self._rows.computed), self.num_tokens, rows)
+        if self.num_tokens <= _FEW:
+            return self._tensors.fill_few(host, (self._query_lens, self._computed), self._table, rows)
+        lengths = (as_int32(self._query_lens), as_int32(self._computed))
+        return self._tensors.fill_many(host, lengths, self.num_tokens, rows)
 
-    def _fill_many(self, host: dict[str, Tensor], reqs: int, tokens: int, rows: int) -> tuple[Tensor, int]:
-        """Do the same by tensor operations."""
-        count, added = self.num_reqs, [0] * (reqs - self.num_reqs)
-        computed = _int32(self._computed + added)
-        if tokens == count:  # one each
-            starts, seq_lens = torch.arange(reqs + 1, dtype=torch.int32, device="cpu"), computed + 1
-            requests, positions = torch.arange(count, device="cpu"), computed.long()
-            if added:
-                starts.clamp_(max=count)
-                seq_lens[count:] = 0
-                positions = positions[:count]
-        else:
-            query_lens = _int32(self._query_lens + added)
-            starts, seq_lens = query_lens.new_zeros(reqs + 1), computed + query_lens
-            torch.cumsum(query_lens, 0, dtype=torch.int32, out=starts[1:])
-            requests = torch.repeat_interleave(query_lens.long(), output_size=tokens)
-            shifts = computed - starts[:-1]
-            positions = torch.arange(tokens, device="cpu").add_(shifts.index_select(0, requests))
-        slots = slots_at(self._table.tensor, requests, positions, self._block_size)
-        if rows > tokens:
-            slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
-            positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
-        host |= {"query_start_loc": starts, "seq_lens": seq_lens, "slot_mapping": slots, POSITIONS: positions}
-        return computed, int(seq_lens.amax())
-
-    def _skip_unwritten(self, slots: Tensor, starts: Tensor) -> None:
+    def _skip_unwritten(self, host: dict[str, Tensor], computed: Tensor) -> None:
+        starts = host["query_start_loc"]
         for row, position in self._write_from:
-            start, skipped = int(starts[row]), min(position - self._computed[row], self._query_lens[row])
-            slots[start : start + skipped] = PAD_SLOT_ID
+            start, end = int(starts[row]), int(starts[row + 1])
+            host["slot_mapping"][start : min(end, start + position - int(computed[row]))] = PAD_SLOT_ID
 
     def _to_device(self, host: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._upload is None:
@@ -274,7 +300,7 @@ class BatchAssembler:
         return {name: self._upload(name, tensor) for name, tensor in host.items()}
 
     def _padded(self, what: str, count: int, padded: int | None) -> int:
-        if not self._query_lens:
+        if not count:
             raise BatchError(
                 "finish was called with no requests",
                 "a batch has at least one request and one token",
@@ -294,19 +320,19 @@ class BatchAssembler:
         """Check a request and write its row of the block table; return its numbers as Python's."""
         computed = num_computed_tokens
         if not type(query_len) is type(computed) is type(write_from) is int:
-            query_len, computed = _whole("query_len", query_len), _whole("num_computed_tokens", computed)
-            write_from = _whole("write_from", write_from)
+            query_len, computed = whole("query_len", query_len), whole("num_computed_tokens", computed)
+            write_from = whole("write_from", write_from)
         if query_len < 1 or computed < 0 or write_from < 0:
-            raise _invalid_numbers(query_len, computed, write_from)
+            raise invalid_numbers(query_len, computed, write_from)
         if query_len < self._shortest:
-            self._refuse_order(row, query_len)
+            refuse_order(row, query_len, self._query_lens, self._decode_query_len)
         try:
             count, _ = self._table.set_row(row, blocks)
         except TypeError:
-            raise _invalid_blocks(row, blocks) from None
+            raise invalid_blocks(row, blocks) from None
         needed = -(-(computed + query_len) // self._block_size)
         if count < needed:
-            self._refuse_blocks(row, computed + query_len, count, needed)
+            refuse_blocks(row, computed + query_len, count, self._block_size)
         if computed < self._table.rows[row][1]:
             self._check_freed(row, computed, needed)
         if query_len > self._decode_query_len:
@@ -314,6 +340,45 @@ class BatchAssembler:
         if write_from > computed:
             self._write_from.append((row, write_from))
         return query_len, computed
+
+    def _write_rows(self) -> None:
+        """Write requests that were checked together where single ones are added."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return
+        self._table.set_rows(len(self._query_lens), rows.blocks, rows.counts.tolist())
+        self._query_lens += rows.query_lens.tolist()
+        self._computed += rows.computed.tolist()
+        if rows.max_query_len > self._decode_query_len:
+            self._shortest, self._longest = self._decode_query_len + 1, sys.maxsize
+
+    def _add_each(self, given: GivenRequests) -> None:
+        """Add requests one by one; if one is refused, remove those before it."""
+        query_lens, cached, rows = self._query_lens, self._computed, self._table.rows
+        first, skipped, limits = len(query_lens), len(self._write_from), (self._shortest, self._longest)
+        try:
+            # `add` of each, less what a call costs. The list of rows grows while it is read.
+            for query_len, computed, blocks, start, (kept, least, most) in zip(
+                *given.one_by_one(self._block_size), islice(rows, first, None), strict=False
+            ):
+                if (
+                    type(query_len) is type(computed) is type(start) is int
+                    and self._shortest <= query_len <= self._longest
+                    and least <= computed <= most - query_len
+                    and type(blocks) is list
+                    and kept == blocks
+                    and start == 0
+                ):
+                    query_lens.append(query_len)
+                    cached.append(computed)
+                else:
+                    numbers = self._add_other(len(query_lens), query_len, computed, blocks, start)
+                    query_lens.append(numbers[0])
+                    cached.append(numbers[1])
+        except BaseException:
+            del query_lens[first:], cached[first:], self._write_from[skipped:]
+            self._shortest, self._longest = limits
+            raise
 
     def _check_freed(self, row: int, computed: int, needed: int) -> None:
         """Check that no freed block is attended to by a query of the step."""
@@ -327,62 +392,3 @@ class BatchAssembler:
             else "without a sliding window or chunks, every block up to a request's length is attended to",
             "pass its blocks from num_freeable_blocks on, or make the assembler with the layer's sliding_window",
         )
-
-    def _refuse_order(self, row: int, query_len: int) -> None:
-        first = next(row for row, count in enumerate(self._query_lens) if count > self._decode_query_len)
-        raise BatchError(
-            f"request {row} has {query_len} query tokens and was added after request {first}, which has "
-            f"{self._query_lens[first]}",
-            f"requests of at most {self._decode_query_len} query tokens (decodes) come first in every batch, also the "
-            "last chunk of a prompt if it is that short",
-            "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
-        )
-
-    def _refuse_blocks(self, row: int, seq_len: int, count: int, needed: int) -> None:
-        raise BatchError(
-            f"request {row} was given with {count} blocks for {seq_len} tokens",
-            f"{seq_len} tokens need {needed} blocks of {self._block_size} slots",
-            "allocate the request's blocks before its step",
-        )
-
-
-def _int32(values: list[int]) -> Tensor:
-    """Return one or more numbers as a tensor, ten times as fast as `torch.tensor`."""
-    return torch.frombuffer(array("i", values), dtype=torch.int32)
-
-
-def _int64(values: list[int]) -> Tensor:
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
-def _invalid_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
-    return BatchError(
-        f"query_len={query_len}, num_computed_tokens={num_computed_tokens} and write_from={write_from} were given",
-        "a request of a step has at least one new token, and no number is negative",
-        "add only scheduled requests; recompute at least the last token of a prompt that is completely cached",
-    )
-
-
-def _check_agreement(agreement: object) -> None:
-    if not isinstance(agreement, Agreement):
-        raise BatchError(
-            f"a {type(agreement).__name__} was given to BatchAssembler.of",
-            "it takes the Agreement of the group's layers",
-            "pass backend.agreement",
-        )
-
-
-def _invalid_blocks(row: int, blocks: object) -> BatchError:
-    return BatchError(
-        f"request {row} was given with blocks={blocks!r}",
-        "its blocks are a list of block numbers, from its first token on",
-        "pass block numbers of the KV cache",
-    )
-
-
-def _whole(name: str, number: Any) -> int:
-    """Return an integer of numpy or torch as one of Python."""
-    try:
-        return int(index(number))
-    except TypeError:
-        raise BatchError(f"{name}={number!r} was given", f"{name} is an integer", "pass an int") from None

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _NO_ROW: Final[tuple[list[int | None], int, int]] = ([], 0, -1)
 """Of a row that was not written: it has room for no request."""
 
+_ARRAY_ROW: Final[tuple[list[Any], int, int]] = ([object()], 0, -1)
+"""Of a row that was written from a host's table: no list of blocks is equal to this one."""
+
 _FIRST_ROWS, _FIRST_COLUMNS = 16, 16
 _HINTS_PER_ROW = 8
 
@@ -84,6 +87,26 @@ class BlockTable:
         self._row_of[id(blocks)] = row
         return self._counts[row], self._holes[row]
 
+    def set_rows(self, first: int, blocks: Tensor, counts: list[int]) -> None:
+        """
+        Write the blocks of many requests, which are checked.
+
+        Args:
+            first: The row of the first one: an existing row, or the next.
+            blocks: ``(num_reqs, columns)``, 0 behind a request's blocks.
+            counts: Blocks of each request, the last of which is not freed.
+        """
+        end, width = first + len(counts), blocks.shape[1]
+        self._reserve(end, width)
+        rows, before = self._tensor[first:end], max(self._counts[first:end], default=0)
+        rows[:, :width] = blocks
+        if before > width:
+            rows[:, width:before] = 0
+        self.rows[first:end] = [_ARRAY_ROW] * len(counts)
+        self._counts[first:end], self._holes[first:end] = counts, [0] * len(counts)
+        if len(self.rows) == len(self._counts):
+            self.rows.append(_NO_ROW)
+
     def has_freed(self, row: int, start: int, end: int) -> bool:
         """Whether a column of a row, in ``[start, end)``, has a freed block."""
         first = row * self._tensor.shape[1]
@@ -107,18 +130,9 @@ class BlockTable:
             BatchError: A row is longer than `columns`.
         """
         longest = max(self._counts[:rows], default=0)
-        columns = longest if columns is None else columns
-        if columns < longest:
-            raise BatchError(
-                f"a block table of {columns} columns was requested",
-                f"a request of this step has {longest} blocks",
-                f"pass num_blocks={longest} or more",
-            )
-        if columns == longest and padded_rows in {None, rows}:
-            return self._tensor[:rows, :longest].clone(memory_format=torch.contiguous_format)
-        found = torch.zeros(rows if padded_rows is None else padded_rows, columns, dtype=torch.int32, device="cpu")
-        found[:rows, :longest] = self._tensor[:rows, :longest]
-        return found
+        part = self._tensor[:rows, :longest]
+        found = padded_table(part, columns, rows if padded_rows is None else padded_rows)
+        return part.clone(memory_format=torch.contiguous_format) if found is part else found
 
     def _continue(self, row: int, blocks: list[int | None]) -> bool:
         """
@@ -198,6 +212,33 @@ class BlockTable:
         old, self._cells = self._tensor, array("i", bytes(4 * rows * columns))
         self._tensor = _view(self._cells, columns)
         self._tensor[:had_rows, :had_columns] = old
+
+
+def padded_table(table: Tensor, columns: int | None, rows: int) -> Tensor:
+    """
+    Return a block table with the null block in further columns and rows, or itself where there are none.
+
+    Args:
+        table: ``(requests, blocks of the longest one)`` int32.
+        columns: Columns of the result; None adds none.
+        rows: Rows of the result.
+
+    Raises:
+        BatchError: The table has more columns.
+    """
+    requests, longest = table.shape
+    columns = longest if columns is None else columns
+    if columns < longest:
+        raise BatchError(
+            f"a block table of {columns} columns was requested",
+            f"a request of this step has {longest} blocks",
+            f"pass num_blocks={longest} or more",
+        )
+    if (rows, columns) == (requests, longest):
+        return table
+    found = torch.zeros(rows, columns, dtype=torch.int32, device="cpu")
+    found[:requests, :longest] = table
+    return found
 
 
 def _view(cells: array[int], columns: int) -> Tensor:

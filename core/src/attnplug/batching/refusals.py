@@ -1,0 +1,86 @@
+"""What a `BatchAssembler` refuses, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from attnplug.errors import BatchError
+from attnplug.negotiation.agreement import Agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def check_agreement(agreement: object) -> None:
+    """
+    Check what `BatchAssembler.of` takes.
+
+    Raises:
+        BatchError: It is something else.
+    """
+    if not isinstance(agreement, Agreement):
+        raise BatchError(
+            f"a {type(agreement).__name__} was given to BatchAssembler.of",
+            "it takes the Agreement of the group's layers",
+            "pass backend.agreement",
+        )
+
+
+def invalid_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
+    """Return the error for a number that is negative, or an empty query."""
+    return BatchError(
+        f"query_len={query_len}, num_computed_tokens={num_computed_tokens} and write_from={write_from} were given",
+        "a request of a step has at least one new token, and no number is negative",
+        "add only scheduled requests; recompute at least the last token of a prompt that is completely cached",
+    )
+
+
+def invalid_blocks(row: int, blocks: object) -> BatchError:
+    """Return the error for blocks that are no list."""
+    return BatchError(
+        f"request {row} was given with blocks={blocks!r}",
+        "its blocks are a list of block numbers, from its first token on",
+        "pass block numbers of the KV cache",
+    )
+
+
+def refuse_order(row: int, query_len: int, before: Sequence[int], decode_query_len: int) -> NoReturn:
+    """
+    Refuse a decode after a prefill.
+
+    Args:
+        row: Its row.
+        query_len: Its new tokens.
+        before: New tokens of the requests before it.
+        decode_query_len: The longest query that counts as a decode.
+
+    Raises:
+        BatchError: Always.
+    """
+    first = next(row for row, count in enumerate(before) if count > decode_query_len)
+    raise BatchError(
+        f"request {row} has {query_len} query tokens and was added after request {first}, which has {before[first]}",
+        f"requests of at most {decode_query_len} query tokens (decodes) come first in every batch, also the "
+        "last chunk of a prompt if it is that short",
+        "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
+    )
+
+
+def refuse_blocks(row: int, seq_len: int, count: int, block_size: int) -> NoReturn:
+    """
+    Refuse a request with too few blocks.
+
+    Args:
+        row: Its row.
+        seq_len: Its tokens, new ones included.
+        count: Its blocks.
+        block_size: Slots per block.
+
+    Raises:
+        BatchError: Always.
+    """
+    raise BatchError(
+        f"request {row} was given with {count} blocks for {seq_len} tokens",
+        f"{seq_len} tokens need {-(-seq_len // block_size)} blocks of {block_size} slots",
+        "allocate the request's blocks before its step",
+    )

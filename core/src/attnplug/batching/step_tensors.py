@@ -1,0 +1,111 @@
+"""The tensors of a step that follow from its lengths and its block table."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+from operator import add
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.batching.slots import POSITIONS, slots_at
+from attnplug.contract.inputs.batch import PAD_SLOT_ID
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.batching.block_table import BlockTable
+
+
+def as_int32(values: list[int]) -> Tensor:
+    """Return one or more numbers as a tensor, ten times as fast as `torch.tensor`."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32)
+
+
+def _int64(values: list[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+class StepTensors:
+    """
+    Adds lengths, positions and slots to the tensors of a step, padding included.
+
+    Both ways return ``(num_reqs,)`` cached tokens and the longest sequence.
+
+    Args:
+        block_size: Slots per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._numbers = torch.arange(0, device="cpu")
+
+    def fill_few(
+        self, host: dict[str, Tensor], lengths: tuple[list[int], list[int]], table: BlockTable, rows: int
+    ) -> tuple[Tensor, int]:
+        """
+        Do so by loops.
+
+        Args:
+            host: The tensors, which have the block table with its padded requests.
+            lengths: New and cached tokens of each request.
+            table: What the block table was copied from.
+            rows: Tokens after padding.
+        """
+        query_lens, computed = lengths
+        tokens, padding = sum(query_lens), [0] * (host["block_table"].shape[0] - len(query_lens))
+        positions: list[int] = []
+        slots: list[int] = []
+        for row, (start, count) in enumerate(zip(computed, query_lens, strict=True)):
+            new = range(start, start + count)
+            positions += new
+            slots += table.slots(row, new)
+        host["query_start_loc"] = as_int32([0, *accumulate(query_lens), *(tokens for _ in padding)])
+        seq_lens = [*map(add, computed, query_lens), *padding]
+        host["seq_lens"] = as_int32(seq_lens)
+        host["slot_mapping"] = _int64(slots + [PAD_SLOT_ID] * (rows - tokens))
+        host[POSITIONS] = _int64(positions + [0] * (rows - tokens))
+        return as_int32(computed + padding), max(seq_lens)
+
+    def fill_many(
+        self, host: dict[str, Tensor], lengths: tuple[Tensor, Tensor], tokens: int, rows: int
+    ) -> tuple[Tensor, int]:
+        """
+        Do so by tensor operations.
+
+        Args:
+            host: As for `fill_few`.
+            lengths: ``(num_reqs,)`` int32 each, new and cached tokens.
+            tokens: New tokens of all requests.
+            rows: Tokens after padding.
+        """
+        (query_lens, computed), table = lengths, host["block_table"]
+        count, reqs = query_lens.shape[0], table.shape[0]
+        if reqs > count:
+            query_lens, computed = (torch.cat([one, one.new_zeros(reqs - count)]) for one in lengths)
+        seq_lens = computed + query_lens
+        if tokens == count:  # one each
+            starts, positions = torch.arange(reqs + 1, dtype=torch.int32, device="cpu"), computed.long()
+            if reqs > count:
+                starts.clamp_(max=count)
+                positions = positions[:count]
+            requests = self._numbers_to(count)
+        else:
+            starts = query_lens.new_zeros(reqs + 1)
+            torch.cumsum(query_lens, 0, dtype=torch.int32, out=starts[1:])
+            requests = torch.repeat_interleave(query_lens.long(), output_size=tokens)
+            shifts = computed - starts[:-1]
+            positions = torch.arange(tokens, device="cpu").add_(shifts.index_select(0, requests))
+        slots = slots_at(table, requests, positions, self._block_size)
+        if rows > tokens:
+            slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
+            positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
+        host |= {"query_start_loc": starts, "seq_lens": seq_lens, "slot_mapping": slots, POSITIONS: positions}
+        return computed, int(seq_lens.amax())
+
+    def _numbers_to(self, count: int) -> Tensor:
+        """``(count,)`` int64 0, 1, 2, ..., kept between steps."""
+        if self._numbers.shape[0] != count:
+            self._numbers = torch.arange(count, device="cpu")
+        return self._numbers
