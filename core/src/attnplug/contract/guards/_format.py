@@ -46,7 +46,12 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
     Raises:
         TensorError: Its shape, dtype or device differ.
     """
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != device_type:
+    if (
+        tensor.shape != shape
+        or tensor.dtype is not dtype
+        # The name of a device is made for each call, and a batch has many tensors.
+        or not (tensor.is_cpu if device_type == "cpu" else tensor.device.type == device_type)
+    ):
         raise TensorError(
             f"{name} of {describe(tensor)} was given",
             f"it is {shape} {dtype_name(dtype)} on {device_type}",

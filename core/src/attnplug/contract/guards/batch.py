@@ -147,12 +147,12 @@ class BatchGuard:
 
     def _split(self, batch: Batch) -> BatchSplit:
         batch, query_lens = self._check_queries(batch)
-        batch, seq_lens = self._check_lengths(batch, query_lens)
+        batch, seq_lens, contexts = self._check_lengths(batch, query_lens)
         check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._num_decodes(batch, query_lens)
         num_decode_tokens = _tokens_of(batch, num_decodes)
         if self._pages is not None:
-            rows, highest = self._pages.check(batch, query_lens, seq_lens)
+            rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
         else:
             rows, highest = _check_dense(batch, seq_lens, self._device_type, is_exact=self._is_exact), -1
         return BatchSplit(
@@ -231,9 +231,10 @@ class BatchGuard:
             batch = with_exact_queries(batch, tokens, high)
         return batch, lens
 
-    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> tuple[Batch, Tensor | None]:
+    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> tuple[Batch, Tensor | None, Tensor | None]:
         """
-        Return the batch with its longest sequence, and the exact CPU sequence lengths; None where the host has none.
+        Return the batch with its longest sequence, the exact CPU sequence lengths, and how many tokens are before each
+        query; None for these where the host does not know them.
         """
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
@@ -242,18 +243,19 @@ class BatchGuard:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0)
             if batch.num_computed_tokens_cpu is not None:
                 check_index("num_computed_tokens_cpu", batch.num_computed_tokens_cpu, shape, torch.int32, "cpu")
-            return batch, None
+            return batch, None, None
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         low, high = extremes(host)
         _check_longest(batch, high)
+        contexts = host - query_lens
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
-        if low < 0 or (self._orders_keys and low < batch.max_query_len and int((host - query_lens).amin()) < 0):
+        if low < 0 or (self._orders_keys and low < batch.max_query_len and int(contexts.amin()) < 0):
             _refuse_short(host, query_lens)
         if batch.num_computed_tokens_cpu is not None:
-            _check_computed(batch.num_computed_tokens_cpu, host - query_lens, exact=exact)
+            _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)
         if not exact:
-            return batch, None
-        return with_exact_longest(batch, high), host
+            return batch, None, None
+        return with_exact_longest(batch, high), host, contexts
 
     def _num_decodes(self, batch: Batch, query_lens: Tensor) -> int:
         """Return the number of decodes: the requests before the first longer query, which may be padded ones too."""

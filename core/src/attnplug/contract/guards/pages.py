@@ -55,7 +55,9 @@ class PageGuard:
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
+    def check(
+        self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, contexts: Tensor | None
+    ) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
@@ -63,6 +65,7 @@ class PageGuard:
             batch: The batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
+            contexts: The same less the query lengths.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
@@ -86,7 +89,6 @@ class PageGuard:
             found = self._highest_of_decodes(batch, used, host_slots, keys)
             if found is not None:
                 return self._num_key_rows(slots, host_slots), found
-        contexts = None if seq_lens is None else seq_lens - query_lens
         if used is not None and keys is not None:
             # Without slots nothing is written, and a host without a null block may have keys in block 0.
             highest = self._check_blocks(used, keys, self._first_keys(contexts), lowest=int(slots is not None))
@@ -314,10 +316,10 @@ class PageGuard:
         return None if torch.equal(owners, tokens) else int(slots[int(owners.ne(tokens).int().argmax())])
 
     def _rows(self, table: Tensor) -> Tensor:
-        """``(num_reqs,)`` int64, where each row of a table starts among all its entries, kept likewise."""
+        """``(num_reqs,)`` int64, the slots that the columns of the rows before have, kept likewise."""
         requests, width = table.shape
         if self._table_rows.shape[0] != requests or self._table_width != width:
-            self._table_rows, self._table_width = torch.arange(requests, device="cpu") * width, width
+            self._table_rows, self._table_width = torch.arange(requests, device="cpu") * (width * self._size), width
         return self._table_rows
 
     def _token_numbers(self, count: int) -> Tensor:
@@ -341,19 +343,18 @@ class PageGuard:
     def _places_of(self, batch: Batch, table: Tensor, query_lens: Tensor, contexts: Tensor) -> Tensor:
         """``(tokens,)`` int64, the slot where the block table says that each token's K/V are."""
         count = batch.num_actual_tokens
-        rows, positions = self._rows(table), contexts.long()
+        # Positions, counted as if each row of the table had the slots of its columns one after another.
+        places = torch.add(self._rows(table), contexts)
         if batch.max_query_len > 1 or count != batch.num_reqs:
             requests = torch.repeat_interleave(query_lens, output_size=count)
-            rows = rows.index_select(0, requests)
-            firsts = positions.add_(query_lens).sub_(query_lens.cumsum(0))  # less the tokens of the requests before
-            positions = firsts.index_select(0, requests).add_(self._token_numbers(count))
-        columns = (
-            torch.floor_divide(positions, self._block)
+            firsts = places.add_(query_lens).sub_(query_lens.cumsum(0))  # less the tokens of the requests before
+            places = firsts.index_select(0, requests).add_(self._token_numbers(count))
+        entries = (
+            torch.floor_divide(places, self._block)
             if self._exponent is None
-            else torch.bitwise_right_shift(positions, self._exponent)
+            else torch.bitwise_right_shift(places, self._exponent)
         )
-        blocks = table.take(rows + columns)
-        return positions.sub_(columns, alpha=self._size).add_(blocks, alpha=self._size)
+        return places.add_(table.take(entries) - entries, alpha=self._size)
 
     def _check_places(self, places: Tensor | None, given: Tensor) -> None:
         """A slot is where attention reads the token's K/V, or none."""
