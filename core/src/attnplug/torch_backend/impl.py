@@ -141,7 +141,8 @@ class TorchImpl(AttentionImpl):
         query = _by_head(query, rows, members)
         key, value = _by_head(key, whole.keys, members), _by_head(value, whole.keys, members)
         out, found = plan.kernel.attend(query, key, value, None, self._score_params, causal=whole.causal)
-        _by_head(output.view(-1, heads, self.head_size_v), rows, members).copy_(out)
+        # The kernels return tokens before heads in memory, as the output is: then this copies one block.
+        narrow(output, rows).view(members, -1, heads, self.head_size_v).copy_(out.transpose(1, 2))
         if lse is not None and found is not None:
             narrow(lse, rows).view(members, -1, heads).copy_(found.transpose(1, 2))
 
