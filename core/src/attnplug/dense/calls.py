@@ -61,12 +61,16 @@ class PreparedCall:
         planner: What its metadata is built with.
         metadata: The metadata; None where no query is given.
         tensors: The tensors that all of it was made from.
+        shape: Of the output as the caller gets it.
+        rows: Of the output as the implementation writes it, with their width.
     """
 
     impl: AttentionImpl
     planner: BatchPlanner
     metadata: Metadata | None
     tensors: tuple[ref[Tensor], ...]
+    shape: tuple[int, ...] = ()
+    rows: tuple[int, int] = (0, 0)
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, params: CallParams, sinks: Tensor | None
@@ -82,16 +86,18 @@ class PreparedCall:
             sinks: The call's sinks.
 
         Returns:
-            ``(query tokens, num_q_heads * head_size_v)``; and ``(query tokens, num_q_heads)`` float32, or None.
+            The output, in `shape`; and the LSE, float32 without the last axis, or None.
         """
-        impl, rows = self.impl, query.shape[0]
-        output = query.new_empty((rows, impl.output_width))
-        lse = query.new_empty((rows, impl.num_q_heads), dtype=torch.float32) if params.return_lse else None
+        impl, output, lse = self.impl, query.new_empty(self.rows), None
+        if params.return_lse:
+            lse = query.new_empty((self.rows[0], impl.num_q_heads), dtype=torch.float32)
         if self.metadata is not None:
             impl.forward(query, key, value, None, self.metadata, output, lse=lse)
-        if lse is not None and sinks is not None and impl.lse_includes_sink is False:
-            torch.logaddexp(lse, sinks.detach().float(), out=lse)
-        return output, lse
+        if lse is not None:
+            if sinks is not None and impl.lse_includes_sink is False:
+                torch.logaddexp(lse, sinks.detach().float(), out=lse)
+            lse = lse.view(self.shape[:-1])
+        return output.view(self.shape), lse
 
 
 class _Kept(threading.local):
@@ -149,8 +155,7 @@ def run_padded(
         bias = None if tensors.bias is None else flat_mask(tensors.bias, shape[2], sizes, query)
         lengths = ([queries] * batch, [keys] * batch)
         prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
-    output, lse = prepared.run(_packed(query), _packed(key), _packed(value), params, tensors.sinks)
-    return output.view(*shape[:3], value.shape[3]), None if lse is None else lse.view(shape[:3])
+    return prepared.run(_packed(query), _packed(key), _packed(value), params, tensors.sinks)
 
 
 def run_packed(
@@ -196,8 +201,7 @@ def run_packed(
         mask, bias = (None if one is None else one.detach() for one in (tensors.mask, tensors.bias))
         lengths = (list(query_lens), list(key_lens))
         prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
-    output, lse = prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), params, tensors.sinks)
-    return output.view(query.shape[0], query.shape[1], value.shape[2]), lse
+    return prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), params, tensors.sinks)
 
 
 def lengths_of(name: str, starts: Tensor, copy: Tensor | None) -> tuple[int, ...]:
@@ -269,7 +273,9 @@ def _prepare(
         metadata = layer.planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
     table = _kept.calls
     given = tuple(one for one in tensors if one is not None)
-    prepared = evolve(layer, metadata=metadata, tensors=tuple(ref(one, _dropping(table, where)) for one in given))
+    shape, refs = (*inputs[0].shape[:-1], inputs[2].shape[-1]), tuple(ref(one, _dropping(table, where)) for one in given)
+    rows = (sum(lengths[0]), layer.impl.output_width)
+    prepared = evolve(layer, metadata=metadata, tensors=refs, shape=shape, rows=rows)
     _keep(table, where, prepared)
     return prepared
 
