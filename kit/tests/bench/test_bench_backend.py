@@ -11,7 +11,8 @@ from attrs import evolve
 
 torch = pytest.importorskip("torch")
 
-from attnplug.contract import forward_context  # noqa: E402 - without torch there is nothing to measure
+from attnplug.batching import BatchAssembler  # noqa: E402 - without torch there is nothing to measure
+from attnplug.contract import forward_context  # noqa: E402
 from attnplug.errors import AttnplugError, BatchError, DeviceError, NoBackendError, TensorError  # noqa: E402
 from attnplug_kit import bench  # noqa: E402
 from attnplug_kit.bench import building, forwarding, processes  # noqa: E402
@@ -19,6 +20,7 @@ from attnplug_kit.bench.baseline import TorchBaseline, baseline_of  # noqa: E402
 from attnplug_kit.bench.result import Measurement, SectionResult  # noqa: E402
 from attnplug_kit.bench.rig import (  # noqa: E402
     LAYER,
+    Step,
     Target,
     decodes,
     first_prefills,
@@ -206,7 +208,7 @@ def test_another_backend_has_no_budget_over_torchs_calls(monkeypatch: pytest.Mon
     build = building.measure_steps((decodes(256, 3, **TINY),), (), TORCH, 1).measurements
 
     assert [m.budget for m in forward] == [None, None, None, 10, None]  # the contract's own part is everybody's
-    assert [m.budget for m in build] == [None, None, 100]  # the assembly is core's
+    assert [m.budget for m in build] == [None, None, 100, 100]  # the assembly is core's
 
 
 def test_builds_are_reported_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +217,27 @@ def test_builds_are_reported_with_their_parts(monkeypatch: pytest.MonkeyPatch) -
 
     found = building.measure_steps(steps, (decodes(4, 9, **TINY),), TORCH, 2)
 
-    assert [m.budget for m in found.measurements] == [100, None, 100, None, None, None, None]
+    assert [m.budget for m in found.measurements] == [100, None, 100, 100, *[None] * 5]
     assert not any(m.decides for m in found.measurements if m.budget)  # how long a plan takes is the backend's
-    whole, check, assembly = (m.what for m in found.measurements[:3])
+    whole, check, assembly, of_arrays = (m.what for m in found.measurements[:4])
     assert "`build`, one group" in whole
     assert "builder that plans nothing" in check
-    assert "`BatchAssembler`" in assembly
+    assert "`BatchAssembler` with requests added one by one" in assembly
+    assert "`BatchAssembler` with arrays" in of_arrays
     assert "into graph buffers" in found.measurements[-1].what
     assert "with the work that a device would do" in found.measurements[-1].what
+
+
+@pytest.mark.parametrize("step", [decodes(3, 9, **TINY), mixed(2, 40, 2, 5, **TINY)])
+def test_the_arrays_of_a_step_make_its_batch(step: Step) -> None:
+    planner = make_planner(step, TORCH)
+    assembler = BatchAssembler.of(planner.backend.agreement)
+
+    assembler.add_many(*planner.arrays())
+    batch, expected = assembler.finish(), planner.batch()
+
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu"):
+        assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
 
 
 def test_a_builder_that_plans_nothing_checks_the_batch() -> None:
@@ -241,7 +256,7 @@ def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.Mo
 
     found = building.measure_steps((decodes(2, 9, **TINY),), (decodes(2, 9, **TINY),), Target("eager"), 1)
 
-    assert len(found.measurements) == 3
+    assert len(found.measurements) == 4
     assert "into graph buffers: not measured, since nothing serves it: " in found.notes[-1]
     assert not found.failures
     assert found.setup["backend"].startswith("eager/only, float32")
@@ -334,8 +349,8 @@ def test_a_build_is_measured_in_a_separate_process(run, tmp_path: Path) -> None:
     assert answer.json["command"] == f"attnplug bench build {' '.join(options)}"
     assert answer.json["setup"]["torch threads"] == "1"
     found = answer.json["measurements"]
-    assert len(found) == 3 * len(building.STEPS) + len(building.GRAPH_STEPS)
-    assert [m["verdict"] in ("within", "over") for m in found].count(True) == 6
+    assert len(found) == 4 * len(building.STEPS) + len(building.GRAPH_STEPS)
+    assert [m["verdict"] in ("within", "over") for m in found].count(True) == 9
     assert all(m["samples"] >= 1 and m["quartiles"][0] <= m["median"] <= m["quartiles"][1] for m in found)
     assert page.read_text().startswith("# Build and forward of torch/sdpa\n")
 

@@ -135,12 +135,16 @@ def test_a_build_is_reported_over_the_librarys_plan(monkeypatch: pytest.MonkeyPa
 
     said = [(m.what.partition("ticks: ")[2], m.budget, m.paired) for m in found.measurements]
     plans = [("the library's plan", None, False), ("the library's plan, its arrays included", None, False)]
-    assert said[3:6] == [*plans, ("`build` over the library's plan", 50, True)]
-    assert said[9:12] == [*plans, ("`build` over the library's plan", None, True)]  # the budget is for 256 requests
-    assert said[13:] == [*plans, ("`build` over the library's plan", 50, True)]
+    assert said[4:7] == [*plans, ("`build` over the library's plan", 50, True)]
+    assert said[11:14] == [*plans, ("`build` over the library's plan", None, True)]  # the budget is for 256 requests
+    assert said[15:] == [*plans, ("`build` over the library's plan", 50, True)]
     budgets = [(what, budget) for what, budget, _ in said if budget is not None]  # no other one where a library plans
     over = ("`build` over the library's plan", 50)
-    assert budgets == [("before that, `BatchAssembler`", 100), over, over]
+    assemblies = [
+        (f"before that, `BatchAssembler` with {how}", 100)
+        for how in ("requests added one by one", "arrays of all requests")
+    ]
+    assert budgets == [*assemblies, over, over]
     assert not any(m.decides for m in found.measurements if m.budget)
     assert set(PLANNED) == {False, True}
 

@@ -273,7 +273,10 @@ def _prepare(
         metadata = layer.planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
     table = _kept.calls
     given = tuple(one for one in tensors if one is not None)
-    shape, refs = (*inputs[0].shape[:-1], inputs[2].shape[-1]), tuple(ref(one, _dropping(table, where)) for one in given)
+    shape, refs = (
+        (*inputs[0].shape[:-1], inputs[2].shape[-1]),
+        tuple(ref(one, _dropping(table, where)) for one in given),
+    )
     rows = (sum(lengths[0]), layer.impl.output_width)
     prepared = evolve(layer, metadata=metadata, tensors=refs, shape=shape, rows=rows)
     _keep(table, where, prepared)

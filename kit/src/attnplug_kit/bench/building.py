@@ -37,6 +37,11 @@ OVER_PLAN: Final = 50.0
 ASSEMBLY_BUDGET: Final = 100.0
 """Microseconds of `BatchAssembler`, which a build waits for."""
 
+_ASSEMBLIES: Final = {
+    "assembly": "`BatchAssembler` with requests added one by one",
+    "arrays": "`BatchAssembler` with arrays of all requests",
+}
+
 STEPS: Final = (
     decodes(REQUESTS, 1024),
     decodes(REQUESTS, 2048),
@@ -99,13 +104,10 @@ def measure_step(step: Step, target: Target, clock: Clock, repeats: int) -> Sect
             NAME, f"{what}: `build`, one group of layers", samples.seconds["build"], "us", budget, decides=False
         ),
         Measurement(NAME, f"{what}: of that, `build` of a builder that plans nothing", samples.seconds["check"], "us"),
-        Measurement(
-            NAME,
-            f"{what}: before that, `BatchAssembler`",
-            samples.seconds["assembly"],
-            "us",
-            assembly,
-            decides=False,  # copies to a device are in it
+        *(
+            # Copies to a device are in it.
+            Measurement(NAME, f"{what}: before that, {how}", samples.seconds[name], "us", assembly, decides=False)
+            for name, how in _ASSEMBLIES.items()
         ),
         *_over_plans(what, samples, plans, step),
     )
@@ -144,11 +146,18 @@ def _eager(planner: Planner) -> dict[str, Contender]:
     """Return the calls of an engine for a step, and the check alone. Each sample has a new batch, as each step has."""
     from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
-    batch, assembler = planner.batch(), BatchAssembler.of(planner.backend.agreement, planner.backend.device)
+    agreement, device, arrays = planner.backend.agreement, planner.backend.device, planner.arrays()
+    batch, assembler, of_arrays = planner.batch(), *(BatchAssembler.of(agreement, device) for _ in range(2))
+
+    def assemble(_: object) -> object:
+        of_arrays.add_many(*arrays)
+        return of_arrays.finish()
+
     return {
         "build": Contender(planner.builder.build, lambda: evolve(batch)),
         "check": Contender(_without_plan(planner.builder).build, lambda: evolve(batch)),
         "assembly": Contender(lambda _: planner.batch(assembler)),
+        "arrays": Contender(assemble),
     }
 
 
