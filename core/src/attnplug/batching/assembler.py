@@ -169,8 +169,6 @@ class BatchAssembler:
             BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, a block
                 that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
         """
-        if self._rows is not None:
-            self._write_rows()
         query_lens = self._query_lens
         row = len(query_lens)
         given, least, most = self._table.rows[row]
@@ -184,6 +182,9 @@ class BatchAssembler:
             and given == blocks
             and write_from == 0
         ):
+            if self._rows is not None:
+                self._write_rows()
+                row = len(query_lens)
             query_len, num_computed_tokens = self._add_other(row, query_len, num_computed_tokens, blocks, write_from)
         query_lens.append(query_len)
         self._computed.append(num_computed_tokens)
@@ -227,7 +228,7 @@ class BatchAssembler:
         if rows is None:
             self._add_each(given)
         else:
-            self._rows = rows
+            self._rows, self._longest = rows, 0  # no request is as usual for `add` until they are written
             self._write_from += [(first + row, position) for row, position in rows.write_from]
             if first:
                 self._write_rows()
@@ -349,6 +350,7 @@ class BatchAssembler:
         self._table.set_rows(len(self._query_lens), rows.blocks, rows.counts.tolist())
         self._query_lens += rows.query_lens.tolist()
         self._computed += rows.computed.tolist()
+        self._longest = self._decode_query_len
         if rows.max_query_len > self._decode_query_len:
             self._shortest, self._longest = self._decode_query_len + 1, sys.maxsize
 
