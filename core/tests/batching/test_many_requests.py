@@ -189,7 +189,9 @@ def test_other_forms_are_refused_by_name(arguments, options, said):
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("count", [1, 40])
 def test_a_hosts_arrays_are_not_kept(kind, count):
-    arrays = [vector_of(one, kind) for one in ([1] * count, [5] * count, [[1, 2]] * count)]
+    arrays = [torch.tensor(one, dtype=torch.int32) for one in ([1] * count, [5] * count, [[1, 2]] * count)]
+    if kind == "numpy":
+        arrays = [array.numpy() for array in arrays]
     assembler = BatchAssembler(4)
     assembler.add_many(*arrays)
     for array in arrays:
@@ -216,6 +218,30 @@ def test_rows_of_a_table_are_not_taken_for_lists_of_blocks(count):
     assembler.add_many([1] * count, [2] * count, [[6]] * count)
 
     assert assembler.finish().block_table.tolist() == [[9]] + [[6]] * count
+
+
+def test_a_request_of_the_step_before_comes_after_rows_of_a_table():
+    assembler, blocks = BatchAssembler(4), [1, 2]
+    assembler.add(1, 5, blocks)
+    assembler.finish()
+
+    assembler.add_many([1], [4], torch.tensor([[3, 4]]))
+    assert assembler.add(1, 6, blocks) == 1
+
+    batch = assembler.finish()
+    assert (batch.seq_lens.tolist(), batch.block_table.tolist()) == ([5, 7], [[3, 4], [1, 2]])
+
+
+def test_rows_of_a_table_leave_nothing_of_longer_ones_before():
+    assembler = BatchAssembler(4)
+    for blocks in ([9, 9, 9, 9], [1, 2, 3, 4]):
+        assembler.add(1, 15, blocks)
+    assembler.finish()
+
+    assembler.add_many([1], [0], torch.tensor([[5]]))
+    assembler.add(1, 15, [1, 2, 3, 4])
+
+    assert assembler.finish().block_table.tolist() == [[5, 0, 0, 0], [1, 2, 3, 4]]
 
 
 def test_a_finish_that_fails_leaves_requests_that_were_added_at_once():

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug.batching.block_table import BlockTable, padded_table
-from attnplug.batching.refusals import check_agreement, invalid_blocks, invalid_numbers, refuse_blocks, refuse_order
-from attnplug.batching.request_rows import GivenRequests, RowReader, whole
+from attnplug.batching.refusals import (
+    check_agreement,
+    invalid_blocks,
+    invalid_numbers,
+    padded_count,
+    refuse_blocks,
+    refuse_order,
+)
+from attnplug.batching.request_rows import GivenRequests, RowReader, as_list, whole
 from attnplug.batching.slots import POSITIONS
 from attnplug.batching.staging import upload_together
 from attnplug.batching.step_tensors import StepTensors, as_int32
@@ -253,8 +260,8 @@ class BatchAssembler:
             BatchError: Nothing was added, or more than the padded sizes hold. The assembler is not changed.
         """
         rows_given, tokens = self._rows, self.num_tokens
-        reqs = self._padded("requests", self.num_reqs, num_reqs)
-        rows = self._padded("tokens", tokens, num_tokens)
+        reqs = padded_count("requests", self.num_reqs, num_reqs)
+        rows = padded_count("tokens", tokens, num_tokens)
         if rows_given is None:
             host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
             longest_query = 1 if tokens == self.num_reqs else max(self._query_lens)
@@ -286,7 +293,9 @@ class BatchAssembler:
             return self._tensors.fill_many(host, (self._rows.query_lens, self._rows.computed), self.num_tokens, rows)
         if self.num_tokens <= _FEW:
             return self._tensors.fill_few(host, (self._query_lens, self._computed), self._table, rows)
-        lengths = (as_int32(self._query_lens), as_int32(self._computed))
+        computed = as_int32(self._computed)
+        is_each_one = self.num_tokens == len(self._query_lens)
+        lengths = (torch.ones_like(computed) if is_each_one else as_int32(self._query_lens), computed)
         return self._tensors.fill_many(host, lengths, self.num_tokens, rows)
 
     def _skip_unwritten(self, host: dict[str, Tensor], computed: Tensor) -> None:
@@ -299,21 +308,6 @@ class BatchAssembler:
         if self._upload is None:
             return upload_together(host, self._device)
         return {name: self._upload(name, tensor) for name, tensor in host.items()}
-
-    def _padded(self, what: str, count: int, padded: int | None) -> int:
-        if not count:
-            raise BatchError(
-                "finish was called with no requests",
-                "a batch has at least one request and one token",
-                "skip the step when nothing is scheduled",
-            )
-        if padded is not None and padded < count:
-            raise BatchError(
-                f"{count} {what} are to be padded to {padded}",
-                f"padding adds {what}",
-                "pass a size from padded_size",
-            )
-        return count if padded is None else padded
 
     def _add_other(
         self, row: int, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], write_from: int
@@ -356,31 +350,39 @@ class BatchAssembler:
 
     def _add_each(self, given: GivenRequests) -> None:
         """Add requests one by one; if one is refused, remove those before it."""
-        query_lens, cached, rows = self._query_lens, self._computed, self._table.rows
-        first, skipped, limits = len(query_lens), len(self._write_from), (self._shortest, self._longest)
+        first, skipped, limits = len(self._query_lens), len(self._write_from), (self._shortest, self._longest)
         try:
-            # `add` of each, less what a call costs. The list of rows grows while it is read.
-            for query_len, computed, blocks, start, (kept, least, most) in zip(
-                *given.one_by_one(self._block_size), islice(rows, first, None), strict=False
-            ):
-                if (
-                    type(query_len) is type(computed) is type(start) is int
-                    and self._shortest <= query_len <= self._longest
-                    and least <= computed <= most - query_len
-                    and type(blocks) is list
-                    and kept == blocks
-                    and start == 0
-                ):
-                    query_lens.append(query_len)
-                    cached.append(computed)
-                else:
-                    numbers = self._add_other(len(query_lens), query_len, computed, blocks, start)
-                    query_lens.append(numbers[0])
-                    cached.append(numbers[1])
+            if given.write_from is None:
+                self._add_usual(*given.one_by_one(self._block_size))
+            else:
+                numbers = zip(*given.one_by_one(self._block_size), as_list(given.write_from), strict=True)
+                for query_len, computed, blocks, start in numbers:
+                    self.add(query_len, computed, blocks, write_from=start)
         except BaseException:
-            del query_lens[first:], cached[first:], self._write_from[skipped:]
+            del self._query_lens[first:], self._computed[first:], self._write_from[skipped:]
             self._shortest, self._longest = limits
             raise
+
+    def _add_usual(self, query_lens: list[Any], computed: list[Any], blocks: list[Any]) -> None:
+        """Add each request as `add` does, without the cost of a call for the common case."""
+        added, cached, rows = self._query_lens, self._computed, self._table.rows
+        # The list of rows grows while it is read.
+        for query_len, start, one, (kept, least, most) in zip(
+            query_lens, computed, blocks, islice(rows, len(added), None), strict=False
+        ):
+            if (
+                type(query_len) is type(start) is int
+                and self._shortest <= query_len <= self._longest
+                and least <= start <= most - query_len
+                and type(one) is list
+                and kept == one
+            ):
+                added.append(query_len)
+                cached.append(start)
+            else:
+                numbers = self._add_other(len(added), query_len, start, one, 0)
+                added.append(numbers[0])
+                cached.append(numbers[1])
 
     def _check_freed(self, row: int, computed: int, needed: int) -> None:
         """Check that no freed block is attended to by a query of the step."""

@@ -26,6 +26,33 @@ def check_agreement(agreement: object) -> None:
         )
 
 
+def padded_count(what: str, count: int, padded: int | None) -> int:
+    """
+    Return the requests or tokens of a step after padding.
+
+    Args:
+        what: ``"requests"`` or ``"tokens"``.
+        count: How many were added.
+        padded: How many there are to be; None adds none.
+
+    Raises:
+        BatchError: Nothing was added, or more.
+    """
+    if not count:
+        raise BatchError(
+            "finish was called with no requests",
+            "a batch has at least one request and one token",
+            "skip the step when nothing is scheduled",
+        )
+    if padded is not None and padded < count:
+        raise BatchError(
+            f"{count} {what} are to be padded to {padded}",
+            f"padding adds {what}",
+            "pass a size from padded_size",
+        )
+    return count if padded is None else padded
+
+
 def invalid_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
     """Return the error for a number that is negative, or an empty query."""
     return BatchError(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import repeat
 from operator import index
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from attrs import frozen
@@ -14,9 +13,6 @@ from torch import Tensor
 from attnplug.batching.step_tensors import as_int32
 from attnplug.contract.guards._format import describe, extremes
 from attnplug.errors import BatchError, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Vector = Tensor | list[Any]
 
@@ -78,14 +74,14 @@ class GivenRequests:
             _check_counts(table, counts)
         return cls(queries, cached, table, counts, starts)
 
-    def one_by_one(self, block_size: int) -> tuple[list[Any], list[Any], list[Any], Iterable[Any]]:
-        """Return what `BatchAssembler.add` takes: the numbers, lists of blocks, and from where K/V are written."""
+    def one_by_one(self, block_size: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return what `BatchAssembler.add` takes of each request: the numbers, and its blocks as a list."""
         queries, cached, blocks, counts = as_list(self.query_lens), as_list(self.computed), self.blocks, self.num_blocks
         if isinstance(blocks, Tensor):
             if counts is None:
                 counts = [_needed(*lens, block_size) for lens in zip(queries, cached, strict=True)]
             blocks = [blocks[row, :count].tolist() for row, count in enumerate(counts)]
-        return queries, cached, blocks, repeat(0) if self.write_from is None else as_list(self.write_from)
+        return queries, cached, blocks
 
 
 @frozen(eq=False)
