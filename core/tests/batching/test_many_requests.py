@@ -8,11 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import BatchAssembler, num_freeable_blocks, positions_of
+from attnplug.batching import BatchAssembler, num_freeable_blocks, positions_of, request_rows
 from attnplug.errors import BatchError
 
 TENSORS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu")
 NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+
+
+@pytest.fixture(params=[0, 8], scope="module", autouse=True)
+def few_requests(request):
+    """From how many requests on arrays are read by tensor operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_rows, "FEW_REQUESTS", request.param)
+        yield
 
 
 def fields_of(batch):
@@ -32,7 +40,7 @@ def steps(draw):
     found = []
     for _ in range(draw(st.integers(1, 4))):
         requests = []
-        for _ in range(draw(st.integers(1, 5) | st.integers(17, 20))):
+        for _ in range(draw(st.integers(1, 5) | st.integers(9, 20))):
             query, cached = draw(st.sampled_from([1, 1, 1, 2, 7])), draw(st.integers(0, 40))
             count = -(-(query + cached) // block_size) + draw(st.sampled_from([0, 0, 2]))
             blocks = draw(st.lists(st.integers(1, 999), min_size=count, max_size=count))
@@ -161,6 +169,7 @@ def test_a_refused_call_leaves_prefills_possible_and_written(kind):
         (([1.0], [5], [[1, 2]]), {}, "query_len=1.0"),
         (([1.0], [5], torch.tensor([[1, 2]])), {}, "query_len=1.0"),
         (([1], ["5"], torch.tensor([[1, 2]])), {}, "num_computed_tokens='5'"),
+        (([1], [2**70], torch.tensor([[1, 2]])), {}, "with 2 blocks for 1180591620717411303425 tokens"),
         ((torch.tensor([1.0]), [5], [[1, 2]]), {}, r"query_lens=\(1,\) float32 on cpu"),
         ((np.array([1.0]), [5], [[1, 2]]), {}, r"query_lens=\(1,\) float64 on cpu"),
         ((np.array([None]), [5], [[1, 2]]), {}, r"query_lens=array\(\[None\]"),

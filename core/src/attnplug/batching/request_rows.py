@@ -17,6 +17,9 @@ from attnplug.errors import BatchError, shown
 Vector = Tensor | list[Any]
 
 _DTYPES: Final = (torch.int32, torch.int64)
+FEW_REQUESTS = 8
+"""Up to so many requests, a loop over lists is faster than tensor operations."""
+
 _END: Final = 2**31
 """The numbers of a batch are int32."""
 
@@ -79,8 +82,10 @@ class GivenRequests:
         queries, cached, blocks, counts = as_list(self.query_lens), as_list(self.computed), self.blocks, self.num_blocks
         if isinstance(blocks, Tensor):
             if counts is None:
-                counts = [_needed(*lens, block_size) for lens in zip(queries, cached, strict=True)]
-            blocks = [blocks[row, :count].tolist() for row, count in enumerate(counts)]
+                most = blocks.shape[1]
+                counts = [min(most, _needed(*lens, block_size)) for lens in zip(queries, cached, strict=True)]
+            rows = blocks[:, : max(counts, default=0)].tolist()
+            blocks = [row[:count] for row, count in zip(rows, counts, strict=True)]
         return queries, cached, blocks
 
 
@@ -129,14 +134,14 @@ class RowReader:
 
     def read(self, given: GivenRequests, shortest: int) -> RequestRows | None:
         """
-        Return the requests, or None where each has to be looked at: one is invalid, or its blocks are a list.
+        Return the requests, or None where each has to be looked at: one is invalid, blocks are lists, or they are few.
 
         Args:
             given: The requests.
             shortest: The shortest query that may follow the requests before these.
         """
         table, size = given.blocks, self._block_size
-        if not isinstance(table, Tensor) or not table.shape[0]:
+        if not isinstance(table, Tensor) or table.shape[0] <= FEW_REQUESTS:
             return None
         query_lens, computed = _int32(given.query_lens), _int32(given.computed)
         if query_lens is None or computed is None:

@@ -226,11 +226,11 @@ class Planner:
         """Return the step as a host has it in arrays, int32: new tokens, cached tokens, and rows of a block table."""
         import torch  # noqa: PLC0415 - torch takes a second to import
 
-        lens = (torch.tensor(one, dtype=torch.int32) for one in (self.step.query_lens, self.step.cached_lens))
+        query_lens, cached_lens = self.step.query_lens, self.step.cached_lens
         table = torch.zeros(self.step.num_reqs, max(map(len, self.blocks)), dtype=torch.int32)
         for row, blocks in zip(table, self.blocks, strict=True):
             row[: len(blocks)] = torch.tensor(blocks)
-        return *lens, table
+        return torch.tensor(query_lens, dtype=torch.int32), torch.tensor(cached_lens, dtype=torch.int32), table
 
 
 @frozen(eq=False)
