@@ -259,16 +259,16 @@ class BatchAssembler:
         Raises:
             BatchError: Nothing was added, or more than the padded sizes hold. The assembler is not changed.
         """
-        rows_given, tokens = self._rows, self.num_tokens
-        reqs = padded_count("requests", self.num_reqs, num_reqs)
+        given, count, tokens = self._rows, self.num_reqs, self.num_tokens
+        reqs = padded_count("requests", count, num_reqs)
         rows = padded_count("tokens", tokens, num_tokens)
-        if rows_given is None:
-            host = {"block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs)}
-            longest_query = 1 if tokens == self.num_reqs else max(self._query_lens)
+        if given is None:
+            host = {"block_table": self._table.to_tensor(count, num_blocks, reqs)}
+            longest_query = 1 if tokens == count else max(self._query_lens)
         else:
-            host = {"block_table": padded_table(rows_given.blocks, num_blocks, reqs)}
-            longest_query = rows_given.max_query_len
-        computed, longest = self._fill(host, rows)
+            host = {"block_table": padded_table(given.blocks, num_blocks, reqs)}
+            longest_query = given.max_query_len
+        computed, longest = self._fill(host, tokens, rows)
         self._skip_unwritten(host, computed)
         derived: dict[str, Any] = self._to_device(host)
         positions = derived.pop(POSITIONS)
@@ -287,16 +287,16 @@ class BatchAssembler:
         self.clear()
         return batch
 
-    def _fill(self, host: dict[str, Tensor], rows: int) -> tuple[Tensor, int]:
+    def _fill(self, host: dict[str, Tensor], tokens: int, rows: int) -> tuple[Tensor, int]:
         """Add lengths, positions and slots, padding included; return cached tokens and the longest sequence."""
         if self._rows is not None:
-            return self._tensors.fill_many(host, (self._rows.query_lens, self._rows.computed), self.num_tokens, rows)
-        if self.num_tokens <= _FEW:
+            return self._tensors.fill_many(host, (self._rows.query_lens, self._rows.computed), tokens, rows)
+        if tokens <= _FEW:
             return self._tensors.fill_few(host, (self._query_lens, self._computed), self._table, rows)
         computed = as_int32(self._computed)
-        is_each_one = self.num_tokens == len(self._query_lens)
+        is_each_one = tokens == len(self._query_lens)
         lengths = (torch.ones_like(computed) if is_each_one else as_int32(self._query_lens), computed)
-        return self._tensors.fill_many(host, lengths, self.num_tokens, rows)
+        return self._tensors.fill_many(host, lengths, tokens, rows)
 
     def _skip_unwritten(self, host: dict[str, Tensor], computed: Tensor) -> None:
         starts = host["query_start_loc"]
