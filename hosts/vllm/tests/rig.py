@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace as Names
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnplug.contract import capture
 from attnplug_kit.oracle import attend
+from attnplug_vllm import facts
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
 from attnplug_vllm.impl import make_impl_class
@@ -108,9 +110,10 @@ class Rig:
         self.order, self.members, self.choice = order, members_of(choice), choice
         self.kv_cache_dtype = kv_cache_dtype
         self.layers: dict[str, Any] = {}
-        for index, given in enumerate(layers):
-            self.layers[f"layers.{index}"] = self.make_layer(given, scales or {})
         self.config = config_of(self.layers, order=order, **options)
+        with patch.object(facts, "current_config", lambda: self.config):
+            for index, given in enumerate(layers):
+                self.layers[f"layers.{index}"] = self.make_layer(given, scales or {})
         dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else torch.float32
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
         self.spec = self.members.customize_spec(spec) if HAS_LAYOUTS else spec
