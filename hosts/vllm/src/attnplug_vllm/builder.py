@@ -210,7 +210,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         for layer in self._layers.values():
             pool = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
             if pool.numel():
-                layer.impl.take_pool(pool)
+                layer.impl.take_pool(layer, pool)
         self._lacks_pools = False
 
     def _batch(self, common: Any, common_prefix_len: int, *, dummy: bool = False) -> Batch:

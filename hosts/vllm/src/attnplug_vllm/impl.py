@@ -169,14 +169,16 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self._attend = binding.attn.forward if self.kv_sharing_target_layer_name is None else self._attend_to_target
         self._pool = _NO_POOL
 
-    def take_pool(self, pool: Tensor) -> None:
+    def take_pool(self, layer: Any, pool: Tensor) -> None:
         """
-        Bind the layer's pool.
+        Bind the layer's pool, and take over scales that have changed.
 
         Raises:
             CacheError: It does not fit.
+            ContractError: A captured graph has the former scales, or a value is wrong.
         """
         binding = self._bound()
+        update_scales(binding.attn, layer)
         if binding.attn.is_paged:
             self._cache = bind_pool(pool, binding.backend, binding.attn)
         self._pool = pool
@@ -214,8 +216,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
                 "vLLM binds a pool to each layer before it runs a step",
                 "run the model through vLLM's model runner",
             )
-        update_scales(attn, layer)
-        self.take_pool(pool)
+        self.take_pool(layer, pool)
 
 
 def _refuse_further(further: Mapping[str, Any]) -> None:
