@@ -41,7 +41,11 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
             cudagraph_mode=options.get("mode"),
             cudagraph_capture_sizes=[1, 2, 4, 8],
         ),
-        scheduler_config=Names(max_num_seqs=8, max_num_batched_tokens=MAX_LEN, async_scheduling=False),
+        scheduler_config=Names(
+            max_num_seqs=8,
+            max_num_batched_tokens=MAX_LEN,
+            async_scheduling=options.get("async_scheduling", False),
+        ),
         model_config=Names(max_model_len=MAX_LEN, disable_cascade_attn=not options.get("cascade", False)),
         cache_config=cache,
         speculative_config=speculative,

@@ -15,7 +15,7 @@ from attnplug_vllm.builder import make_builder_class
 from hosts.vllm.tests.rig import CHOICE, Rig
 
 DECODES = CUDAGraphMode.FULL_DECODE_ONLY
-LAYERS = [{}, {"sliding_window": 8}]
+LAYERS = [{}, {"sliding_window": 8}, {"kv_sharing_target_layer_name": "layers.0"}]
 
 
 @pytest.mark.parametrize("mode", [DECODES, CUDAGraphMode.FULL_AND_PIECEWISE])
@@ -49,8 +49,8 @@ def test_a_drafter_of_the_same_shape_runs_eagerly():
     target = rig.builder.build(0, common)
     copied = common.replace(seq_lens=common.seq_lens.clone(), query_start_loc=common.query_start_loc.clone())
     draft = rig.builder.build_for_drafting(copied, 0)
-    assert [part.graph is None for part in draft.parts.values()] == [True, True]
-    assert [part.graph is None for part in target.parts.values()] == [False, False]
+    assert [part.graph is None for part in draft.parts.values()] == [True] * 3
+    assert [part.graph is None for part in target.parts.values()] == [False] * 3
     assert rig.replay(graph, [(0, 1), (1, 1)], 2) < 1e-5
 
 

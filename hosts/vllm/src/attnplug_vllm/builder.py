@@ -7,10 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-from attnplug.contract import Batch, GraphShape
+from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape
 from attnplug.errors import BatchError
 from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
 
@@ -66,6 +66,15 @@ class Part:
     backend: Backend
     builder: MetadataBuilder
     graphs: dict[Shape, tuple[GraphBuffers, tuple[int, ...]]] = field(factory=dict)
+
+    def build(self, batch: Batch, *, fast: bool) -> Any:
+        """Return the metadata of these layers, in the buffers of a graph that vLLM may replay."""
+        graph = self.graph_of(batch) if self.graphs else None
+        if graph is None and batch.slot_mapping_cpu is not None and self.backend.agreement.requirements.kv_sharing:
+            # They write nothing. vLLM's fast prefill leaves out queries of such layers, and not their slots.
+            unwritten = torch.full_like(batch.slot_mapping_cpu, PAD_SLOT_ID)
+            batch = evolve(batch, slot_mapping=unwritten, slot_mapping_cpu=unwritten)
+        return self.builder.build(batch, fast=fast, graph=graph)
 
     def graph_of(self, batch: Batch) -> GraphBuffers | None:
         """
@@ -141,12 +150,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         if self._lacks_pools:
             self._take_pools()
         batch = self._batch(common_attn_metadata, common_prefix_len)
-        parts = {
-            part.backend: part.builder.build(
-                batch, fast=fast_build, graph=part.graph_of(batch) if part.graphs else None
-            )
-            for part in self.parts
-        }
+        parts = {part.backend: part.build(batch, fast=fast_build) for part in self.parts}
         return self._metadata(parts, common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
