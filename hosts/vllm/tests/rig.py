@@ -50,9 +50,9 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
         cache_config=cache,
         speculative_config=speculative,
         parallel_config=Names(
-            decode_context_parallel_size=1,
+            decode_context_parallel_size=options.get("dcp_size", 1),
             use_ubatching=options.get("use_ubatching", False),
-            cp_kv_cache_interleave_size=1,
+            cp_kv_cache_interleave_size=options.get("dcp_interleave", 1),
         ),
         attention_config=Names(flash_attn_max_num_splits_for_cuda_graph=32),
         use_v2_model_runner=False,
@@ -117,7 +117,8 @@ class Rig:
         self.config = config_of(self.layers, order=order, **options)
         with patch.object(facts, "current_config", lambda: self.config):
             for index, given in enumerate(layers):
-                self.layers[f"layers.{index}"] = self.make_layer(given, scales or {})
+                self.layers[f"layers.{index}"] = layer = self.make_layer(given, scales or {})
+                layer.impl.dcp_world_size, layer.impl.dcp_rank = options.get("dcp_size", 1), options.get("dcp_rank", 0)
         dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else torch.float32
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
         self.spec = self.members.customize_spec(spec) if HAS_LAYOUTS else spec

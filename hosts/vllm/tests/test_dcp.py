@@ -1,0 +1,128 @@
+"""Decode context parallelism: two ranks with hand-made metadata of vLLM, on FlashAttention's plugin with exact kernels."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace as Names
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
+
+import torch
+from attrs import frozen
+from vllm.distributed import parallel_state
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from attnplug.batching import num_local_tokens_per_dcp_rank
+from attnplug_flash_attn import builder as flash_attn_builder
+from attnplug_kit.oracle import attend
+from attnplug_vllm import facts
+from hosts.vllm.tests.rig import ORDERS, Rig
+from plugins.flash_attn.tests.exact_backend import make_backend
+from plugins.flash_attn.tests.rank_groups import ThreadGroup, ThreadRanks
+
+RANKS, BLOCK = 2, 4
+LOCAL_CPU = next(f.name for f in fields(CommonAttentionMetadata) if f.name.startswith("dcp_local_seq_lens_cpu"))
+
+
+@frozen
+class ExactSelection:
+    """A decision for exact kernels, which no manifest declares."""
+
+    requirements: Any
+    id: str = "flash_attn/exact"
+
+    @property
+    def agreement(self) -> Any:
+        late = self.requirements.late
+        return Names(cudagraph="never", kv_layout=None) if late else make_backend(self.requirements).agreement
+
+    def bind(self, *, block_size: int) -> ExactSelection:
+        return ExactSelection(self.requirements.evolve(block_size=block_size, late=()))
+
+    def load(self) -> Any:
+        return make_backend(self.requirements)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Ranks that are threads of this process."""
+    made = ThreadGroup(RANKS)
+    monkeypatch.setattr(flash_attn_builder, "Ranks", ThreadRanks)
+    monkeypatch.setattr(facts, "select", lambda requirements, choice: ExactSelection(requirements))
+    monkeypatch.setattr(facts, "reasons", lambda requirements, choice: [])
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: Names(device_group=made))
+    return made
+
+
+class Rank:
+    """One rank: a layer with its own query heads, and its shard of the keys of two requests."""
+
+    def __init__(self, rank: int, interleave: int, order: str) -> None:
+        self.rank, self.interleave = rank, interleave
+        rig = Rig([{}], block_size=BLOCK, order=order, dcp_size=RANKS, dcp_rank=rank, dcp_interleave=interleave)
+        self.rig, (self.layer,) = rig, rig.layers.values()
+        self.table = torch.arange(1, 33, dtype=torch.int32).view(2, 16).flip(1).contiguous()
+
+    def common(self, new: list[int], lens: list[int]) -> Any:
+        slots = []
+        for request, (count, length) in enumerate(zip(new, lens, strict=True)):
+            for position in range(length - count, length):
+                turn, offset = divmod(position, self.interleave)
+                place = turn // RANKS * self.interleave + offset
+                block = int(self.table[request, place // BLOCK])
+                slots.append(block * BLOCK + place % BLOCK if turn % RANKS == self.rank else -1)
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        local = num_local_tokens_per_dcp_rank(seq_lens, RANKS, self.rank, self.interleave)
+        starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(new),
+            num_actual_tokens=sum(new),
+            max_query_len=max(new),
+            max_seq_len=max(lens),
+            block_table_tensor=self.table,
+            slot_mapping=torch.tensor(slots),
+            dcp_local_seq_lens=local,
+            **{LOCAL_CPU: local},
+        )
+
+    def run(self, new: list[int], lens: list[int], rows: tuple[Any, Any, Any]) -> torch.Tensor:
+        query, key, value = rows
+        heads = slice(4 * self.rank, 4 * self.rank + 4)
+        output = torch.zeros(sum(new), 4, 16)
+        metadata = self.rig.builder.build(0, self.common(new, lens))
+        layer = self.layer
+        return layer.impl.forward(
+            layer, query[:, heads].contiguous(), key, value, layer.kv_cache, metadata, output=output
+        )
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("order", ORDERS[:2])
+def test_ranks_share_the_keys_of_a_request(group, interleave, order):
+    torch.manual_seed(0)
+    ranks = [Rank(rank, interleave, order) for rank in range(RANKS)]
+    assert all(rank.layer.impl.need_to_return_lse_for_decode is False for rank in ranks)  # without vLLM's groups
+    parallel = ranks[1].rig.builder.parts[0].builder.parallel
+    assert (parallel.dcp_rank, parallel.dcp_size, parallel.dcp_interleave) == (1, RANKS, interleave)
+    keys, values = [torch.empty(0, 2, 16)] * 2, [torch.empty(0, 2, 16)] * 2
+    for new in ([5, 20], [1, 1], [1, 6], [1, 1]):
+        lens = [len(rows) + count for rows, count in zip(keys, new, strict=True)]
+        rows = tuple(torch.randn(sum(new), count, 16) for count in (8, 2, 2))
+        outputs = group.call(lambda rank, _, new=new, lens=lens, rows=rows: ranks[rank].run(new, lens, rows))
+        start = 0
+        for request, count in enumerate(new):
+            own = slice(start, start + count)
+            keys[request] = torch.cat([keys[request], rows[1][own]])
+            values[request] = torch.cat([values[request], rows[2][own]])
+            for rank, output in enumerate(outputs):
+                query = rows[0][own, 4 * rank : 4 * rank + 4]
+                expected = attend(query, keys[request], values[request], scale=0.25).output
+                assert float((output[own].double() - expected).abs().max()) < 1e-5
+            start += count
