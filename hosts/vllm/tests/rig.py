@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from types import SimpleNamespace as Names
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -17,6 +18,9 @@ from attnplug_vllm import facts
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
 from attnplug_vllm.impl import make_impl_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HAS_LAYOUTS = not hasattr(AttentionBackend, "get_kv_cache_shape")
 ORDERS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC") if HAS_LAYOUTS else ("NHD", "HND")
@@ -89,6 +93,17 @@ def set_layout(order: str | None) -> None:
         set_kv_cache_layout(order or "NHD")
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make layers in a dtype, as vLLM's loader does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Rig:
     """The attention layers of a model that share a KV-cache group, and the requests of a runner."""
 
@@ -105,8 +120,10 @@ class Rig:
         kv_cache_dtype: str = "auto",
         scales: dict[str, torch.Tensor] | None = None,
         order: str | None = None,
+        dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
+        self.dtype = dtype
         self.random = random.Random(seed)
         torch.manual_seed(seed)
         set_layout(order)
@@ -115,12 +132,13 @@ class Rig:
         self.kv_cache_dtype = kv_cache_dtype
         self.layers: dict[str, Any] = {}
         self.config = config_of(self.layers, order=order, **options)
-        with patch.object(facts, "current_config", lambda: self.config):
+        with patch.object(facts, "current_config", lambda: self.config), default_dtype(dtype):
             for index, given in enumerate(layers):
                 self.layers[f"layers.{index}"] = layer = self.make_layer(given, scales or {})
                 layer.impl.dcp_world_size, layer.impl.dcp_rank = options.get("dcp_size", 1), options.get("dcp_rank", 0)
-        dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else torch.float32
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+        pool_dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else dtype
+        sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+        spec = FullAttentionSpec(**sizes, dtype=pool_dtype)
         self.spec = self.members.customize_spec(spec) if HAS_LAYOUTS else spec
         self.builder = self.make_builder(list(self.layers))
         self.bind_pools()
@@ -161,7 +179,7 @@ class Rig:
 
     def add(self, count: int = 1) -> list[int]:
         """Add requests, and return their numbers."""
-        empty = torch.empty(0, self.kv_heads, self.size)
+        empty = torch.empty(0, self.kv_heads, self.size, dtype=self.dtype)
         for _ in range(count):
             caches = (dict.fromkeys(self.layers, empty), dict.fromkeys(self.layers, empty))
             self.requests.append(Names(blocks=[], len=0, k=caches[0], v=caches[1]))
@@ -227,8 +245,9 @@ class Rig:
         found = {}
         for name in self.layers:
             heads = (self.heads, self.kv_heads, self.kv_heads)
-            query, key, value = (torch.randn(rows, count, self.size) for count in heads)
-            found[name] = Names(q=query, k=key, v=value, out=torch.full((rows, self.heads, self.size), 7.0))
+            query, key, value = (torch.randn(rows, count, self.size).to(self.dtype) for count in heads)
+            output = torch.full((rows, self.heads, self.size), 7.0, dtype=self.dtype)
+            found[name] = Names(q=query, k=key, v=value, out=output)
         return found
 
     def forward(self, inputs: dict[str, Any], metadata: Any) -> None:

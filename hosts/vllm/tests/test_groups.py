@@ -1,4 +1,4 @@
-"""What vLLM does with a group's builder besides steps: other block tables, drafts, shared prefixes, and its own wrappers."""
+"""What vLLM does with a group's builder besides steps: other block tables, drafts, shared prefixes, its wrappers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 
 import numpy as np
 import torch
-from attnplug_kit.oracle import attend
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnplug.errors import AttnplugError, BatchError, LayerError, NotNegotiatedError
+from attnplug_kit.oracle import attend
 from attnplug_vllm import binding, builder, impl
 from hosts.vllm.tests.rig import CHOICE, CPU, Rig
 

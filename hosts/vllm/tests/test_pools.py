@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 import torch
-from attnplug_kit.oracle import attend
 
 from attnplug.errors import AttnplugError, CacheError, LayerError, NotNegotiatedError
+from attnplug_kit.oracle import attend
 from attnplug_vllm import cache
 from hosts.vllm.tests.rig import CHOICE, HAS_LAYOUTS, ORDERS, Rig, make_pool, members_of
 
@@ -68,7 +68,7 @@ def test_a_pool_of_other_heads_is_refused_at_start(monkeypatch):
     spec = type(rig.spec)(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     rig.layers["layers.0"].impl.binding = None
     rig.spec = spec
-    with pytest.raises(CacheError, match="KV cache|cache tensor"):
+    with pytest.raises(CacheError, match=r"KV cache|cache tensor"):
         rig.make_builder(["layers.0"])
 
 
@@ -165,5 +165,5 @@ def test_scales_of_the_first_step_are_refused_by_name():
 
 
 def test_layers_that_leave_quantization_out_are_beside_others():
-    with pytest.raises(AttnplugError, match="KV cache|cache tensor"):  # they have no spec of their own here
+    with pytest.raises(AttnplugError, match=r"KV cache|cache tensor"):  # they have no spec of their own here
         Rig([{}, {"kv_cache_dtype": "auto"}], kv_cache_dtype="fp8")
