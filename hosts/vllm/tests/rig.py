@@ -58,7 +58,8 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
             use_ubatching=options.get("use_ubatching", False),
             cp_kv_cache_interleave_size=options.get("dcp_interleave", 1),
         ),
-        attention_config=Names(flash_attn_max_num_splits_for_cuda_graph=32),
+        attention_config=Names(flash_attn_max_num_splits_for_cuda_graph=32, use_non_causal=False),
+        kv_transfer_config=options.get("kv_transfer_config"),
         use_v2_model_runner=False,
     )
 

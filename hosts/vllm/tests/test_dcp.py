@@ -51,7 +51,8 @@ def group(monkeypatch):
     """Ranks that are threads of this process."""
     made = ThreadGroup(RANKS)
     monkeypatch.setattr(flash_attn_builder, "Ranks", ThreadRanks)
-    monkeypatch.setattr(facts, "select", lambda requirements, choice: ExactSelection(requirements))
+    for name in ("select", "choose"):
+        monkeypatch.setattr(facts, name, lambda requirements, choice: ExactSelection(requirements), raising=False)
     monkeypatch.setattr(facts, "reasons", lambda requirements, choice: [])
     monkeypatch.setattr(
         parallel_state, "get_dcp_group", lambda: Names(device_group=made, world_size=RANKS, rank_in_group=0)

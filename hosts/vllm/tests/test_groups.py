@@ -11,8 +11,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnplug.errors import AttnplugError, BatchError, LayerError, NotNegotiatedError
@@ -158,7 +159,7 @@ def test_vllms_wrapper_for_encoders_takes_the_builder():
 
 
 def test_vllms_wrapper_for_fast_prefill_copies_the_metadata():
-    made = create_fast_prefill_custom_backend(
+    made = utils.create_fast_prefill_custom_backend(
         "Fast", type("Backend", (), {"get_builder_cls": staticmethod(lambda: builder.make_builder_class(CHOICE))})
     )
     rig = Rig([{}, {"kv_sharing_target_layer_name": "layers.0"}])
@@ -267,3 +268,41 @@ def test_new_weights_are_taken_over():
         sinks.copy_(torch.tensor([3.0, 2.0, 1.0, 0.0]))
     rig.layers["layers.0"].impl.process_weights_after_loading(torch.float32)
     assert rig.run([(0, 1)]) < 1e-5
+
+
+def test_new_sinks_are_refused_where_graphs_have_the_former():
+    sinks = torch.zeros(4)
+    rig = Rig([{"sinks": sinks}], mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    graph = rig.capture(2)
+    rig.add(1)
+    rig.run([(0, 5)])
+    rig.layers["layers.0"].impl.process_weights_after_loading(torch.float32)
+    assert rig.replay(graph, [(0, 1)], 2) < 1e-5  # the same ones
+    sinks.fill_(2.0)
+    rig.layers["layers.0"].impl.process_weights_after_loading(torch.float32)
+    with pytest.raises(LayerError, match="other sinks by new weights"):
+        rig.run([(0, 1)])
+
+
+def test_chunks_of_local_attention_are_requests(monkeypatch):
+    # Without a platform vLLM takes memory for pinned, which torch for CPUs does not have.
+    monkeypatch.setattr(utils, "async_tensor_h2d", lambda data, **_: torch.as_tensor(data), raising=False)
+    chunk = 8
+    rig = Rig([{}], block_size=4)
+    common = rig.common([(rig.add()[0], 20)])
+    made = utils.make_local_attention_virtual_batches(chunk, common, 4)
+    local = made[0] if isinstance(made, tuple) else made
+    inputs = rig.inputs(20)
+    rig.forward(inputs, rig.builder.build(0, local))
+    io = inputs["layers.0"]
+    expected = attend(io.q, io.k, io.v, scale=0.25, attention_chunk=chunk).output
+    assert float((io.out.double() - expected).abs().max()) < 1e-5
+
+
+def test_limits_count_chunks_and_drafts():
+    rig = Rig([{}], drafts=3)
+    backend = rig.builder.parts[0].backend
+    plain = binding.limits_of(backend, rig.spec, rig.config)
+    assert (plain.max_num_reqs, plain.max_num_tokens, plain.max_seq_len) == (8, 256 + 3 * 8, 256 + 3)
+    local = binding.limits_of(backend, Names(attention_chunk_size=32), rig.config)
+    assert local.max_num_reqs == 2 * 8 + plain.max_num_tokens // 32

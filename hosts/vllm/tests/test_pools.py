@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
@@ -94,6 +97,31 @@ def test_another_pool_is_bound_anew():
     rig.run([(0, 5)])
     rig.layers["layers.0"].kv_cache = rig.layers["layers.0"].kv_cache.clone()
     assert rig.run([(0, 1), (1, 4)]) < 1e-5
+
+
+def test_a_pool_lives_no_longer_than_its_builder():
+    rig = Rig([{}])
+    rig.add(1)
+    rig.run([(0, 5)])
+    (layer,) = rig.layers.values()
+    pool, layer.kv_cache = ref(layer.kv_cache.untyped_storage()), torch.tensor([])
+    assert pool() is not None
+    rig.builder = None  # as vLLM drops its runner, and keeps the model
+    gc.collect()
+    assert layer.impl._cache is None
+    assert layer.impl.shared is None
+    assert pool() is None
+
+
+def test_a_layer_of_another_builder_binds_its_pool_again():
+    rig = Rig([{}])
+    rig.add(1)
+    rig.run([(0, 5)])
+    former, rig.builder = rig.builder, rig.make_builder(["layers.0"])
+    rig.run([(0, 1)])
+    del former
+    gc.collect()
+    assert rig.run([(0, 1)]) < 1e-5
 
 
 def test_forms_of_no_layer_are_refused(monkeypatch):

@@ -82,7 +82,7 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
             "scales are known before CUDA graphs are captured and before anything is in the KV cache",
             "leave --calculate-kv-scales out: scales are then those of the checkpoint, or 1",
         )
-    requested = impl.requirements.evolve(**changes)
+    requested = impl.selection.requirements.evolve(**changes)
     own = (impl.selection.id,)
     if _may_cascade(config) and not facts.reasons(requested.evolve(cascade=True), own):
         requested = requested.evolve(cascade=True)

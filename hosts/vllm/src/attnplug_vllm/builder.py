@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from weakref import finalize, ref
 
 import torch
 from attrs import evolve, field, frozen
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from attnplug import Requirements, Selection
     from attnplug.contract import Backend, GraphBuffers, MetadataBuilder
+    from attnplug_vllm.impl import LayerImpl
 
 LEVELS: Final[Mapping[str, str]] = {
     "never": "NEVER",
@@ -122,6 +124,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         # A microbatch is cut out of a step into new tensors; all other steps are in the runner's own, which never move.
         self._owns_inputs = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
         self._lacks_pools = self._is_paged
+        finalize(self, _release, [ref(layer.impl) for layer in self._layers.values()]).atexit = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(repr(part.builder) for part in self.parts)})"
@@ -309,6 +312,18 @@ def make_builder_class(choice: tuple[str, ...] = ()) -> type[GroupBuilder]:
         choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
     """
     return type("AttnplugBuilder", (GroupBuilder,), {"choice": choice, "__module__": __name__})
+
+
+def _release(impls: list[ref[LayerImpl]]) -> None:
+    """
+    Let the layers of a builder that is garbage-collected go of their pools and their state.
+
+    vLLM keeps models for longer than the memory of their KV caches: after a profiling run, and when an engine ends. A
+    layer that another builder serves binds its pool again in the next step.
+    """
+    for impl in (one() for one in impls):
+        if impl is not None:
+            impl.release()
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:

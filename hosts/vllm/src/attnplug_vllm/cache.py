@@ -120,7 +120,8 @@ def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:
 
 def _all_take(selections: Iterable[Any], form: str, kv_layout: str) -> bool:
     return all(
-        not facts.reasons(one.requirements.evolve(kv_cache_form=form, kv_layout=kv_layout), (one.id,))
+        one.requirements.kv_cache_form in (None, form)
+        and not facts.reasons(one.requirements.evolve(kv_cache_form=form, kv_layout=kv_layout), (one.id,))
         for one in selections
     )
 

@@ -111,6 +111,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self._cache: KVCache | None = None
         self._backend: Backend | None = None
         self._attend: Any = None
+        self._known_sinks: Tensor | None = None
         self._width = 0
         enlist(self)
 
@@ -166,22 +167,29 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self.binding = binding
         self._backend = binding.backend
         self._width = binding.attn.output_width
+        self._known_sinks = None if self.sinks is None else self.sinks.detach().clone()
         self._attend = binding.attn.forward if self.kv_sharing_target_layer_name is None else self._attend_to_target
         self._pool = _NO_POOL
 
     def take_pool(self, layer: Any, pool: Tensor) -> None:
         """
-        Bind the layer's pool, and take over scales that have changed.
+        Bind the layer's pool, and take over scales and sinks that have changed.
 
         Raises:
             CacheError: It does not fit.
-            ContractError: A captured graph has the former scales, or a value is wrong.
+            ContractError: A captured graph has the former values, or a value is wrong.
         """
         binding = self._bound()
         update_scales(binding.attn, layer)
+        if self.sinks is not None:
+            self._renew_sinks(binding.attn, self.sinks.detach())
         if binding.attn.is_paged:
             self._cache = bind_pool(pool, binding.backend, binding.attn)
         self._pool = pool
+
+    def release(self) -> None:
+        """Forget the pool and the state, whose memory vLLM frees with the builder."""
+        self._pool, self._cache, self.shared = _NO_POOL, None, None
 
     # --- machinery ---
 
@@ -191,6 +199,19 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         """Attend to the KV cache of an earlier layer, whose K/V are there already."""
         del key, value
         self._bound().attn.forward(query, None, None, cache, metadata, output)
+
+    def _renew_sinks(self, attn: Implementation, sinks: Tensor) -> None:
+        """Let an implementation derive again what it derived from the sinks, if they were loaded again, in place."""
+        if self._known_sinks is not None and torch.equal(sinks, self._known_sinks):
+            return
+        if self.shared is not None and self.shared.state.graphs:
+            raise LayerError(
+                f"layer {attn.layer.name!r} was given other sinks by new weights",
+                "captured graphs may have what was derived from the former ones, and would go on with it",
+                "start vLLM again with the new weights, or with --enforce-eager",
+            )
+        attn.parameters_changed()
+        self._known_sinks = sinks.clone()
 
     def _bound(self) -> Binding:
         if self.binding is None:
