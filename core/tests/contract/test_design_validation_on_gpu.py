@@ -22,7 +22,7 @@ PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 6
     [
         (FlashInferBackend, {}),
         (FlashAttentionBackend, {"cascade": True}),
-        (Int8Backend, {"kv_cache_dtype": "int8_k", "dtype": "bfloat16"}),
+        (Int8Backend, {"kv_cache_dtype": "int8_k", "dtype": "bfloat16", "kv_layout": "HND"}),
         (BlockSparseBackend, {"block_sparse": PATTERN}),
     ],
 )
