@@ -228,6 +228,11 @@ def test_what_a_layer_has_besides_is_refused_by_name():
     Rig([{"chunk_lookback": None}])
 
 
+def test_cross_attention_is_refused_by_name():
+    with pytest.raises(NotNegotiatedError, match="does not serve cross attention"):
+        Rig([{"attn_type": "encoder_decoder"}])
+
+
 def test_a_causal_flag_for_each_request_is_refused():
     rig = Rig([{}])
     rig.add(1)

@@ -60,9 +60,15 @@ def test_layers_inside_of_blocks_before_orders_had_names():
     assert cache.bind_pool(with_layers[1], impl.binding.backend).num_blocks == 5
 
 
+@pytest.mark.parametrize(("served", "required"), [(("HND",), "HND"), (("NHD",), "NHD"), (("NHD", "HND"), None)])
+def test_the_only_layout_that_is_served_is_required(monkeypatch, served, required):
+    monkeypatch.setattr(cache.facts, "serves", lambda choice, *, kv_layout: kv_layout in served)
+    assert members_of(CHOICE).get_required_kv_cache_layout() == required
+
+
 def test_an_order_that_no_layer_takes_is_refused_at_start():
     refused = "LHBNC" if HAS_LAYOUTS else "other"
-    with pytest.raises(CacheError, match=f"lays its KV cache out as {refused}"):
+    with pytest.raises(CacheError, match=rf"lays its KV cache out as {refused}(?s:.*)set VLLM_KV_CACHE_LAYOUT="):
         Rig([{}], order=refused)
 
 

@@ -72,6 +72,12 @@ class CacheMembers:
         return with_form(spec, terms_of(layers_of(cls.choice))[0])
 
     @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """Return the layout that vLLM has to use, where only one is served (before 0.32)."""
+        found = [kv_layout for kv_layout in ("NHD", "HND") if facts.serves(cls.choice, kv_layout=kv_layout)]
+        return found[0] if len(found) == 1 else None
+
+    @classmethod
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
@@ -155,7 +161,8 @@ def resolved_terms(order: str | None, terms: tuple[Terms, ...]) -> Terms:
         raise CacheError(
             f"vLLM lays its KV cache out as {kv_layout}",
             f"the chosen backends take {' or '.join(f'kv_cache_form={f!r}, kv_layout={n!r}' for f, n in terms)}",
-            "leave VLLM_KV_CACHE_LAYOUT out, or name another backend with --attention-backend",
+            f"set VLLM_KV_CACHE_LAYOUT={terms[0][1] if order is None else ORDERS[terms[0]][0]}, "
+            "or name another backend with --attention-backend",
         )
     return found
 

@@ -87,6 +87,8 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap or None  # some models pass 0 for none
         self.attn_type = facts.text_of(attn_type)
+        if self.attn_type == "encoder_decoder":
+            _refuse_cross_attention()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.requirements = facts.layer_requirements(
@@ -247,6 +249,14 @@ def _refuse_further(further: Mapping[str, Any]) -> None:
             "attnplug has no feature of that name",
             "leave --attention-backend out for this model: vLLM then chooses one of its own",
         )
+
+
+def _refuse_cross_attention() -> None:
+    raise NotNegotiatedError(
+        "vLLM's layer has attn_type='encoder_decoder'",
+        "attnplug-vllm does not serve cross attention: vLLM replaces a decoder's lengths by those of the encoder",
+        "leave --attention-backend out for this model: vLLM then chooses one of its own",
+    )
 
 
 @cache
