@@ -83,6 +83,7 @@ DISTRIBUTIONS = {
     "attnplug": CORE,
     "attnplug_kit": ROOT / "kit" / "src" / "attnplug_kit",
     "attnplug_transformers": ROOT / "hosts" / "transformers" / "src" / "attnplug_transformers",
+    "attnplug_vllm": ROOT / "hosts" / "vllm" / "src" / "attnplug_vllm",
     **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/attnplug_*"))},
     **{folder.name: folder for folder in sorted(ROOT.glob("tests/plugins/*/attnplug_*"))},
 }
@@ -301,7 +302,7 @@ def test_the_law_has_no_circle() -> None:
     assert [part for part in BELOW if part in below(part)] == []
 
 
-@pytest.mark.parametrize("package", ["attnplug", "attnplug_kit", "attnplug_transformers"])
+@pytest.mark.parametrize("package", ["attnplug", "attnplug_kit", "attnplug_transformers", "attnplug_vllm"])
 def test_no_circle_of_modules_is_too_large(package: str) -> None:
     found = circles(import_graph(package, _read(DISTRIBUTIONS[package])))
 
