@@ -25,12 +25,13 @@ BUILD := hatchling editables
 TOOLS := build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-material mypy pytest-randomly pytest-xdist ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
-# Every distribution, as a user would have them: core, kit, host and plugins.
-WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml))
+# Every distribution, as a user would have them: core, kit, hosts and plugins. The host of vLLM needs Python 3.11, as vLLM does.
+WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
+             $$($(BIN)/python -c 'import sys; print("-e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-oldest lint docs bench test-gpu clean tables
+.PHONY: help demo test test-all test-slow test-hosts test-oldest lint docs bench test-gpu clean tables
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -77,6 +78,10 @@ define COVERED
 @PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
 endef
 
+# Environments apart, below .venv-hosts, 4 GB: vLLM pins what .venv has in other versions. It needs Python 3.11, and the CPU build of torch.
+test-hosts: ## hosts/vllm beside vLLM: whole engines on the CPU, and three versions of its Python code
+	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
+
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-oldest.sh
@@ -102,4 +107,4 @@ test-gpu: $(READY) ## the tests of core and plugins that need an NVIDIA GPU; wri
 	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
 
 clean: ## everything that the other targets made
-	rm -rf $(VENV) site .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hosts site .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,67 @@
+"""Compare the table of what attnplug-vllm uses with the vLLM that is installed."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+from attnplug_vllm.members import Use
+
+
+def drift(member):
+    """Return what is wrong with one member of the table in this vLLM, by name; None where it is as the table says."""
+    module, _, name = member.path.partition(":")
+    *owners, last = name.split(".")
+    try:
+        owner = import_module(module)
+        for each in owners:
+            owner = getattr(owner, each)
+    except (ImportError, AttributeError) as error:
+        return f"{member.path} is missing: {error}"
+    if member.use is Use.READ:
+        return None if _has(owner, last) else f"{member.path} is missing"
+    if not hasattr(owner, last):
+        return f"{member.path} is missing"
+    parameters = _parameters(owner, last)
+    return _override_drift(member, parameters) if member.use is Use.OVERRIDDEN else _call_drift(member, parameters)
+
+
+def _parameters(owner, name):
+    """Return the parameters of a function, without what a method gets by itself."""
+    function = getattr(owner, name)
+    own = inspect.isclass(owner) and not inspect.ismethod(function)
+    static = own and isinstance(inspect.getattr_static(owner, name), staticmethod)
+    found = list(inspect.signature(function).parameters.values())
+    return found[1:] if own and not static else found
+
+
+def _override_drift(member, parameters):
+    names = tuple(each.name for each in parameters)
+    if names == member.parameters:
+        return None
+    return f"{member.path} takes ({', '.join(names)}), and attnplug overrides it with ({', '.join(member.parameters)})"
+
+
+def _call_drift(member, parameters):
+    fixed = {each.name: each for each in parameters if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}}
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    unknown = [name for name in member.parameters if name not in fixed and not any_name]
+    required = [name for name, each in fixed.items() if each.default is each.empty and name not in member.parameters]
+    if unknown:
+        return f"{member.path} has no parameter {', '.join(unknown)}"
+    return f"{member.path} requires {', '.join(required)} too" if required else None
+
+
+def _has(owner, name):
+    """Whether an object has an attribute. Fields without a default, and what a constructor sets, count too."""
+    if hasattr(owner, name):
+        return True
+    classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    return any(name in vars(each).get("__annotations__", {}) or f"self.{name}" in _source(each) for each in classes)
+
+
+def _source(each):
+    try:
+        return inspect.getsource(each)
+    except (OSError, TypeError):
+        return ""
