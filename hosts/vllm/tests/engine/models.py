@@ -1,0 +1,86 @@
+"""Tiny models that vLLM and transformers both load, with weights that make every token depend on its whole context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+VOCABULARY = 512
+WINDOW = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_ENCODER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range", "pad_token_id")
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    # Layers with a window beside layers without one, in one KV-cache group.
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
+        query_pre_attn_scalar=16,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "bert": lambda: transformers.BertConfig(
+        **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512
+    ),
+}
+
+
+def save(name, folder):
+    """Write a tiny model in float32 to a folder, with a tokenizer where vLLM does not go without one."""
+    torch.manual_seed(0)
+    model = _auto(name).from_config(CONFIGS[name]()).float()
+    _strengthen(model)
+    model.save_pretrained(folder)
+    if name == "bert":
+        _tokenizer().save_pretrained(folder)
+
+
+def _strengthen(model):
+    """Let attention decide: fresh sinks take next to nothing, and a fresh Gemma 2 repeats the token before."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 2.0, 0.5)
+        elif "gemma2" in model.config.model_type and "layernorm" in name and ".post_" in name:
+            torch.nn.init.constant_(parameter, 4.0)
+
+
+def _auto(name):
+    return transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+
+
+def _tokenizer():
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))  # noqa: S106 - no password
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="w0", unk_token="w3")  # noqa: S106 - likewise
+
+
+def load(folder, **changes):
+    """Load one for the reference: eager attention in float32, with changes of its configuration."""
+    config = transformers.AutoConfig.from_pretrained(folder, **changes)
+    auto = _auto(config.model_type)
+    return auto.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()

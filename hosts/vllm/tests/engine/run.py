@@ -1,0 +1,117 @@
+"""
+Engines of vLLM, each in a process of its own: a specification in JSON on each line of stdin, its results on one of stdout.
+
+Importing vLLM takes longer than a tiny engine does: it is imported once, and each engine runs in a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+
+
+def main():
+    """Serve until stdin ends."""
+    import vllm  # noqa: PLC0415 - attnplug's kit may collect this module where vLLM is not
+
+    del vllm
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints is no result
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+            result = _run_in_fork(json.loads(line), log)
+        print(json.dumps(result), file=answers, flush=True)
+
+
+def _run_in_fork(given, log):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        _run_here(given, write, log)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    log.seek(0)
+    printed = log.read()
+    return (json.loads(text) if text else {"error": printed[-8000:]}) | {"log": printed}
+
+
+def _run_here(given, write, log):
+    """Run one engine, and end this process, whatever happens."""
+    status = 1
+    try:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        os.environ.update(given["environment"])
+        with os.fdopen(write, "w", encoding="utf-8") as pipe:
+            json.dump(_results(given), pipe)
+        _save_coverage()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is printed, and the process ends
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _save_coverage():
+    """Write what was measured in this fork, which ends without its handlers of an exit."""
+    if coverage := sys.modules.get("coverage"):
+        for measured in filter(None, [coverage.Coverage.current()]):
+            measured.stop()
+            measured.save()
+
+
+def _results(given):
+    from vllm import LLM  # noqa: PLC0415 - see above
+
+    engine = LLM(disable_log_stats=False, **given["engine"])
+    run = _embed if given["pooling"] else _generate
+    rounds = [run(engine, **each) for each in given["rounds"]]
+    return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine)}
+
+
+def _generate(engine, prompts, max_tokens):
+    from vllm import SamplingParams  # noqa: PLC0415 - see above
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": each} for each in prompts], greedy, use_tqdm=False)
+    return [
+        {
+            "tokens": list(each.outputs[0].token_ids),
+            "logprobs": [
+                at[token].logprob for at, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids, strict=True)
+            ],
+            "cached": each.num_cached_tokens,
+        }
+        for each in outputs
+    ]
+
+
+def _embed(engine, prompts):
+    outputs = engine.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
+    return [{"embedding": each.outputs.embedding} for each in outputs]
+
+
+def _metrics(engine):
+    return {each.name: each.value for each in engine.get_metrics() if hasattr(each, "value")}
+
+
+def _layers(engine):
+    """Return the attention classes of the layers, by name; none where the engine runs in another process."""
+    config = engine.llm_engine.vllm_config.compilation_config
+    return {
+        name: [layer.attn_backend.get_name(), f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"]
+        for name, layer in config.static_forward_context.items()
+        if hasattr(layer, "attn_backend")  # others are mixtures of experts
+    }
+
+
+if __name__ == "__main__":
+    main()
