@@ -93,7 +93,7 @@ def test_vllm_s_log_has_the_warning_once(monkeypatch, caplog):
     _loaded(monkeypatch, "0.99.0")
     versions.warn_if_untested.cache_clear()
 
-    with caplog.at_level(logging.WARNING, "vllm.plugins.attnplug"):
+    with caplog.at_level(logging.WARNING, "vllm.attnplug"):
         versions.warn_if_untested()
         versions.warn_if_untested()
     versions.warn_if_untested.cache_clear()

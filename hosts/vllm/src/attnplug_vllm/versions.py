@@ -17,7 +17,7 @@ __all__ = ["TESTED", "installed_version", "untested", "warn_if_untested"]
 
 TESTED: Final = SpecifierSet(">=0.26,<0.34")
 # A child of vLLM's logger: the message appears where vLLM's own do, in their format.
-_LOGGER: Final = logging.getLogger("vllm.plugins.attnplug")
+_LOGGER: Final = logging.getLogger("vllm.attnplug")
 _ASSIGNMENT: Final = re.compile(r"^__version__\b[^'\"\n]*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 

@@ -24,6 +24,16 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# vLLM reads each of them; the defaults are for another length.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
 _ENCODER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range", "pad_token_id")
 
 CONFIGS = {
@@ -42,7 +52,7 @@ CONFIGS = {
         sliding_window=WINDOW,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters=YARN,
     ),
     "bert": lambda: transformers.BertConfig(
         **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512

@@ -1,0 +1,168 @@
+"""
+Whole engines of vLLM on the CPU: every greedy token is the one that transformers chooses, in float32.
+
+Each model runs on attnplug, and once more on vLLM's own CPU backend: where that differs too, the reference is wrong.
+An engine has few blocks, so that running requests are preempted, and a token budget shorter than the longest prompts.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here; `make test-hosts` runs these", allow_module_level=True)
+
+import torch
+
+from hosts.vllm.tests.engine import harness, models
+
+pytestmark = pytest.mark.needs_engine
+
+DECODERS = ("llama", "mistral", "gemma2", "gpt_oss")
+OWN, PLUGGED = "vLLM's own", "ATTNPLUG"
+# Of 32 tokens. vLLM frees those behind a window: where every layer has one, requests compete for fewer only.
+BLOCKS = {"mistral": 7}
+TOLERANCE = 1e-4  # of logprobs; float32 gives about 2e-5 on either backend
+
+MIXED = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
+GROWING = harness.prompts(20, 25, 23, 30, seed=6)
+SHARED = harness.prompts(66, 70, seed=7)
+FOLLOWING = [prompt + more for prompt, more in zip(SHARED, harness.prompts(9, 1, seed=8), strict=True)]
+LONGEST = max(MIXED, key=len)
+ROUNDS = (MIXED, GROWING, SHARED, FOLLOWING)
+TOKENS = (16, 100, 4, 16)
+TEXTS = harness.prompts(1, 5, 40, 17, 150, 1)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The process that runs the engines."""
+    server = harness.EngineServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a function that returns the folder of a model."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            models.save(name, made[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def results(server, folder):
+    """Return a function that runs an engine on a model, once for all tests."""
+    ran = {}
+
+    def get(name, attention):
+        if (name, attention) not in ran:
+            ran[name, attention] = server.run(folder(name), **_specification(name, attention))
+        found = ran[name, attention]
+        assert "error" not in found, found["error"]
+        return found
+
+    return get
+
+
+def _specification(name, attention):
+    plugged = attention != OWN
+    backend = {"attention_config": {"backend": attention}} if plugged else {}
+    environment = {"environment": {"VLLM_PLUGINS": "attnplug" if plugged else ""}}
+    if name == "bert":
+        whole = {"max_num_batched_tokens": 512, "skip_tokenizer_init": False, "runner": "pooling", "pooling": True}
+        return {"rounds": [{"prompts": TEXTS}], **whole, **backend, **environment}
+    rounds = [{"prompts": given, "max_tokens": count} for given, count in zip(ROUNDS, TOKENS, strict=True)]
+    return {"rounds": rounds, "num_gpu_blocks_override": BLOCKS.get(name, 14), **backend, **environment}
+
+
+@pytest.fixture(params=[OWN, PLUGGED])
+def attention(request):
+    """Whose attention the engine has."""
+    return request.param
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_are_those_of_transformers(name, attention, results, folder):
+    outputs = [each for given in results(name, attention)["rounds"] for each in given]
+    given = [each for prompts in ROUNDS for each in prompts]
+
+    differing, worst = harness.compare(folder(name), given, outputs)
+
+    assert [len(each["tokens"]) for each in outputs] == [
+        n for n, some in zip(TOKENS, ROUNDS, strict=True) for _ in some
+    ]
+    assert (differing, worst < TOLERANCE) == (0, True), worst
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_requests_were_preempted(name, attention, results):
+    assert results(name, attention)["metrics"]["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_shared_prefixes_were_not_computed_again(name, attention, results):
+    *_, following = results(name, attention)["rounds"]
+
+    assert [each["cached"] for each in following] == [64, 64]
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+def test_every_layer_runs_on_what_was_chosen(name, attention, results):
+    layers = results(name, attention)["layers"]
+    backends = {backend for backend, _ in layers.values()}
+    modules = {implementation.partition(".")[0] for _, implementation in layers.values()}
+
+    assert len(layers) == models.SIZES["num_hidden_layers"]
+    assert (backends, modules) == (({"CPU_ATTN"}, {"vllm"}) if attention == OWN else ({PLUGGED}, {"attnplug_vllm"}))
+
+
+def test_an_encoder_embeds_as_transformers_does(attention, results, folder):
+    model = models.load(folder("bert"))
+
+    for text, output in zip(TEXTS, results("bert", attention)["rounds"][0], strict=True):
+        with torch.no_grad():
+            hidden = model(torch.tensor([text])).last_hidden_state[0, 0]
+        expected = torch.nn.functional.normalize(hidden, dim=0)
+        assert torch.allclose(torch.tensor(output["embedding"]), expected, atol=1e-5)
+
+
+# What is special about a model decides its tokens: an engine that left it out would fail the tests above.
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": models.WINDOW + 1}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"layer_types": ["full_attention"] * 4}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 4}),
+    ],
+)
+def test_a_feature_of_a_model_decides_its_tokens(name, changes, folder):
+    with torch.no_grad():
+        real, other = (models.load(folder(name), **each)(torch.tensor([LONGEST])).logits for each in ({}, changes))
+
+    assert (real - other).log_softmax(-1).abs().max() > 100 * TOLERANCE
+    assert (real.argmax(-1) != other.argmax(-1)).any()
+
+
+def test_sinks_decide_the_tokens_of_gpt_oss(folder):
+    model = models.load(folder("gpt_oss"))
+    with torch.no_grad():
+        real = model(torch.tensor([LONGEST])).logits
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.fill_(-1e4)
+        other = model(torch.tensor([LONGEST])).logits
+
+    assert (real.argmax(-1) != other.argmax(-1)).any()
