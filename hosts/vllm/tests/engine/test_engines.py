@@ -75,7 +75,7 @@ def results(server, folder):
 
 def _specification(name, attention):
     plugged = attention != OWN
-    backend = {"attention_config": {"backend": attention}} if plugged else {}
+    backend = {"attention_backend": attention} if plugged else {}
     environment = {"environment": {"VLLM_PLUGINS": "attnplug" if plugged else ""}}
     if name == "bert":
         whole = {"max_num_batched_tokens": 512, "skip_tokenizer_init": False, "runner": "pooling", "pooling": True}
