@@ -12,6 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+import attnplug_vllm
 from attnplug_vllm import versions
 
 try:
@@ -93,6 +94,7 @@ def test_vllm_s_log_has_the_warning_once(monkeypatch, caplog):
     _loaded(monkeypatch, "0.99.0")
     versions.warn_if_untested.cache_clear()
 
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # to where pytest listens
     with caplog.at_level(logging.WARNING, "vllm.attnplug"):
         versions.warn_if_untested()
         versions.warn_if_untested()
@@ -100,6 +102,19 @@ def test_vllm_s_log_has_the_warning_once(monkeypatch, caplog):
 
     assert [each.levelname for each in caplog.records] == ["WARNING"]
     assert "vLLM 0.99.0" in caplog.text
+
+
+def test_registering_with_an_untested_vllm_warns(monkeypatch, caplog):
+    _loaded(monkeypatch, "0.99.0")
+    monkeypatch.setattr("attnplug_vllm.registration.register", lambda: None)
+    versions.warn_if_untested.cache_clear()
+
+    with caplog.at_level(logging.WARNING, "vllm.attnplug"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # to where pytest listens
+        attnplug_vllm.register()
+    versions.warn_if_untested.cache_clear()
+
+    assert "and this is vLLM 0.99.0" in caplog.text
 
 
 def test_a_tested_version_warns_of_nothing(monkeypatch, caplog):

@@ -61,9 +61,14 @@ def _overridden(path: str, *parameters: str, versions: str = "") -> tuple[Member
     return (Member(path, Use.OVERRIDDEN, parameters, SpecifierSet(versions)),)
 
 
-# The boundary between the two contracts: before it a backend states the shape of its KV cache, since then vLLM does.
-_SHAPES: Final = "<0.32"
-_LAYOUTS: Final = ">=0.32"
+def _each_overridden(path: str, *names: str, versions: str = "") -> tuple[Member, ...]:
+    """Return class methods without parameters."""
+    return tuple(member for name in names for member in _overridden(f"{path}.{name}", versions=versions))
+
+
+# Before this version a backend states the shape of its KV cache; since then vLLM does, and the backend names layouts.
+_SHAPES: Final = "<0.29"
+_LAYOUTS: Final = ">=0.29"
 
 _CONTRACT: Final = "vllm.v1.attention.backend"
 _BACKEND: Final = f"{_CONTRACT}:AttentionBackend"
@@ -72,6 +77,7 @@ _COMMON: Final = f"{_CONTRACT}:CommonAttentionMetadata"
 _IMPL: Final = f"{_CONTRACT}:AttentionImpl"
 _REGISTRY: Final = "vllm.v1.attention.backends.registry"
 _SELECTOR: Final = "vllm.v1.attention.selector"
+_ATTENTION: Final = "vllm.model_executor.layers.attention"
 _KV_CACHE: Final = "vllm.v1.kv_cache_interface"
 
 _SELECTION: Final = (
@@ -79,111 +85,125 @@ _SELECTION: Final = (
     *("use_per_head_quant_scales", "device_capability", "attn_type", "has_sliding_window", "use_non_causal"),
     *("use_batch_invariant", "use_kv_connector", "use_pcp"),
 )
-_COMBINATION: Final = (
-    *("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse", "use_mm_prefix"),
-    "device_capability",
-)
+# Further fields of a request, each with the first version that has it. One that attnplug-vllm does not know is refused.
+_FURTHER: Final = {"use_adaptive_verification": "0.28", "use_dcp": "0.29", "use_rswa": "0.30"}
 
-MEMBERS: Final[tuple[Member, ...]] = (
-    # registration
+_REGISTRATION: Final = (
     *_read(f"{_REGISTRY}:AttentionBackendEnum", "CUSTOM", "CPU_ATTN"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.get_path", "include_classname"),
+    *_called(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
     *_called(f"{_REGISTRY}:AttentionBackendEnum.get_class"),
     *_called(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.register", "name", "value", versions=_LAYOUTS),
+    *_called(f"{_REGISTRY}:AttentionBackendEnum.register", "name", "value", versions=">=0.32"),
     *_called(f"{_REGISTRY}:register_backend", "backend", "class_path"),
-    # selection
+    *_called("vllm.plugins:load_general_plugins"),
+)
+
+_PLATFORM: Final = (
+    *_read("vllm.platforms:current_platform", "device_type"),
+    *_called("vllm.platforms:current_platform.is_rocm"),
+    *_called("vllm.platforms:current_platform.get_device_capability"),
+    *_called("vllm.platforms:current_platform.get_device_name"),
+    # It returns CPU_ATTN whatever was chosen, which is why that member is ours.
+    *_called("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "selected_backend", "attn_selector_config"),
+)
+
+_SELECTION_MEMBERS: Final = (
     *_read(f"{_CONTRACT}:AttentionType", "DECODER", "ENCODER", "ENCODER_ONLY", "ENCODER_DECODER"),
-    *_read(f"{_CONTRACT}:MultipleOf", "base"),
+    *_called(f"{_CONTRACT}:MultipleOf", "base"),
     *_overridden(f"{_BACKEND}.get_name"),
     *_overridden(f"{_BACKEND}.get_impl_cls"),
     *_overridden(f"{_BACKEND}.get_builder_cls"),
     *_overridden(f"{_BACKEND}.full_cls_name"),
-    *_read(_BACKEND, "supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update"),
-    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", versions=_SHAPES),
-    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", "kv_cache_spec", versions=_LAYOUTS),
-    *_overridden(f"{_BACKEND}.get_preferred_block_size", "default_block_size"),
-    *_overridden(f"{_BACKEND}.supports_block_size", "block_size"),
-    *_overridden(f"{_BACKEND}.get_supported_head_sizes"),
+    *_read(_BACKEND, "forward_includes_kv_cache_update"),
+    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", versions="<0.31"),
+    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", "kv_cache_spec", versions=">=0.31"),
     *_overridden(f"{_BACKEND}.supports_head_size", "head_size"),
     *_overridden(f"{_BACKEND}.supports_dtype", "dtype"),
     *_overridden(f"{_BACKEND}.supports_kv_cache_dtype", "kv_cache_dtype"),
     *_overridden(f"{_BACKEND}.supports_attn_type", "attn_type"),
     *_overridden(f"{_BACKEND}.supports_compute_capability", "capability"),
-    *_overridden(f"{_BACKEND}.supports_combination", *_COMBINATION),
-    *_overridden(f"{_BACKEND}.validate_configuration", *_SELECTION, versions=_SHAPES),
-    *_overridden(
-        f"{_BACKEND}.validate_configuration",
-        *_SELECTION,
-        *("use_adaptive_verification", "use_dcp", "use_rswa"),
-        versions=_LAYOUTS,
+    *_each_overridden(
+        _BACKEND,
+        *("is_mla", "is_sparse", "is_ssm", "supports_sink", "supports_alibi_sqrt", "supports_mm_prefix"),
+        *("supports_per_head_quant_scales", "supports_sliding_window", "supports_non_causal"),
+        *("supports_batch_invariance", "supports_kv_connector", "supports_pcp"),
     ),
+    *_each_overridden(_BACKEND, "supports_device_cpu_query_lens_mismatch", versions=">=0.28"),
+    *_each_overridden(_BACKEND, "supports_non_causal_dcp", versions=">=0.29"),
+    *_each_overridden(_BACKEND, "supports_dcp", "supports_rswa", versions=">=0.30"),
     *(
         member
-        for name in (
-            *("is_mla", "is_sparse", "is_ssm", "supports_sink", "supports_alibi_sqrt", "supports_mm_prefix"),
-            *("supports_per_head_quant_scales", "supports_sliding_window", "supports_non_causal"),
-            *("supports_batch_invariance", "supports_kv_connector", "supports_pcp"),
+        for known, versions in (
+            (0, "<0.28"),
+            (1, ">=0.28,<0.29"),
+            (2, ">=0.29,<0.30"),
+            (3, ">=0.30"),
         )
-        for member in _overridden(f"{_BACKEND}.{name}")
+        for member in _overridden(
+            f"{_BACKEND}.validate_configuration", *_SELECTION, *tuple(_FURTHER)[:known], versions=versions
+        )
     ),
+    *_read(f"{_SELECTOR}:AttentionSelectorConfig", *(name for name in _SELECTION if name != "device_capability")),
     *(
         member
-        for name in (
-            "supports_rswa",
-            "supports_dcp",
-            "supports_non_causal_dcp",
-            "supports_device_cpu_query_lens_mismatch",
-        )
-        for member in _overridden(f"{_BACKEND}.{name}", versions=_LAYOUTS)
+        for name, first in _FURTHER.items()
+        for member in _read(f"{_SELECTOR}:AttentionSelectorConfig", name, versions=f">={first}")
     ),
-    *_read(
-        f"{_SELECTOR}:AttentionSelectorConfig",
-        *(name for name in _SELECTION if name != "device_capability"),
-    ),
-    *_called(f"{_SELECTOR}:get_attn_backend", "head_size", "dtype", "kv_cache_dtype"),
-    *_called("vllm.config:get_current_vllm_config_or_none"),
-    *_read("vllm.platforms:current_platform", "is_cuda", "is_cpu", "get_device_capability", "get_attn_backend_cls"),
-    # the KV cache
+)
+
+_CACHES: Final = (
     *_overridden(
         f"{_BACKEND}.get_kv_cache_shape",
         *("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str"),
         versions=_SHAPES,
     ),
     *_overridden(f"{_BACKEND}.get_kv_cache_stride_order", "include_num_layers_dimension", versions=_SHAPES),
-    *_overridden(f"{_BACKEND}.get_required_kv_cache_layout", versions=_SHAPES),
-    *_overridden(f"{_BACKEND}.customize_spec", "spec", versions=_LAYOUTS),
+    *_called("vllm.v1.attention.backends.utils:get_kv_cache_layout", versions=_SHAPES),
     *_overridden(f"{_BACKEND}.supported_kv_cache_layouts", versions=_LAYOUTS),
-    *_read(f"{_KV_CACHE}:KVCacheLayout", "LBNHC", "LBHNC", versions=_LAYOUTS),
-    *_read(f"{_KV_CACHE}:AttentionSpec", "block_size", "num_kv_heads", "head_size", "dtype"),
-    *_read(f"{_KV_CACHE}:AttentionSpec", "num_head_slots", "state_content_bytes", versions=_LAYOUTS),
-    # metadata
+    *_overridden(f"{_BACKEND}.customize_spec", "spec", versions=">=0.28"),
+    *_read(
+        f"{_KV_CACHE}:KVCacheLayout",
+        *("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC"),
+        versions=_LAYOUTS,
+    ),
+    *_called(f"{_KV_CACHE}:compute_layout_strides", "spec", "num_blocks", "num_layers", "layout", versions=_LAYOUTS),
+    *_read(f"{_KV_CACHE}:AttentionSpec", "block_size", "num_kv_heads", "head_size", "dtype", "page_size_padded"),
+    *_read(
+        f"{_KV_CACHE}:AttentionSpec",
+        *("num_head_slots", "state_content_bytes", "num_heads", "num_states", "state_content_size_bytes"),
+        versions=_LAYOUTS,
+    ),
+)
+
+_METADATA: Final = (
     *_overridden(f"{_BUILDER}.__init__", "kv_cache_spec", "layer_names", "vllm_config", "device"),
     *_overridden(f"{_BUILDER}.build", "common_prefix_len", "common_attn_metadata", "fast_build"),
     *_overridden(f"{_BUILDER}.build_for_cudagraph_capture", "common_attn_metadata"),
-    *_overridden(f"{_BUILDER}.build_for_drafting", "common_attn_metadata", "draft_index"),
     *_overridden(f"{_BUILDER}.update_block_table", "metadata", "blk_table", "slot_mapping"),
     *_overridden(f"{_BUILDER}.get_cudagraph_support", "vllm_config", "kv_cache_spec"),
     *_overridden(
         f"{_BUILDER}.use_cascade_attention",
         *("common_prefix_len", "query_lens", "num_query_heads", "num_kv_heads", "use_alibi", "use_sliding_window"),
         *("use_local_attention", "num_sms", "dcp_world_size"),
-        versions=_SHAPES,
+        versions="<0.32",
     ),
-    *_called(
-        f"{_BUILDER}._init_reorder_batch_threshold",
-        *("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"),
-    ),
-    *_read(_BUILDER, "reorder_batch_threshold", "supports_update_block_table", "_cudagraph_support"),
+    *_called(f"{_BUILDER}._init_reorder_batch_threshold", "reorder_batch_threshold", "supports_spec_as_decode"),
+    *_read(_BUILDER, "supports_update_block_table", "kv_cache_spec", "vllm_config"),
     *_read(f"{_CONTRACT}:AttentionCGSupport", "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"),
     *_read(f"{_CONTRACT}:AttentionMetadata"),
     *_read(
         _COMMON,
         *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs", "causal"),
-        *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping", "is_prefilling"),
+        *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping"),
         "dcp_local_seq_lens",
     ),
-    # layers
+    *_read(_COMMON, "_seq_lens_cpu", versions="<0.28"),
+    *_read(_COMMON, "dcp_local_seq_lens_cpu", versions="<0.30"),
+    *_read(_COMMON, "dcp_local_seq_lens_cpu_upper_bound", versions=">=0.30"),
+    *_called(f"{_COMMON}.replace", "block_table_tensor", "slot_mapping"),
+)
+
+_LAYERS: Final = (
     *_overridden(
         f"{_IMPL}.__init__",
         *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
@@ -194,14 +214,50 @@ MEMBERS: Final[tuple[Member, ...]] = (
         *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale"),
         "output_block_scale",
     ),
-    *_overridden(f"{_IMPL}.fused_output_quant_supported", "quant_key"),
     *_overridden(f"{_IMPL}.process_weights_after_loading", "act_dtype"),
-    *_read(_IMPL, "can_return_lse_for_decode", "need_to_return_lse_for_decode", "supports_quant_query_input"),
-    *_read(_IMPL, "supports_pcp", "supports_dcp", "dcp_world_size", "dcp_rank"),
+    *_read(_IMPL, "can_return_lse_for_decode", "supports_dcp", "dcp_world_size", "dcp_rank"),
+    *_read(f"{_CONTRACT}:AttentionLayer", "_q_scale", "_k_scale", "_v_scale"),
+    *_read(f"{_ATTENTION}:Attention", "attn_backend", "impl", "kv_cache", "head_size_v"),
+)
+
+_CONFIGURATION: Final = (
+    *_called("vllm.config:get_current_vllm_config_or_none"),
     *_read(
-        f"{_CONTRACT}:AttentionLayer",
-        *("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float"),
+        "vllm.config:VllmConfig",
+        *("attention_config", "cache_config", "compilation_config", "model_config", "parallel_config"),
+        *("scheduler_config", "speculative_config"),
     ),
-    *_read("vllm.config.compilation:CompilationConfig", "static_forward_context", "cudagraph_capture_sizes"),
-    *_read("vllm.config:VllmConfig", "model_config", "cache_config", "parallel_config", "scheduler_config"),
+    *_read("vllm.config:AttentionConfig", "backend", "flash_attn_max_num_splits_for_cuda_graph"),
+    *_read("vllm.config:AttentionConfig", "backend_per_kind", versions=">=0.28"),
+    *_read("vllm.config:CacheConfig", "kv_cache_layout", versions=_LAYOUTS),
+    *_read("vllm.config:CacheConfig", "calculate_kv_scales", versions="<0.28"),
+    *_read("vllm.config:CompilationConfig", "static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
+    *_called("vllm.config:CUDAGraphMode.has_full_cudagraphs"),
+    *_called("vllm.config:CUDAGraphMode.separate_routine"),
+    *_read(
+        "vllm.config:ModelConfig",
+        *("disable_cascade_attn", "dtype", "hf_config", "hf_text_config", "max_model_len", "use_mla"),
+    ),
+    *_called("vllm.config:ModelConfig.get_head_size"),
+    *_called("vllm.config:ModelConfig.get_num_attention_heads", "parallel_config"),
+    *_called("vllm.config:ModelConfig.get_num_kv_heads", "parallel_config"),
+    *_called("vllm.config:ModelConfig.get_sliding_window"),
+    *_read(
+        "vllm.config:ParallelConfig",
+        *("cp_kv_cache_interleave_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
+        *("tensor_parallel_size", "use_ubatching"),
+    ),
+    *_read("vllm.config:SchedulerConfig", "async_scheduling", "max_num_batched_tokens", "max_num_seqs"),
+    *_read("vllm.config:SpeculativeConfig", "num_speculative_tokens"),
+    *_called("vllm.distributed.parallel_state:get_dcp_group"),
+)
+
+MEMBERS: Final[tuple[Member, ...]] = (
+    *_REGISTRATION,
+    *_PLATFORM,
+    *_SELECTION_MEMBERS,
+    *_CACHES,
+    *_METADATA,
+    *_LAYERS,
+    *_CONFIGURATION,
 )

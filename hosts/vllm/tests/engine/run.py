@@ -1,5 +1,5 @@
 """
-Engines of vLLM, each in a process of its own: a specification in JSON on each line of stdin, its results on one of stdout.
+Engines of vLLM, each in a process of its own. Each line of stdin is a specification in JSON, each of stdout its results.
 
 Importing vLLM takes longer than a tiny engine does: it is imported once, and each engine runs in a fork.
 """
@@ -104,10 +104,10 @@ def _metrics(engine):
 
 
 def _layers(engine):
-    """Return the attention classes of the layers, by name; none where the engine runs in another process."""
+    """Return vLLM's name and attnplug's of the backend of each layer; nothing where the engine is another process."""
     config = engine.llm_engine.vllm_config.compilation_config
     return {
-        name: [layer.attn_backend.get_name(), f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"]
+        name: [layer.attn_backend.get_name(), str(getattr(getattr(layer.impl, "selection", None), "id", None))]
         for name, layer in config.static_forward_context.items()
         if hasattr(layer, "attn_backend")  # others are mixtures of experts
     }

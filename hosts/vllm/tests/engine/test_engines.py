@@ -118,11 +118,9 @@ def test_shared_prefixes_were_not_computed_again(name, attention, results):
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
 def test_every_layer_runs_on_what_was_chosen(name, attention, results):
     layers = results(name, attention)["layers"]
-    backends = {backend for backend, _ in layers.values()}
-    modules = {implementation.partition(".")[0] for _, implementation in layers.values()}
+    expected = ["CPU_ATTN", "None"] if attention == OWN else [PLUGGED, "torch/sdpa"]
 
-    assert len(layers) == models.SIZES["num_hidden_layers"]
-    assert (backends, modules) == (({"CPU_ATTN"}, {"vllm"}) if attention == OWN else ({PLUGGED}, {"attnplug_vllm"}))
+    assert list(layers.values()) == [expected] * models.SIZES["num_hidden_layers"]
 
 
 def test_an_encoder_embeds_as_transformers_does(attention, results, folder):
@@ -133,6 +131,27 @@ def test_an_encoder_embeds_as_transformers_does(attention, results, folder):
             hidden = model(torch.tensor([text])).last_hidden_state[0, 0]
         expected = torch.nn.functional.normalize(hidden, dim=0)
         assert torch.allclose(torch.tensor(output["embedding"]), expected, atol=1e-5)
+
+
+def test_a_spawned_engine_runs_on_the_backend_that_was_named(server, folder):
+    """The name travels, pickled in vLLM's configuration, to a process that has not registered it."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_PLUGINS": "attnplug",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    given = [{"prompts": MIXED, "max_tokens": 8}]
+
+    found = server.run(
+        folder("llama"),
+        given,
+        attention_backend="ATTNPLUG_TORCH_SDPA",
+        environment=environment,
+    )
+
+    assert "error" not in found, found["error"]
+    assert found["layers"] == {}
+    assert harness.compare(folder("llama"), MIXED, found["rounds"][0]) == (0, pytest.approx(0, abs=TOLERANCE))
 
 
 # What is special about a model decides its tokens: an engine that left it out would fail the tests above.
