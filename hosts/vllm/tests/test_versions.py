@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -90,41 +89,44 @@ def test_a_version_that_is_unknown_is_untested():
     assert "vLLM of an unknown version" in versions.untested(None)
 
 
-def test_vllm_s_log_has_the_warning_once(monkeypatch, caplog):
+@pytest.fixture
+def warned(monkeypatch):
+    """Return what is written to vLLM's log, in a process that has warned of nothing yet."""
+    messages = []
+    monkeypatch.setattr(versions._LOGGER, "warning", messages.append)
+    versions.warn_if_untested.cache_clear()
+    yield messages
+    versions.warn_if_untested.cache_clear()
+
+
+def test_the_warning_is_logged_once(warned, monkeypatch):
     _loaded(monkeypatch, "0.99.0")
-    versions.warn_if_untested.cache_clear()
-
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # to where pytest listens
-    with caplog.at_level(logging.WARNING, "vllm.attnplug"):
-        versions.warn_if_untested()
-        versions.warn_if_untested()
-    versions.warn_if_untested.cache_clear()
-
-    assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "vLLM 0.99.0" in caplog.text
-
-
-def test_registering_with_an_untested_vllm_warns(monkeypatch, caplog):
-    _loaded(monkeypatch, "0.99.0")
-    monkeypatch.setattr("attnplug_vllm.registration.register", lambda: None)
-    versions.warn_if_untested.cache_clear()
-
-    with caplog.at_level(logging.WARNING, "vllm.attnplug"):
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # to where pytest listens
-        attnplug_vllm.register()
-    versions.warn_if_untested.cache_clear()
-
-    assert "and this is vLLM 0.99.0" in caplog.text
-
-
-def test_a_tested_version_warns_of_nothing(monkeypatch, caplog):
-    _loaded(monkeypatch, "0.33.0")
-    versions.warn_if_untested.cache_clear()
 
     versions.warn_if_untested()
-    versions.warn_if_untested.cache_clear()
+    versions.warn_if_untested()
 
-    assert caplog.text == ""
+    assert warned == [versions.untested(Version("0.99.0"))]
+
+
+def test_vllm_shows_the_log_of_the_warning():
+    assert versions._LOGGER.name.partition(".")[0] == "vllm"
+
+
+def test_registering_with_an_untested_vllm_warns(warned, monkeypatch):
+    _loaded(monkeypatch, "0.99.0")
+    monkeypatch.setattr("attnplug_vllm.registration.register", lambda: None)
+
+    attnplug_vllm.register()
+
+    assert len(warned) == 1
+
+
+def test_a_tested_version_warns_of_nothing(warned, monkeypatch):
+    _loaded(monkeypatch, "0.33.0")
+
+    versions.warn_if_untested()
+
+    assert warned == []
 
 
 def test_the_extras_admit_the_tested_range():

@@ -1,5 +1,5 @@
 """
-Engines of vLLM, each in a process of its own. Each line of stdin is a specification in JSON, each of stdout its results.
+Engines of vLLM, each in its own process. A line of stdin is a specification in JSON, one of stdout has its results.
 
 Importing vLLM takes longer than a tiny engine does: it is imported once, and each engine runs in a fork.
 """
