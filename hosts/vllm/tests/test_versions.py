@@ -8,16 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tomllib
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import attnplug_vllm
 from attnplug_vllm import versions
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10 runs none of these
-    tomllib = None
 
 WRITTEN = "__version__: str\n__version__ = version = '{}'\n__version_tuple__ = (0, 1)\n"
 
