@@ -296,7 +296,7 @@ class Rig:
             scale=impl.scale,
             window=(-1, -1) if impl.sliding_window is None else (impl.sliding_window - 1, 0),
             logits_soft_cap=impl.logits_soft_cap,
-            sinks=impl.sinks,
+            sinks=None if impl.sinks is None else impl.sinks.detach(),
             alibi=impl.requirements.alibi,
             alibi_slopes=slopes,
         ).output
