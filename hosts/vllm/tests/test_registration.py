@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 registry = pytest.importorskip("vllm.v1.attention.backends.registry", reason="needs vLLM")
 
-from attnplug_vllm import registration  # noqa: E402 - it needs vLLM to do anything
+from attnplug_vllm import names, registration  # noqa: E402 - it needs vLLM to do anything
 
 HOPPER = """
 api = "1.0"
@@ -69,7 +69,7 @@ def acme(tmp_path: Path) -> Iterator[None]:
 
 def test_attnplug_alone_is_a_choice(enum: Any) -> None:
     registration.register()
-    name = registration.AUTO if registration.takes_names() else registration.SLOT
+    name = names.own_name(())
     assert enum[name].get_class().choice == ()
     assert enum[name].get_class().get_name() == name
 
@@ -92,6 +92,6 @@ def test_an_unknown_name_says_which_there_are(enum: Any) -> None:
 
 def test_a_member_pickles_by_its_name(enum: Any) -> None:
     registration.register()
-    members = [member for member in enum if registration.is_own(member)]
+    members = [member for member in enum if names.is_own(member)]
     assert members
     assert pickle.loads(pickle.dumps([*members, enum.FLASH_ATTN])) == [*members, enum.FLASH_ATTN]

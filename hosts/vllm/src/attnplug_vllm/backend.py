@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnplug_vllm import facts, registration, selector
 from attnplug_vllm.cache import CacheMembers
+from attnplug_vllm.names import CPU, SLOT, is_own_name, own_name
 
 
 class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
@@ -27,7 +28,7 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def get_name(cls) -> str:
         """Return the name of the enum's member."""
-        return registration.own_name(cls.choice)
+        return own_name(cls.choice)
 
     @classmethod
     def get_impl_cls(cls) -> type:
@@ -49,7 +50,7 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
         """Return the block sizes that all layers of the current configuration can have."""
         del kv_cache_spec
         sizes = selector.block_sizes(cls.choice)
-        return [size if isinstance(size, int) else MultipleOf(size.multiple_of) for size in sizes]
+        return [size if isinstance(size, int) else MultipleOf(size.multiple_of) for size in sizes] or [MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -149,15 +150,15 @@ def backend_class(choice: facts.Choice = ()) -> type[AttnplugBackend]:
     Args:
         choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
     """
-    name = registration.own_name(choice)
+    name = own_name(choice)
     return type(name, (AttnplugBackend,), {"choice": choice, "__module__": __name__, "__qualname__": name})
 
 
 def __getattr__(name: str) -> Any:
     """Return the class of a name that vLLM knows."""
-    if name == registration.CPU:
+    if name == CPU:
         return _of_cpu_platform()
-    if name in (registration.AUTO, registration.SLOT) or name.startswith(f"{registration.AUTO}_"):
+    if name == SLOT or is_own_name(name):
         return backend_class(registration.choice_of(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,5 +1,5 @@
 """
-What vLLM says about a layer, its engine and the device, in attnplug's words.
+What vLLM says about a layer, its engine and the device, in attnplug's words, and the decision that follows.
 
 vLLM's selector says part of it. The current configuration says more: head counts, the length of a window, the soft cap,
 ALiBi. What neither says becomes known when vLLM makes the layer; a refusal then still comes before any result.
@@ -7,18 +7,22 @@ ALiBi. What neither says becomes known when vLLM makes the layer; a refusal then
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
-from attnplug.errors import NoBackendError
+from attnplug.errors import NoBackendError, RequirementsError
+from attnplug_vllm import advice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from attnplug import Explanation, Requirements, Selection, Verdict
+    from attnplug import Explanation, Requirements, Selection
+    from attnplug.negotiation import Candidate
 
 Choice = tuple[str, ...]
+"""The identifiers of the candidates that a name of vLLM permits; empty where attnplug and its settings decide."""
 
 KV_CACHE_DTYPES: Final[dict[str, str]] = {
     "auto": "auto",
@@ -28,14 +32,26 @@ KV_CACHE_DTYPES: Final[dict[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8",
+    "int8_k": "int8_k",
 }
 """vLLM's names of KV-cache dtypes, and attnplug's. Others are formats of vLLM's own kernels, or another plugin's."""
 
 UNKNOWN_WINDOW: Final = 4095
 """The length of a window that nobody states. It is odd: a variant that serves certain lengths only is refused."""
 
+CONNECTED: Final = "packed"
+"""The form of a KV cache that a KV connector moves: vLLM's own shape. Connectors may take a block's heads apart."""
+
 _ENCODERS: Final = ("encoder", "encoder_only")
-_OF_CACHE: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
+_OF_CACHE: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype", "dcp_size", "kv_in_cache")
+_SIMPLE: Final[dict[str, Any]] = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "bfloat16"}
+
+_log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
+_logged: Final[set[str]] = set()
+
+
+# What vLLM says
 
 
 def device_kind() -> tuple[tuple[str, str], ...]:
@@ -73,6 +89,28 @@ def current_config() -> Any:
     return get_current_vllm_config_or_none()
 
 
+def engine_fields() -> dict[str, Any]:
+    """Return the fields that vLLM's current configuration decides for all layers; empty outside of an engine."""
+    config = current_config()
+    if config is None:
+        return {}
+    from vllm import envs  # noqa: PLC0415 - see above
+
+    speculative, transfer = config.speculative_config, config.kv_transfer_config
+    # With asynchronous scheduling vLLM assumes that every draft was accepted: lengths on the CPU are upper bounds.
+    is_optimistic = speculative is not None and bool(config.scheduler_config.async_scheduling)
+    fields: dict[str, Any] = {
+        "dcp_size": config.parallel_config.decode_context_parallel_size,
+        "decode_query_len": 1 + (getattr(speculative, "num_speculative_tokens", None) or 0),
+        "seq_lens_cpu_kind": "upper_bound" if is_optimistic else "exact",
+        "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        "causal": False if getattr(config.attention_config, "use_non_causal", False) else None,
+    }
+    if transfer is not None and transfer.is_kv_transfer_instance:
+        fields["kv_cache_form"] = CONNECTED
+    return fields
+
+
 def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirements:
     """
     Return what one layer requests, from values in vLLM's words.
@@ -91,28 +129,38 @@ def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirem
     found["attn_type"] = text_of(found.get("attn_type", "decoder"))
     if found["attn_type"] in _ENCODERS:  # without a KV cache, whose dtype and block size vLLM states all the same
         found = {name: value for name, value in found.items() if name not in _OF_CACHE}
+        found |= {"phases": ("prefill",), "decode_query_len": 1}
     else:
         found.setdefault("paged", True)
-        found["kv_cache_dtype"] = KV_CACHE_DTYPES.get(dtype := found.get("kv_cache_dtype", "auto"), dtype)
+        found["kv_cache_dtype"] = kv_cache_dtype(found.get("kv_cache_dtype", "auto"))
     late = [name for name in ("num_q_heads", "num_kv_heads") if name not in found]
     if found.get("paged") and "block_size" not in found:
         late.append("block_size")
     return attnplug.Requirements(**found, late=tuple(late))
 
 
-def engine_fields() -> dict[str, Any]:
-    """Return the fields that vLLM's current configuration decides for all layers; empty outside of an engine."""
-    config = current_config()
-    if config is None:
-        return {}
-    speculative = config.speculative_config
-    drafts = getattr(speculative, "num_speculative_tokens", None) or 0
-    is_optimistic = speculative is not None and getattr(config.scheduler_config, "async_scheduling", False)
-    return {
-        "dcp_size": config.parallel_config.decode_context_parallel_size,
-        "decode_query_len": 1 + drafts,
-        "seq_lens_cpu_kind": "upper_bound" if is_optimistic else "exact",
-    }
+def kv_cache_dtype(name: str) -> str:
+    """
+    Return attnplug's name of a dtype of vLLM's KV caches.
+
+    Raises:
+        RequirementsError: It is a format of vLLM's own kernels, or another plugin's.
+    """
+    if name not in KV_CACHE_DTYPES:
+        raise RequirementsError(
+            f"--kv-cache-dtype {name} was given to vLLM",
+            f"attnplug serves {', '.join(KV_CACHE_DTYPES)}; {name} is a format of other kernels",
+            "pass --kv-cache-dtype with one of these, or leave --attention-backend out",
+        )
+    return KV_CACHE_DTYPES[name]
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a member of vLLM's enums, or of a text."""
+    return str(getattr(value, "value", value))
+
+
+# The decision
 
 
 def explain(requirements: Requirements, choice: Choice) -> Explanation:
@@ -131,7 +179,8 @@ def explain(requirements: Requirements, choice: Choice) -> Explanation:
 
 def select(requirements: Requirements, choice: Choice) -> Selection:
     """
-    Return the decision for a layer.
+    Return the decision for a layer. Where vLLM captures decodes in CUDA graphs, a candidate that can be captured comes
+    first; vLLM captures less of the model around one that cannot.
 
     Args:
         requirements: What is requested.
@@ -140,72 +189,62 @@ def select(requirements: Requirements, choice: Choice) -> Selection:
     Raises:
         NoBackendError: Nothing that may be chosen can serve it; the fix is one for vLLM's command line.
     """
-    explanation = explain(requirements, choice)
-    if explanation.chosen is None:
-        raise NoBackendError(
-            f"no attention backend of attnplug can serve {_assigned(requirements)} on {explanation.device}",
-            "\n    ".join(["a backend that supports all of it", *refusals(explanation, choice)]),
-            _fix(explanation),
-            explanation,
-        )
-    return explanation.chosen
+    for wished in dict.fromkeys((in_graphs(requirements), requirements)):
+        explanation = explain(wished, choice)
+        if explanation.chosen is not None:
+            _log_decision(explanation)
+            return explanation.chosen
+    raise NoBackendError(
+        f"no attention backend of attnplug can serve {_assigned(requirements)} on {explanation.device}",
+        "\n    ".join(["a backend that supports all of it", *_refusals(explanation, choice)]),
+        advice.way_on(explanation),
+        explanation,
+    )
+
+
+def in_graphs(requirements: Requirements) -> Requirements:
+    """Return the requirements, with the CUDA graphs that vLLM captures attention in."""
+    config = current_config()
+    mode = None if config is None else config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs() or not requirements.paged or requirements.cudagraph != "never":
+        return requirements
+    level = "uniform_batch" if requirements.decode_query_len > 1 else "single_token_decode"
+    return requirements.evolve(cudagraph=level)
 
 
 def reasons(requirements: Requirements, choice: Choice) -> list[str]:
     """Return why nothing that may be chosen can serve this, a text for each candidate; empty where something can."""
     explanation = explain(requirements, choice)
-    return [] if explanation.chosen is not None else refusals(explanation, choice)
-
-
-def refusals(explanation: Explanation, choice: Choice) -> list[str]:
-    """Return the reasons and the fix of each candidate that was permitted, a text each."""
-    permitted = choice or explanation.listed
-    verdicts = [v for v in explanation.verdicts if _is_permitted(v, permitted)]
-    listed = [v for v in verdicts if permitted or v.status != "absent"] or verdicts
-    return [_text_of(verdict) for verdict in listed] or ["no attention backend of attnplug is installed"]
+    return [] if explanation.chosen is not None else _refusals(explanation, choice)
 
 
 def serves(choice: Choice, **fields: Any) -> bool:
     """Whether a candidate that may be chosen declares these fields on this device; rules about them aside."""
-    requested = (*fields.items(), *((name, value) for name, value in device().facts().items() if value is not None))
+    on_device = ((name, value) for name, value in device().facts().items() if value is not None)
+    requested = (*fields.items(), *on_device)
     return any(not candidate.objections(requested) for candidate in candidates(choice))
 
 
-def candidates(choice: Choice) -> Iterator[Any]:
+def candidates(choice: Choice) -> Iterator[Candidate]:
     """Yield the candidates that are ready and may be chosen."""
-    permitted = choice or attnplug.Settings.read().backend
+    permitted = set(choice or explain(attnplug.Requirements(**_SIMPLE), ()).listed)
     for candidate in attnplug.registry().candidates():
-        names = {candidate.id, candidate.backend, *candidate.aliases}
-        if candidate.availability == "ready" and (not permitted or names & set(permitted) or "auto" in permitted):
+        names = (candidate.id, candidate.backend, *candidate.aliases)
+        if candidate.availability == "ready" and advice.is_permitted(names, permitted):
             yield candidate
 
 
-def text_of(value: Any) -> str:
-    """Return the text of a member of vLLM's enums, or of a text."""
-    return str(getattr(value, "value", value))
+def _refusals(explanation: Explanation, choice: Choice) -> list[str]:
+    return advice.refusals(explanation, choice or explanation.listed)
 
 
-def _is_permitted(verdict: Verdict, permitted: Iterable[str]) -> bool:
-    names = set(permitted)
-    return not names or "auto" in names or bool({verdict.id, verdict.id.partition("/")[0]} & names)
-
-
-def _text_of(verdict: Verdict) -> str:
-    why = "; ".join(map(str, verdict.reasons)) or verdict.status
-    fix = verdict.fix
-    return f"{verdict.id}: {why}" + (f" (fix: {fix})" if fix is not None and fix.possible else "")
-
-
-def _fix(explanation: Explanation) -> str:
-    from attnplug_vllm.registration import AUTO, name_of, own_name  # noqa: PLC0415 - it names what is decided here
-
-    able = [verdict.id for verdict in explanation.verdicts if verdict.status == "eligible"]
-    if able and own_name(()) == AUTO:
-        return f"pass --attention-backend {name_of(able[0])}, or {AUTO} with ATTNPLUG_BACKEND unset"
-    if able:
-        return f"set ATTNPLUG_BACKEND={able[0]}, or unset it"
-    fixes = [f"{v.id}: {v.fix}" for v in explanation.verdicts if v.fix is not None and v.fix.possible]
-    return "; or ".join(fixes) or "leave --attention-backend out: vLLM then chooses one of its own"
+def _log_decision(explanation: Explanation) -> None:
+    """Write each decision once: what was selected, and on the level of details why not the others."""
+    text = str(explanation.chosen)
+    if text not in _logged:
+        _logged.add(text)
+        _log.info("attnplug selects %s", text)
+        _log.debug("%s", explanation)
 
 
 def _assigned(requirements: Requirements) -> str:

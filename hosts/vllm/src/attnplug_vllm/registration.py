@@ -17,23 +17,26 @@ from typing import TYPE_CHECKING, Any, Final
 import attnplug
 from attnplug.errors import SettingsError, UnknownBackendError
 from attnplug_vllm import facts
+from attnplug_vllm.names import AUTO, CLASSES, CPU, SLOT, is_own_name, members, name_of, own_name, takes_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug.negotiation import Candidate, Reason
 
-AUTO: Final = "ATTNPLUG"
-"""The name that leaves the choice to attnplug."""
-
-SLOT: Final = "CUSTOM"
-"""The one slot for a foreign backend, where vLLM takes no names as strings."""
-
-CPU: Final = "CPU_ATTN"
-"""The backend that vLLM's CPU platform returns, whatever was chosen."""
-
-CLASSES: Final = "attnplug_vllm.backend"
-"""The module that vLLM gets the classes from."""
+__all__ = [
+    "AUTO",
+    "CLASSES",
+    "CPU",
+    "SLOT",
+    "choice_of",
+    "choices",
+    "own_name",
+    "refusal",
+    "register",
+    "restore",
+    "takes_names",
+]
 
 _log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
@@ -45,44 +48,18 @@ def register() -> None:
     Raises:
         AttnplugError: Under the strict setting, a plugin that may be used has a problem.
     """
-    members = _members()
-    copyreg.pickle(members, _reduce)
-    _claim(members, CPU)
-    if not takes_names():
-        _claim(members, SLOT)
-    members._member_map_ = _Names.over(members)
+    enum = members()
+    copyreg.pickle(enum, _reduce)
+    _claim(enum, CPU)
     if takes_names():
-        for name in names():
-            _add(members, name)
+        for name in choices():
+            _add(enum, name)
+    else:
+        _claim(enum, SLOT)
+    enum._member_map_ = _Names.over(enum)
 
 
-def takes_names() -> bool:
-    """Whether this version of vLLM takes the names of foreign backends as strings."""
-    return hasattr(_members(), "register")
-
-
-def own_name(choice: tuple[str, ...]) -> str:
-    """Return the enum's name of a choice: the identifier of a candidate, or nothing where attnplug decides."""
-    if not takes_names():
-        return SLOT
-    return name_of(choice[0]) if choice else AUTO
-
-
-def is_own(member: Any) -> bool:
-    """Whether a member of vLLM's enum, or None, is a name of ours, or a slot that we fill."""
-    if member is None:
-        return False
-    if member.name == SLOT:
-        return bool(member.is_overridden() and member.get_path() == f"{CLASSES}.{SLOT}")
-    return bool(member.name == AUTO or member.name.startswith(f"{AUTO}_"))
-
-
-def name_of(candidate_id: str) -> str:
-    """Return the name of a candidate, ``ATTNPLUG_FLASH_ATTN_FA3`` for ``flash_attn/fa3``."""
-    return f"{AUTO}_{candidate_id.replace('/', '_').upper()}"
-
-
-def names() -> dict[str, tuple[str, ...]]:
+def choices() -> dict[str, tuple[str, ...]]:
     """Return the choice behind each name: the candidates that can run here, and first the name that names none."""
     found: dict[str, tuple[str, ...]] = {AUTO: ()}
     try:
@@ -106,7 +83,7 @@ def choice_of(name: str) -> tuple[str, ...]:
     """
     if name in (AUTO, SLOT):
         return ()
-    choice = names().get(name)
+    choice = choices().get(name)
     if choice is None:
         raise refusal(name)
     return choice
@@ -136,14 +113,14 @@ def refusal(name: str) -> UnknownBackendError:
         why = "; ".join(map(str, _obstacles(candidate)))
         return UnknownBackendError(problem, f"{candidate.id!r} cannot run here: {why}", _fix(candidate))
     return UnknownBackendError(
-        problem, f"the names of attnplug's backends are {', '.join(names())}", f"name one of these, or {AUTO}"
+        problem, f"the names of attnplug's backends are {', '.join(choices())}", f"name one of these, or {AUTO}"
     )
 
 
 def restore(name: str) -> Any:
     """Return a member of vLLM's enum in a process that may not have registered it yet, for pickle."""
     register()
-    return _members()[name]
+    return members()[name]
 
 
 class _UnknownNameError(UnknownBackendError, AttributeError):
@@ -154,38 +131,32 @@ class _Names(dict[str, Any]):
     """The members of vLLM's enum, by name. A name of ours that is not among them is an error with the reason."""
 
     @classmethod
-    def over(cls, members: Any) -> _Names:
+    def over(cls, enum: Any) -> _Names:
         """Return the members of an enum in this form."""
-        found = members._member_map_
+        found = enum._member_map_
         return found if isinstance(found, cls) else cls(found)
 
     def __missing__(self, name: str) -> Any:
-        if isinstance(name, str) and (name == AUTO or name.startswith(f"{AUTO}_")):
+        if isinstance(name, str) and is_own_name(name):
             error = refusal(name)
             raise _UnknownNameError(error.problem, error.expected, error.fix)
         raise KeyError(name)
 
 
-def _members() -> Any:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - imports torch
-
-    return AttentionBackendEnum
-
-
-def _add(members: Any, name: str) -> None:
+def _add(enum: Any, name: str) -> None:
     path = f"{CLASSES}.{name}"
-    there = members._member_map_.get(name)
+    there = enum.__members__.get(name)
     if there is None:
-        members.register(name, path)
+        enum.register(name, path)
     elif there.get_path() != path:
         _log.warning("vLLM knows %s as %s already; attnplug does not replace it", name, there.get_path())
 
 
-def _claim(members: Any, name: str) -> None:
+def _claim(enum: Any, name: str) -> None:
     """Let vLLM get one of its own members from here."""
     from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415 - see above
 
-    member, path = members[name], f"{CLASSES}.{name}"
+    member, path = enum[name], f"{CLASSES}.{name}"
     if member.is_overridden() and member.get_path() != path:
         _log.warning(
             "Another plugin has registered %s for %s. attnplug does not replace it; VLLM_PLUGINS can leave it out",
@@ -198,7 +169,7 @@ def _claim(members: Any, name: str) -> None:
 
 def _reduce(member: Any) -> Any:
     """Pickle a member of ours by its name: the process that reads it may not have registered it yet."""
-    if is_own(member) and member.name != SLOT:
+    if is_own_name(member.name):
         return restore, (member.name,)
     return member.__reduce_ex__(2)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import AttnplugError, NoBackendError
 from attnplug.manifest import Constraint, Exact, Range
-from attnplug_vllm import facts, model, registration
+from attnplug_vllm import advice, facts, model, registration
+from attnplug_vllm.names import is_own, own_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,9 +45,6 @@ _SERVED: Final = frozenset(
 )
 _SIZES: Final = 64  # of a bounded range, so many sizes are listed at most
 
-_log: Final = logging.getLogger("vllm.attnplug")
-_logged: set[str] = set()
-
 
 def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
     """
@@ -57,14 +55,14 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
         choice: The candidates that may be chosen; empty leaves it to attnplug.
     """
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
+    if asked.get("use_mla") or asked.get("use_sparse"):
+        return found  # the other fields describe another kind of attention then
     found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
-    if found:
-        return found
     try:
         for requirements in layers(asked):
             found += [text for text in facts.reasons(requirements, choice) if text not in found]
             if not found:
-                _log_decision(requirements, choice)
+                facts.select(requirements, choice)  # which writes it into vLLM's log
     except AttnplugError as error:
         found.append("; ".join(filter(None, (error.problem, error.expected, f"fix: {error.fix}"))))
     return found
@@ -83,6 +81,8 @@ def layers(asked: Mapping[str, Any]) -> Iterator[Requirements]:
         "batch_invariant": bool(asked.get("use_batch_invariant")),
         "causal": False if asked.get("use_non_causal") and attn_type == "decoder" else None,
     }
+    if asked.get("use_kv_connector"):
+        stated["kv_cache_form"] = facts.CONNECTED
     if asked.get("use_dcp"):
         stated["dcp_size"] = max(2, stated.get("dcp_size", 1))
     for known in model.alike(asked["head_size"], is_windowed=is_windowed):
@@ -102,10 +102,10 @@ def chosen_by_config() -> facts.Choice | None:
     attention = getattr(facts.current_config(), "attention_config", None)
     named = getattr(attention, "backend", None)
     kinds = list((getattr(attention, "backend_per_kind", None) or {}).values())
-    ours = {registration.choice_of(member.name) for member in (named, *kinds) if registration.is_own(member)}
+    ours = {registration.choice_of(member.name) for member in (named, *kinds) if is_own(member)}
     if not ours:
         return None
-    if len(ours) > 1 or not all(registration.is_own(member) for member in (named, *kinds)):
+    if len(ours) > 1 or not all(is_own(member) for member in (named, *kinds)):
         raise NoBackendError(
             "vLLM's configuration names different attention backends for the kinds of layers",
             "vLLM's CPU platform does not say for which kind it requests a backend",
@@ -136,31 +136,27 @@ def check_model(choice: facts.Choice) -> None:
     if not found:
         return
     raise NoBackendError(
-        f"the attention backend {registration.own_name(choice)!r} was requested of vLLM",
+        f"the attention backend {own_name(choice)!r} was requested of vLLM",
         "; ".join(found),
-        "leave --attention-backend out: vLLM then chooses one of its own",
+        advice.OWN,
     )
 
 
 def block_sizes(choice: facts.Choice) -> list[int | Range]:
-    """Return the block sizes of KV caches that every layer of the current model can have, for the choice."""
-    agreed: Constraint | None = None
-    for found in _declared(choice):
-        agreed = found if agreed is None else agreed.intersect(found)
-    return [size for each in (agreed.alternatives if agreed else ()) for size in _sizes(each)]
+    """
+    Return the block sizes of KV caches that every layer of the current model can have, for the choice; where there are
+    no layers yet, those that some candidate has.
+    """
+    agreed = [s.agreement.block_sizes for s in model.selections(choice) if s.agreement.block_sizes is not None]
+    if agreed:
+        return list(_sizes_of(reduce(Constraint.intersect, agreed)))
+    declared = (candidate.supports("block_size") for candidate in facts.candidates(choice))
+    return list(dict.fromkeys(size for each in declared if each is not None for size in _sizes_of(each)))
 
 
-def _declared(choice: facts.Choice) -> Iterator[Constraint]:
-    """Yield the block sizes of each layer; where there are no layers yet, of each candidate."""
-    selections = list(model.selections(choice))
-    for selection in selections:
-        if selection.agreement.block_sizes is not None:
-            yield selection.agreement.block_sizes
-    if not selections:
-        for candidate in facts.candidates(choice):
-            declared = candidate.supports("block_size")
-            if declared is not None:
-                yield declared
+def _sizes_of(constraint: Constraint) -> Iterator[int | Range]:
+    for alternative in constraint.alternatives:
+        yield from _sizes(alternative)
 
 
 def _sizes(alternative: Exact | Range) -> Iterator[int | Range]:
@@ -178,10 +174,3 @@ def _sizes(alternative: Exact | Range) -> Iterator[int | Range]:
 
 def _unknown(asked: Mapping[str, Any]) -> list[str]:
     return [name for name, value in asked.items() if value and name not in _SERVED and name not in NOT_SERVED]
-
-
-def _log_decision(requirements: Requirements, choice: facts.Choice) -> None:
-    text = str(facts.select(requirements, choice))
-    if text not in _logged:
-        _logged.add(text)
-        _log.info("attnplug selects %s", text)

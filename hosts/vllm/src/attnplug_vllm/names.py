@@ -1,0 +1,55 @@
+"""How vLLM calls what attnplug offers: names of members of its enum of attention backends."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+AUTO: Final = "ATTNPLUG"
+"""The name that leaves the choice to attnplug."""
+
+SLOT: Final = "CUSTOM"
+"""The one slot for a foreign backend, where vLLM takes no names as strings."""
+
+CPU: Final = "CPU_ATTN"
+"""The backend that vLLM's CPU platform returns, whatever was chosen."""
+
+CLASSES: Final = "attnplug_vllm.backend"
+"""The module that vLLM gets the classes from."""
+
+
+def members() -> Any:
+    """Return vLLM's enum."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - imports torch
+
+    return AttentionBackendEnum
+
+
+def takes_names() -> bool:
+    """Whether this version of vLLM takes the names of foreign backends as strings."""
+    return hasattr(members(), "register")
+
+
+def own_name(choice: tuple[str, ...]) -> str:
+    """Return the enum's name of a choice: the identifier of a candidate, or nothing where attnplug decides."""
+    if not takes_names():
+        return SLOT
+    return name_of(choice[0]) if choice else AUTO
+
+
+def name_of(candidate_id: str) -> str:
+    """Return the name of a candidate, ``ATTNPLUG_FLASH_ATTN_FA3`` for ``flash_attn/fa3``."""
+    return f"{AUTO}_{candidate_id.replace('/', '_').upper()}"
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name is one of ours, registered or not."""
+    return name == AUTO or name.startswith(f"{AUTO}_")
+
+
+def is_own(member: Any) -> bool:
+    """Whether a member of vLLM's enum, or None, is a name of ours, or the slot with our class in it."""
+    if member is None:
+        return False
+    if member.name == SLOT:
+        return bool(member.is_overridden() and member.get_path() == f"{CLASSES}.{SLOT}")
+    return is_own_name(member.name)
