@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnplug_vllm import facts, registration, selector
 from attnplug_vllm.cache import CacheMembers
 from attnplug_vllm.names import CPU, SLOT, is_own_name, own_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Listed:
+    """An attribute of a class that is computed when it is read: what vLLM reads as a list follows from manifests."""
+
+    def __init__(self, compute: Callable[[facts.Choice], list[Any]]) -> None:
+        self._compute = compute
+
+    def __get__(self, _: object, owner: type[AttnplugBackend]) -> list[Any]:
+        return self._compute(owner.choice)
 
 
 class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
@@ -24,6 +37,8 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     choice: ClassVar[facts.Choice] = ()
     accept_output_buffer = True
     forward_includes_kv_cache_update = True
+    supported_dtypes = _Listed(selector.dtypes)
+    supported_kv_cache_dtypes = _Listed(selector.kv_cache_dtypes)
 
     @classmethod
     def get_name(cls) -> str:
@@ -65,10 +80,7 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Whether a candidate reads KV caches of this dtype."""
-        if kv_cache_dtype is None or facts.KV_CACHE_DTYPES.get(kv_cache_dtype) == "auto":
-            return True
-        name = facts.KV_CACHE_DTYPES.get(kv_cache_dtype)
-        return name is not None and facts.serves(cls.choice, kv_cache_dtype=name)
+        return kv_cache_dtype is None or kv_cache_dtype in selector.kv_cache_dtypes(cls.choice)
 
     @classmethod
     def supports_sink(cls) -> bool:

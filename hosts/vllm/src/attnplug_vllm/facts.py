@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
 from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.request import FIELDS
 from attnplug_vllm import advice
 
 if TYPE_CHECKING:
@@ -220,8 +221,9 @@ def reasons(requirements: Requirements, choice: Choice) -> list[str]:
 
 def serves(choice: Choice, **fields: Any) -> bool:
     """Whether a candidate that may be chosen declares these fields on this device; rules about them aside."""
+    wanted = ((name, value) for name, value in fields.items() if value != FIELDS[name].neutral)
     on_device = ((name, value) for name, value in device().facts().items() if value is not None)
-    requested = (*fields.items(), *on_device)
+    requested = (*wanted, *on_device)
     return any(not candidate.objections(requested) for candidate in candidates(choice))
 
 

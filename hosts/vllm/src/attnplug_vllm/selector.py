@@ -43,6 +43,7 @@ _SERVED: Final = frozenset(
         "use_dcp",
     }
 )
+_DTYPES: Final = ("float16", "bfloat16", "float32")
 _SIZES: Final = 64  # of a bounded range, so many sizes are listed at most
 
 
@@ -152,6 +153,22 @@ def block_sizes(choice: facts.Choice) -> list[int | Range]:
         return list(_sizes_of(reduce(Constraint.intersect, agreed)))
     declared = (candidate.supports("block_size") for candidate in facts.candidates(choice))
     return list(dict.fromkeys(size for each in declared if each is not None for size in _sizes_of(each)))
+
+
+def dtypes(choice: facts.Choice) -> list[Any]:
+    """Return the dtypes, as torch has them, in which some candidate computes."""
+    import torch  # noqa: PLC0415 - vLLM has imported it
+
+    return [getattr(torch, name) for name in _DTYPES if facts.serves(choice, dtype=name)]
+
+
+def kv_cache_dtypes(choice: facts.Choice) -> list[str]:
+    """Return vLLM's names of the dtypes of KV caches that some candidate reads; ``auto`` is the layer's."""
+    return [
+        name
+        for name, own in facts.KV_CACHE_DTYPES.items()
+        if own in ("auto", *_DTYPES) or facts.serves(choice, kv_cache_dtype=own)
+    ]
 
 
 def _sizes_of(constraint: Constraint) -> Iterator[int | Range]:
