@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnplug_vllm import facts, registration, selector
+from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
+from attnplug_vllm.impl import make_impl_class
 from attnplug_vllm.names import CPU, SLOT, is_own_name, own_name
 
 if TYPE_CHECKING:
@@ -48,12 +50,12 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def get_impl_cls(cls) -> type:
         """Return the implementation of a layer."""
-        return _part("impl").make_impl_class(cls.choice)  # type: ignore[no-any-return]  # imported when first needed
+        return make_impl_class(cls.choice)
 
     @classmethod
     def get_builder_cls(cls) -> type:
         """Return the builder of a step's metadata."""
-        return _part("builder").make_builder_class(cls.choice)  # type: ignore[no-any-return]  # see above
+        return make_builder_class(cls.choice)
 
     @classmethod
     def validate_configuration(cls, **asked: Any) -> list[str]:
@@ -173,10 +175,6 @@ def __getattr__(name: str) -> Any:
     if name == SLOT or is_own_name(name):
         return backend_class(registration.choice_of(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _part(name: str) -> Any:
-    return import_module(f"attnplug_vllm.{name}")
 
 
 def _of_cpu_platform() -> Any:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 from attnplug.errors import RequirementsError
 from attnplug.models import model_layers
 from attnplug_vllm import facts
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attnplug import Selection
-
-_OF_MODEL = ("sliding_window", "logits_soft_cap", "alibi")
+_OF_MODEL: Final = ("sliding_window", "logits_soft_cap", "alibi")
 
 
 def alike(head_size: int, *, is_windowed: bool) -> list[dict[str, Any]]:
@@ -29,17 +24,6 @@ def alike(head_size: int, *, is_windowed: bool) -> list[dict[str, Any]]:
     return _described(model, shards, head_size, is_windowed=is_windowed) or [
         _read(config, head_size, is_windowed=is_windowed)
     ]
-
-
-def selections(choice: facts.Choice) -> Iterator[Selection]:
-    """Yield what was selected for the layers that vLLM has made for a choice."""
-    config = facts.current_config()
-    made = getattr(getattr(config, "compilation_config", None), "static_forward_context", None) or {}
-    for layer in made.values():
-        impl = getattr(layer, "impl", None)
-        selection = getattr(impl, "selection", None)
-        if selection is not None and getattr(impl, "choice", None) == choice:
-            yield selection
 
 
 def _described(model: Any, shards: int, head_size: int, *, is_windowed: bool) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.errors import AttnplugError, NoBackendError
 from attnplug.manifest import Constraint, Exact, Range
 from attnplug_vllm import advice, facts, model, registration
+from attnplug_vllm.cache import layers_of
 from attnplug_vllm.names import is_own, own_name
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def block_sizes(choice: facts.Choice) -> list[int | Range]:
     Return the block sizes of KV caches that every layer of the current model can have, for the choice; where there are
     no layers yet, those that some candidate has.
     """
-    agreed = [s.agreement.block_sizes for s in model.selections(choice) if s.agreement.block_sizes is not None]
+    made = (layer.selection.agreement.block_sizes for layer in layers_of(choice))
+    agreed = [sizes for sizes in made if sizes is not None]
     if agreed:
         return list(_sizes_of(reduce(Constraint.intersect, agreed)))
     declared = (candidate.supports("block_size") for candidate in facts.candidates(choice))
