@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import os
 import pickle
 import subprocess
@@ -26,24 +25,16 @@ registry = pytest.importorskip(
 
 from attnplug_vllm import facts, names, registration  # noqa: E402 - it needs vLLM to do anything
 from hosts.vllm.tests.backends import ACME, CONTESTED, offer  # noqa: E402 - see above
+from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
 
 takes_names = pytest.mark.skipif(not names.takes_names(), reason="this version of vLLM takes no names as strings")
 
 
 @pytest.fixture(autouse=True)
-def enum(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """VLLM's enum as it was, again after the test."""
-    enum = registry.AttentionBackendEnum
-    before = {name: getattr(enum, name) for name in ("_member_map_", "_member_names_", "_value2member_map_")}
-    overrides = dict(registry._ATTN_OVERRIDES)
-    for name, value in before.items():
-        monkeypatch.setattr(enum, name, type(value)(value))
-    monkeypatch.setitem(copyreg.dispatch_table, enum, copyreg.dispatch_table.get(enum, registration._reduce))
-    yield enum
-    for name in set(enum._member_map_) - set(before["_member_map_"]):
-        type.__delattr__(enum, name)  # an enum's own refuses to
-    registry._ATTN_OVERRIDES.clear()
-    registry._ATTN_OVERRIDES.update(overrides)
+def enum() -> Iterator[Any]:
+    """VLLM's enum, as it was again after the test."""
+    with restored() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
@@ -16,6 +17,8 @@ from attnplug_vllm.names import CPU, SLOT, is_own_name, own_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
 
 class _Listed:
@@ -192,4 +195,7 @@ def _of_cpu_platform() -> Any:
         module, _, name = path.rpartition(".")
         return getattr(import_module(module), name)
     selector.check_model(chosen)
-    return backend_class(chosen)
+    found = backend_class(chosen)
+    # vLLM has just written that it cannot use this name on a CPU.
+    _log.info("attnplug runs %s in the place of vLLM's own CPU backend", found.get_name())
+    return found

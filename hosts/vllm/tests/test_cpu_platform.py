@@ -1,0 +1,105 @@
+"""vLLM's CPU platform, which returns its own backend whatever was chosen: what it gets in its place, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import attnplug
+from attnplug.errors import NoBackendError, UnknownBackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
+cpu = pytest.importorskip("vllm.platforms.cpu")
+
+from attnplug_vllm import backend, facts, names, registration  # noqa: E402 - it needs vLLM
+from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
+
+
+@pytest.fixture(autouse=True)
+def enum(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """VLLM's enum with the names of a CPU."""
+    monkeypatch.setattr(facts, "device_kind", lambda: (("device_type", "cpu"),))
+    monkeypatch.setattr(facts, "device", attnplug.Device.cpu)
+    with restored() as found:
+        registration.register()
+        yield found
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, member: Any, kinds: Any = None, **model: Any) -> Any:
+    """Make a configuration current that chooses a member, and return what vLLM's CPU platform gets."""
+    known = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
+    vars(known).update(model)
+    current = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=member, backend_per_kind=kinds or {}),
+        model_config=known,
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=model.pop("ranks", 1)),
+        speculative_config=None,
+    )
+    monkeypatch.setattr(facts, "current_config", lambda: current)
+    asked = SimpleNamespace(use_mla=False, use_sparse=False, kv_cache_dtype="auto")
+    path = cpu.CpuPlatform.get_attn_backend_cls(member, asked)
+    assert path == f"{names.CLASSES}.{names.CPU}"
+    return getattr(backend, names.CPU)
+
+
+def test_another_choice_gets_vllms_own(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    for member in (None, enum.CPU_ATTN, enum.FLASH_ATTN):
+        path = enum.CPU_ATTN.value.rpartition(".")
+        found = choose(monkeypatch, member)
+        assert (found.__module__, found.__name__) == (path[0], path[2])
+
+
+def test_a_name_of_ours_gets_its_class(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    assert choose(monkeypatch, enum[names.own_name(())]) is backend.backend_class(())
+    if names.takes_names():
+        found = choose(monkeypatch, enum["ATTNPLUG_TORCH_SDPA"])
+        assert found is backend.backend_class(("torch/sdpa",))
+        assert enum[found.get_name()].name == "ATTNPLUG_TORCH_SDPA"
+
+
+def test_without_a_configuration_it_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "current_config", lambda: None)
+    assert getattr(backend, names.CPU).__module__.startswith("vllm.")
+
+
+def test_kinds_of_layers_cannot_differ(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    ours = enum[names.own_name(())]
+    assert choose(monkeypatch, ours, {"sliding_window": ours}) is backend.backend_class(())
+    for named, kinds in ((ours, {"sliding_window": enum.CPU_ATTN}), (None, {"sliding_window": ours})):
+        with pytest.raises(NoBackendError, match="does not say for which kind"):
+            choose(monkeypatch, named, kinds)
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        ({"is_mm_prefix_lm": True}, "mm_prefix"),
+        ({"rswa_window": 128}, "R-SWA"),
+        ({"use_mla": True}, "latent"),
+        ({"ranks": 2}, "PCP"),
+    ],
+    ids=["mm_prefix", "rswa", "mla", "pcp"],
+)
+def test_what_is_not_served_is_refused_there_too(
+    monkeypatch: pytest.MonkeyPatch, enum: Any, model: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(NoBackendError, match=word) as error:
+        choose(monkeypatch, enum[names.own_name(())], **model)
+    assert "leave --attention-backend out" in error.value.fix
+
+
+@pytest.mark.skipif(not names.takes_names(), reason="this version of vLLM takes no names as strings")
+def test_what_was_blocked_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "torch")
+    attnplug.refresh()
+    try:
+        with pytest.raises(UnknownBackendError, match="ATTNPLUG_BLOCK"):
+            choose(monkeypatch, enum["ATTNPLUG_TORCH_SDPA"])
+    finally:
+        monkeypatch.undo()
+        attnplug.refresh()
