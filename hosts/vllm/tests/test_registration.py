@@ -299,6 +299,6 @@ def test_a_backend_that_is_blocked_there_is_an_error_there() -> None:
 
 
 def test_errors_keep_their_types() -> None:
-    assert issubclass(registration._UnknownNameError, UnknownBackendError)
-    assert not issubclass(registration._UnknownNameError, (KeyError, ValueError))
+    assert issubclass(registration.UnknownNameError, UnknownBackendError)
+    assert not issubclass(registration.UnknownNameError, (KeyError, ValueError))
     assert issubclass(SettingsError, ValueError)

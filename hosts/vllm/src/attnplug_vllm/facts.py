@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
-from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.errors import NoBackendError, PluginError, RequirementsError
+from attnplug.negotiation import AUTO
 from attnplug.request import FIELDS
 from attnplug_vllm import advice
 
@@ -50,6 +51,7 @@ _SIMPLE: Final[dict[str, Any]] = {"head_size": 64, "num_q_heads": 8, "num_kv_hea
 
 _log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 _logged: Final[set[str]] = set()
+_loaded: Final[set[tuple[str, Requirements]]] = set()
 
 
 # What vLLM says
@@ -201,6 +203,52 @@ def select(requirements: Requirements, choice: Choice) -> Selection:
         advice.way_on(explanation),
         explanation,
     )
+
+
+def choose(requirements: Requirements, choice: Choice) -> Selection:
+    """
+    Return the decision for a layer that vLLM is about to make: for a candidate that loads in this process. Where
+    attnplug decides, one that fails to load is left out, with a warning, and the next one is tried.
+
+    Args:
+        requirements: What is requested, with the head counts.
+        choice: As for `explain`.
+
+    Raises:
+        NoBackendError: Nothing that may be chosen can serve it.
+        PluginError: What was named fails to load, or anything under the strict setting.
+    """
+    failure: PluginError | None = None
+    failed: set[str] = set()
+    while True:  # each failure is recorded in attnplug's registry, so that the next decision is another one
+        try:
+            selection = select(requirements, choice)
+        except NoBackendError as error:
+            raise error from failure
+        try:
+            _load_once(selection)
+        except PluginError as error:
+            failure = error
+            if _is_named_alone(requirements, choice) or attnplug.Settings.read().strict or selection.id in failed:
+                raise
+            failed.add(selection.id)
+            _log.warning("%s failed to load and is left out: %s", selection.id, error)
+        else:
+            return selection
+
+
+def _load_once(selection: Selection) -> None:
+    """Load a decision on trial, with the block size that its backend prefers, unless one like it has loaded before."""
+    key = selection.id, selection.requirements
+    if key not in _loaded:
+        sizes = selection.agreement.block_sizes
+        (selection if sizes is None else selection.bind(block_size=sizes.first())).load()
+        _loaded.add(key)
+
+
+def _is_named_alone(requirements: Requirements, choice: Choice) -> bool:
+    named = choice or explain(requirements, choice).listed
+    return len(named) == 1 and AUTO not in named
 
 
 def in_graphs(requirements: Requirements) -> Requirements:

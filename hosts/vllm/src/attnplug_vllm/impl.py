@@ -106,7 +106,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
             block_sparse=block_sparse,
             **facts.engine_fields(),
         )
-        self.selection = facts.select(self.requirements, self.choice)
+        self.selection = facts.choose(self.requirements, self.choice)
         self.binding: Binding | None = None
         self.shared: SharedState | None = None
         self._pool: object = _NO_POOL

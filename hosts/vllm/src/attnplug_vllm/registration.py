@@ -29,6 +29,7 @@ __all__ = [
     "CLASSES",
     "CPU",
     "SLOT",
+    "UnknownNameError",
     "choice_of",
     "choices",
     "own_name",
@@ -123,7 +124,7 @@ def restore(name: str) -> Any:
     return members()[name]
 
 
-class _UnknownNameError(UnknownBackendError, AttributeError):
+class UnknownNameError(UnknownBackendError, AttributeError):
     """A name of ours that has no member. An enum finds its attributes among its members, and `hasattr` expects this."""
 
 
@@ -139,7 +140,7 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if isinstance(name, str) and is_own_name(name):
             error = refusal(name)
-            raise _UnknownNameError(error.problem, error.expected, error.fix)
+            raise UnknownNameError(error.problem, error.expected, error.fix)
         raise KeyError(name)
 
 
