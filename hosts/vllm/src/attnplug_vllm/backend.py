@@ -85,7 +85,10 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Whether a candidate reads KV caches of this dtype."""
-        return kv_cache_dtype is None or kv_cache_dtype in selector.kv_cache_dtypes(cls.choice)
+        if kv_cache_dtype is None or kv_cache_dtype not in facts.KV_CACHE_DTYPES:
+            return kv_cache_dtype is None
+        name = facts.cache_dtype(kv_cache_dtype)
+        return name == "auto" or facts.serves(cls.choice, kv_cache_dtype=name)
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -34,8 +34,6 @@ KV_CACHE_DTYPES: Final[dict[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
-    "int8": "int8",
-    "int8_k": "int8_k",
 }
 """vLLM's names of KV-cache dtypes, and attnplug's. Others are formats of vLLM's own kernels, or another plugin's."""
 
@@ -135,14 +133,14 @@ def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirem
         found |= {"phases": ("prefill",), "decode_query_len": 1}
     else:
         found.setdefault("paged", True)
-        found["kv_cache_dtype"] = kv_cache_dtype(found.get("kv_cache_dtype", "auto"))
+        found["kv_cache_dtype"] = cache_dtype(found.get("kv_cache_dtype", "auto"))
     late = [name for name in ("num_q_heads", "num_kv_heads") if name not in found]
     if found.get("paged") and "block_size" not in found:
         late.append("block_size")
     return attnplug.Requirements(**found, late=tuple(late))
 
 
-def kv_cache_dtype(name: str) -> str:
+def cache_dtype(name: str) -> str:
     """
     Return attnplug's name of a dtype of vLLM's KV caches.
 
