@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import attnplug
+from attnplug.selection.process import PROCESS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ACME = """
@@ -89,3 +92,14 @@ def offer(folder: Path, manifest: str = ACME) -> str:
     path = folder / f"{name}.toml"
     path.write_text(manifest)
     return attnplug.register(f"no_such_module_of_{name}", manifest=path)
+
+
+@contextmanager
+def fresh_process() -> Iterator[None]:
+    """Let attnplug begin anew in the ``with`` block, and restore it: what was offered by hand outlives a refresh."""
+    before = PROCESS.state, PROCESS.by_hand
+    PROCESS.state, PROCESS.by_hand = None, ()
+    try:
+        yield
+    finally:
+        PROCESS.state, PROCESS.by_hand = before

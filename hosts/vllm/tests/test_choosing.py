@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 from attnplug_vllm import facts
-from hosts.vllm.tests.backends import offer
+from hosts.vllm.tests.backends import fresh_process, offer
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +26,10 @@ def acme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(facts, "current_config", lambda: None)
     monkeypatch.setenv("ATTNPLUG_ALLOW", "acme,torch")
     monkeypatch.setenv("ATTNPLUG_BACKEND", "acme,auto")
-    attnplug.refresh()
-    facts._loaded.clear()
-    offer(tmp_path)
-    yield
-    attnplug.refresh()
+    monkeypatch.setattr(facts, "_loaded", set())
+    with fresh_process():
+        offer(tmp_path)
+        yield
 
 
 def requirements(**changes: Any) -> attnplug.Requirements:

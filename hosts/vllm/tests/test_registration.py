@@ -24,7 +24,7 @@ registry = pytest.importorskip(
 )
 
 from attnplug_vllm import facts, names, registration  # noqa: E402 - it needs vLLM to do anything
-from hosts.vllm.tests.backends import ACME, CONTESTED, offer  # noqa: E402 - see above
+from hosts.vllm.tests.backends import ACME, CONTESTED, fresh_process, offer  # noqa: E402 - see above
 from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
 
 takes_names = pytest.mark.skipif(not names.takes_names(), reason="this version of vLLM takes no names as strings")
@@ -43,10 +43,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     monkeypatch.setattr(facts, "device_kind", lambda: (("device_type", "cpu"),))
     monkeypatch.setattr(facts, "device", attnplug.Device.cpu)
     monkeypatch.setenv("ATTNPLUG_ALLOW", "acme,acme_host,torch")
-    attnplug.refresh()
-    offer(tmp_path)
-    yield
-    attnplug.refresh()
+    with fresh_process():
+        offer(tmp_path)
+        yield
 
 
 def own_names(enum: Any) -> set[str]:
@@ -252,11 +251,11 @@ def test_a_configuration_travels_to_a_spawned_process(tmp_path: Path) -> None:
             if __name__ == "__main__":
                 import attnplug_vllm
                 attnplug_vllm.register()
-                from vllm.config import AttentionConfig, VllmConfig
+                from vllm.config import AttentionConfig, DeviceConfig, VllmConfig
                 attention = AttentionConfig(
                     backend="attnplug_torch_sdpa", backend_per_kind={"sliding_window": "attnplug"}
                 )
-                config = VllmConfig(attention_config=attention)
+                config = VllmConfig(attention_config=attention, device_config=DeviceConfig("cpu"))
                 assert config.compute_hash()
                 context = multiprocessing.get_context("spawn")
                 answers = context.Queue()

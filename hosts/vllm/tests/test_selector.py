@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 torch = pytest.importorskip("torch")
 
 from attnplug_vllm import backend, facts, model, names, registration, selector  # noqa: E402 - it needs vLLM
-from hosts.vllm.tests.backends import offer  # noqa: E402 - see above
+from hosts.vllm.tests.backends import fresh_process, offer  # noqa: E402 - see above
 from hosts.vllm.tests.cuda_platform import use_cuda  # noqa: E402 - see above
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
@@ -44,11 +44,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 def _with_backends(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int]) -> Iterator[Any]:
     monkeypatch.setenv("ATTNPLUG_ALLOW", "acme,torch")
-    attnplug.refresh()
     found = use_cuda(monkeypatch, capability)
-    offer(folder)
-    yield found
-    attnplug.refresh()
+    with fresh_process():
+        offer(folder)
+        yield found
 
 
 def ask(choice: tuple[str, ...], **changes: Any) -> list[str]:
