@@ -102,6 +102,13 @@ def test_what_is_not_served_is_refused_by_name(hopper: Any, flag: str) -> None:
     assert word.casefold() in reason.replace("-", "").replace("_", " ").casefold()
 
 
+def test_cross_attention_is_refused_by_name(hopper: Any) -> None:
+    (reason,) = ask(("torch/sdpa",), attn_type="encoder_decoder")
+    assert "attn_type='encoder_decoder'" in reason
+    assert not backend.backend_class(("torch/sdpa",)).supports_attn_type("encoder_decoder")
+    assert backend.backend_class(("torch/sdpa",)).supports_attn_type("encoder_only")
+
+
 def test_a_field_that_is_not_known_is_refused(hopper: Any) -> None:
     assert ask((), use_time_travel=True) == ["vLLM requests use_time_travel=True, which attnplug-vllm does not know"]
     assert ask((), use_time_travel=False) == []

@@ -153,7 +153,8 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Whether a candidate has this attention of a model."""
-        return facts.serves(cls.choice, attn_type=facts.text_of(attn_type))
+        name = facts.text_of(attn_type)
+        return name != selector.CROSS and facts.serves(cls.choice, attn_type=name)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -27,6 +27,9 @@ NOT_SERVED: Final = {
 }
 """The fields of vLLM's request that nothing here serves, with the reason."""
 
+CROSS: Final = "encoder_decoder"
+"""The attention of a model that no layer here serves."""
+
 _SERVED: Final = frozenset(
     {
         "head_size",
@@ -59,6 +62,8 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
     if asked.get("use_mla") or asked.get("use_sparse"):
         return found  # the other fields describe another kind of attention then
+    if facts.text_of(asked.get("attn_type")) == CROSS:
+        found.append("attention to an encoder's keys (attn_type='encoder_decoder') is not served by attnplug")
     found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
     try:
         for requirements in layers(asked):
