@@ -95,7 +95,7 @@ def engine_fields() -> dict[str, Any]:
     config = current_config()
     if config is None:
         return {}
-    from vllm import envs  # noqa: PLC0415 - see above
+    from vllm.envs import VLLM_BATCH_INVARIANT  # noqa: PLC0415 - see above; read anew with each call
 
     speculative, transfer = config.speculative_config, config.kv_transfer_config
     # With asynchronous scheduling vLLM assumes that every draft was accepted: lengths on the CPU are upper bounds.
@@ -104,7 +104,7 @@ def engine_fields() -> dict[str, Any]:
         "dcp_size": config.parallel_config.decode_context_parallel_size,
         "decode_query_len": 1 + (getattr(speculative, "num_speculative_tokens", None) or 0),
         "seq_lens_cpu_kind": "upper_bound" if is_optimistic else "exact",
-        "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        "batch_invariant": bool(VLLM_BATCH_INVARIANT),
         "causal": False if getattr(config.attention_config, "use_non_causal", False) else None,
     }
     if transfer is not None and transfer.is_kv_transfer_instance:

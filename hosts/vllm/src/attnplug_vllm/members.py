@@ -99,6 +99,7 @@ _REGISTRATION: Final = (
 )
 
 _PLATFORM: Final = (
+    *_read("vllm.envs:VLLM_BATCH_INVARIANT"),
     *_read("vllm.platforms:current_platform", "device_type"),
     *_called("vllm.platforms:current_platform.is_rocm"),
     *_called("vllm.platforms:current_platform.get_device_capability"),
