@@ -44,7 +44,8 @@ BELOW = {
     "torch_backend": {"batching"},
     "dense": {"selection", "ops"},
     "commands": {"request"},
-    "cli": {"selection", "models", "commands"},
+    "engines": {"request"},
+    "cli": {"selection", "models", "commands", "engines"},
     "__main__": {"cli"},
 }
 # Imports against the order, which only a function may make, each with its reason.
@@ -68,12 +69,13 @@ TENSOR_FREE = {
         "evidence",
         "selection",
     ),
-    *("models", "commands", "cli", "__main__"),
+    *("models", "commands", "engines", "cli", "__main__"),
 }
 # What other distributions import: these modules, and of them what `__all__` names.
 PUBLIC = {
     "attnplug",
-    *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "dense", "errors", "manifest")),
+    *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "dense", "engines")),
+    *("attnplug.errors", "attnplug.manifest"),
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),

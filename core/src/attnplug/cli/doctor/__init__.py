@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load",
         action="store_true",
-        help="also import the plugins of all ready candidates, and load each for a simple request",
+        help="also import the plugins of all ready candidates and load each for a simple request; start each engine",
     )
 
 
@@ -64,6 +64,7 @@ def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in report.setting_rows()]
     yield "candidates", [_status(candidate) for candidate in report.candidates]
     yield "loading", [f"{result.id}  {readable(result.status)}  {result.text}" for result in report.loading]
+    yield "engines", [line for engine in report.engines for line in engine.lines()]
     yield "notes", [str(note) for note in report.notes]
     yield "warnings", list(report.warnings)
     yield "problems", [text for p in report.problems for text in (f"{p.subject}: {p.what}", f"  fix: {p.fix}")]

@@ -10,6 +10,7 @@ import attrs
 from attrs import frozen
 
 from attnplug.cli.device_report import DeviceReport, report_device
+from attnplug.cli.doctor.engines import EngineState, examine_engines
 from attnplug.cli.doctor.loading import LoadResult, in_one_line, load_ready
 from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
@@ -72,6 +73,7 @@ class Report:
         warnings: Settings that have no effect.
         loading: What came of loading, where that was requested.
         problems: What is broken.
+        engines: What the distributions of host engines say of these.
     """
 
     environment: Mapping[str, Any]
@@ -84,6 +86,7 @@ class Report:
     warnings: tuple[str, ...]
     loading: tuple[LoadResult, ...]
     problems: tuple[Problem, ...]
+    engines: tuple[EngineState, ...] = ()
 
     def setting_rows(self) -> list[tuple[str, Any, str]]:
         """Return each setting with its value as JSON can carry it, and where it comes from."""
@@ -107,6 +110,7 @@ class Report:
             "notes": [attrs.asdict(note) for note in self.notes],
             "warnings": list(self.warnings),
             "loading": [result.to_dict() for result in self.loading],
+            "engines": [engine.to_dict() for engine in self.engines],
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
@@ -128,6 +132,8 @@ def examine(*, load: bool) -> Report:
         problems += _problems_of_settings(registry, candidates, settings)
         loading = tuple(load_ready(candidates, device.device)) if load else ()
     problems += [Problem(result.id, result.text, result.fix) for result in loading if result.status == "failed"]
+    engines = examine_engines(load=load)
+    problems += _problems_of_engines(engines)
     store = EvidenceStore(registry.plugins, settings.evidence)
     return Report(
         environment=environment(),
@@ -137,9 +143,10 @@ def examine(*, load: bool) -> Report:
         store=store,
         candidates=candidates,
         notes=(*registry.notes, *store.notes()),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *(text for engine in engines for text in engine.diagnosis.warnings)),
         loading=loading,
         problems=tuple(problems),
+        engines=engines,
     )
 
 
@@ -203,6 +210,13 @@ def _problems_of_candidates(candidates: Sequence[Candidate]) -> Iterator[Problem
             yield Problem(candidate.id, "; ".join(map(str, candidate.reasons)), candidate.fix)
     if not any(candidate.availability == "ready" for candidate in candidates):
         yield Problem("selection", "no backend is ready, so that nothing can be selected", _first_fix(candidates))
+
+
+def _problems_of_engines(engines: Iterable[EngineState]) -> Iterator[Problem]:
+    for engine in engines:
+        if engine.failure is not None:
+            yield Problem.of(f"engine {engine.name}", engine.failure)
+        yield from (Problem(f"engine {engine.name}", what, fix) for what, fix in engine.diagnosis.problems)
 
 
 def _first_fix(candidates: Sequence[Candidate]) -> str:

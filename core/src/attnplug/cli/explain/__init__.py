@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from attnplug.cli.device_report import report_device
+from attnplug.cli.engine import find_engine
+from attnplug.cli.explain.comparison import compare
 from attnplug.cli.explain.request import (
     ONE_LAYER,
     add_field_options,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
+    from attnplug.cli.explain.comparison import EngineResult
     from attnplug.cli.explain.result import LayerGroup, Result
     from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
@@ -50,9 +53,12 @@ examples:
   attnplug explain --requirements @layer.json --device cuda:8.0 --device cuda:9.0 --assume-installed
   attnplug explain --config path/to/config.json --dtype bfloat16 --block-size 16
   attnplug explain --requirements @layer.json --backend flash_attn/fa3 --backend auto
+  attnplug explain --engine vllm --config path/to/config.json --device cuda:9.0
 
 exit codes: 0 everything requested can be served, 1 something cannot, 2 the request is wrong
 """
+
+_INDENT: Final = "    "
 
 Grid = list[tuple[str, list["Verdict"]]]
 
@@ -90,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     there.add_argument(
         "--option", action="append", metavar="BACKEND.OPTION=VALUE", help="an option of a plugin; repeatable"
     )
+    there.add_argument(
+        "--engine", metavar="NAME", help="also what this engine picks by itself, such as vllm, and why it differs"
+    )
     add_field_options(parser)
 
 
@@ -97,14 +106,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, on each device."""
     layers = requested_layers(arguments)
     devices = requested_devices(arguments.device) or (_this_device(),)
+    engine = find_engine(arguments.engine) if arguments.engine is not None else None
     keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
     results = [
         explain_layers(layers, device, assume_installed=arguments.assume_installed, **keywords) for device in devices
     ]
+    compared = compare(engine, results, assume_installed=arguments.assume_installed) if engine is not None else None
+    for warning in dict.fromkeys(text for each in compared or () for text in each.answer.warnings):
+        complain(f"attnplug explain: {warning}")
     if arguments.json:
-        say_json(_describe(results))
+        engines = {} if compared is None else {"engines": [each.to_dict() for each in compared]}
+        say_json({**_describe(results), **engines})
     else:
+        _show_engine(compared or ())
         _show(results)
+        _show_engine_details(compared or ())
     return OK if all(result.serves for result in results) else NO
 
 
@@ -121,6 +137,34 @@ def _describe(results: Sequence[Result]) -> dict[str, object]:
         "explanations": [group.to_dict() for result in results for group in result.groups],
         "plans": [result.plan_to_dict() for result in planned],
     }
+
+
+# An engine's own choices: the comparison before everything else, each of its backends after it
+
+
+def _show_engine(compared: Sequence[EngineResult]) -> None:
+    for each in compared:
+        say(
+            "\n".join(
+                [
+                    *wrapped(f"device: {each.device}"),
+                    *(line for text in each.answer.assumed for line in wrapped(f"assumed: {text}")),
+                ]
+            )
+        )
+        for comparison in each.comparisons:
+            _show_layers(comparison.group)
+            say("\n".join(line for text in comparison.summary() for line in wrapped(text)))
+        say()
+
+
+def _show_engine_details(compared: Sequence[EngineResult]) -> None:
+    for each in compared:
+        for comparison in each.comparisons:
+            say("\n".join(wrapped(f"backends of {each.answer.engine} on {each.device}, in its order of preference")))
+            _show_layers(comparison.group)
+            say("\n".join(line for text in comparison.details() for line in wrapped(text, _INDENT)))
+            say()
 
 
 # What a person reads: devices side by side, then each candidate with its reasons and its fix
