@@ -40,10 +40,6 @@ def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _several(kind: type) -> Any:
-    return field(default=(), converter=_tuple, validator=deep_iterable(instance_of(kind)))
-
-
 _TEXTS: Final = deep_iterable(instance_of(str))
 
 
@@ -60,12 +56,15 @@ class EngineBackend:
     """
 
     name: str = field(validator=instance_of(str))
-    reasons: tuple[str, ...] = _several(str)
+    reasons: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
     kernels: str = field(default="", validator=instance_of(str))
-    same_as: tuple[str, ...] = _several(str)
+    same_as: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kernels})" if self.kernels else self.name
+
+
+_BACKENDS: Final = deep_iterable(instance_of(EngineBackend))
 
 
 @frozen
@@ -81,8 +80,10 @@ class EngineChoice:
     """
 
     chosen: str | None = field(validator=optional(instance_of(str)))
-    backends: tuple[EngineBackend, ...] = _several(EngineBackend)
-    ignored: tuple[str, ...] = _several(str)
+    backends: tuple[EngineBackend, ...] = field(
+        default=(), converter=_tuple, validator=deep_iterable(instance_of(EngineBackend))
+    )
+    ignored: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
     reason: str = field(default="", validator=instance_of(str))
 
     def __attrs_post_init__(self) -> None:
@@ -100,6 +101,9 @@ class EngineChoice:
         return _plain(self)
 
 
+_CHOICES: Final = deep_iterable(instance_of(EngineChoice))
+
+
 @frozen
 class EngineAnswer:
     """
@@ -113,9 +117,11 @@ class EngineAnswer:
     """
 
     engine: str = field(validator=instance_of(str))
-    choices: tuple[EngineChoice, ...] = _several(EngineChoice)
-    assumed: tuple[str, ...] = _several(str)
-    warnings: tuple[str, ...] = _several(str)
+    choices: tuple[EngineChoice, ...] = field(
+        default=(), converter=_tuple, validator=deep_iterable(instance_of(EngineChoice))
+    )
+    assumed: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
+    warnings: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
 
 
 @frozen
@@ -129,8 +135,8 @@ class EngineDiagnosis:
         problems: What is broken, as (what, fix) pairs.
     """
 
-    lines: tuple[str, ...] = _several(str)
-    warnings: tuple[str, ...] = _several(str)
+    lines: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
+    warnings: tuple[str, ...] = field(default=(), converter=_tuple, validator=_TEXTS)
     problems: tuple[tuple[str, str], ...] = field(default=(), converter=_tuple, validator=deep_iterable(_TEXTS))
 
     def to_dict(self) -> dict[str, Any]:

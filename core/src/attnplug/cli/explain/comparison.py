@@ -23,13 +23,11 @@ class Comparison:
 
     Attributes:
         engine: The engine with its version.
-        device: The device.
         group: The layers, and attnplug's decision.
         choice: The engine's own.
     """
 
     engine: str
-    device: Device
     group: LayerGroup
     choice: EngineChoice
 
@@ -75,7 +73,6 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
-            "device": self.device.to_dict(),
             "layers": [name for name in self.group.layers if name],
             **self.choice.to_dict(),
             "attnplug": self.chosen,
@@ -157,7 +154,7 @@ def compare(engine: Engine, results: Sequence[Result], *, assume_installed: bool
         requests = [group.explanation.requirements for group in result.groups]
         answer = engine.choose(requests, result.device, assume_installed=assume_installed)
         pairs = zip(result.groups, answer.choices, strict=True)
-        comparisons = tuple(Comparison(answer.engine, result.device, group, choice) for group, choice in pairs)
+        comparisons = tuple(Comparison(answer.engine, group, choice) for group, choice in pairs)
         found.append(EngineResult(result.device, answer, comparisons))
     return tuple(found)
 
