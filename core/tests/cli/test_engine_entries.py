@@ -290,5 +290,16 @@ def test_doctor_lists_a_broken_one_and_hides_no_other(run, add, source: str, pro
     assert done.json["engines"][1]["lines"] == ["load=False"]
 
 
+def test_texts_of_an_engine_steer_no_terminal(run, add) -> None:
+    hostile = SOUND.replace("needs 8 heads", "\\x1b[2J").replace("Acme 2.1", "\\u202eAcme").replace("load=", "\\x07")
+    add(hostile.replace('"OLD"', '"O\\rD"').replace("WARNINGS = ()", 'WARNINGS = ("\\x9b",)'))
+
+    for words in (("explain", *LAYER, *HOPPER, "--engine", "acme"), ("doctor",)):
+        for more in ((), ("--json",)):
+            done = run(*words, *more)
+            assert not set(done.out + done.err) & set("\x1b\u202e\x07\r\x9b"), words
+            assert done.code == 0
+
+
 def test_the_known_engines_name_their_distribution() -> None:
     assert engine.KNOWN["vllm"] == ("vLLM", "attnplug-vllm")

@@ -1,0 +1,1 @@
+raise OSError("the library of this engine is gone")
