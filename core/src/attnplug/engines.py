@@ -76,7 +76,7 @@ class EngineChoice:
         chosen: The name of its backend; None where it has none for this.
         backends: Every backend that it considered, in its order of preference.
         ignored: The requested fields that its selection does not consider.
-        reason: Why it considered none; empty where `backends` says it all.
+        reason: Why it considered none, in a sentence; empty where `backends` says it all.
     """
 
     chosen: str | None = field(validator=optional(instance_of(str)))

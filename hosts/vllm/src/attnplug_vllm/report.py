@@ -57,7 +57,7 @@ _ENVIRONMENT: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
 _BY_ITSELF: Final = {
     "CUDA_VISIBLE_DEVICES": "",  # nothing is computed, and no CUDA context is created
     "VLLM_PLUGINS": "",
-    "VLLM_HAS_FLASHINFER_CUBIN": "1",  # vLLM would ask a server of NVIDIA otherwise
+    "VLLM_HAS_FLASHINFER_CUBIN": "1",  # vLLM sends a request to a server of NVIDIA otherwise
 }
 _GROUP: Final = "vllm.general_plugins"
 _NAME: Final = "attnplug"
@@ -164,7 +164,7 @@ def _layer(requirements: Requirements) -> dict[str, Any]:
 
 def _choice(requirements: Requirements, found: Mapping[str, Any] | None) -> EngineChoice:
     if found is None:
-        return EngineChoice(None, reason="keys and values of layers that decode are in a paged KV cache there")
+        return EngineChoice(None, reason="vLLM keeps the keys and values of layers that decode in a paged KV cache")
     backends = [_backend(**each) for each in found.get("backends", ())]
     ignored = [name for name in requirements.to_dict() if name not in CONSIDERED]
     ignored += [_FIELD_OF[name] for name in found["ignored"] if name in _FIELD_OF]

@@ -52,7 +52,7 @@ class _Finder:
         del target
         if name == _PLATFORMS:
             return self._of_platforms(PathFinder.find_spec(name, path))
-        is_flashinfer = name.partition(".")[0] == _FLASHINFER and self.assume_installed
+        is_flashinfer = name == _FLASHINFER and self.assume_installed or name.partition(".")[0] in self.replaced
         if not (is_flashinfer or name in _COMPILED) or _loads(PathFinder.find_spec(name, path)):
             return None
         self.replaced.append(name)
@@ -139,7 +139,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             has the fields of vLLM's ``AttentionSelectorConfig`` under ``selector``, and the arguments of its
             ``get_flash_attn_version`` under ``flash_attention``.
     """
-    global _capability  # noqa: PLW0603 - vLLM's platforms are classes, which are asked without an instance
+    global _capability  # noqa: PLW0603 - vLLM's platforms are classes that it calls without an instance
     _capability = tuple(request.get("capability") or (0, 0))
     finder = _Finder(_PLATFORM_OF[request["device_type"]], assume_installed=request["assume_installed"])
     sys.meta_path.insert(0, finder)
@@ -161,7 +161,7 @@ def _choice(layer: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(layer["selector"])
     ignored = [name for name, value in fields.items() if value and name not in AttentionSelectorConfig._fields]
     if not _is_cache_dtype(fields["kv_cache_dtype"]):
-        return {"reason": f"it has no KV-cache dtype {fields['kv_cache_dtype']!r}", "ignored": ignored}
+        return {"reason": f"vLLM has no KV-cache dtype {fields['kv_cache_dtype']!r}", "ignored": ignored}
     known = {name: value for name, value in fields.items() if name in AttentionSelectorConfig._fields}
     config = AttentionSelectorConfig(**{**known, "dtype": getattr(torch, fields["dtype"])})
     backends = list(_backends(config, layer)) if current_platform.is_cuda() else []
@@ -233,7 +233,7 @@ def _name_of(path: str) -> str:
 
 def _assumed(finder: _Finder) -> Iterator[str]:
     """Yield what the answer supposes."""
-    compiled = sorted(name.rpartition(".")[2] for name in finder.replaced if name.startswith("vllm."))
+    compiled = sorted({name.rpartition(".")[2] for name in finder.replaced if name.startswith("vllm.")})
     if compiled:
         yield f"the parts of vLLM for CUDA that do not load here: {', '.join(compiled)}"
     if _FLASHINFER in finder.replaced:

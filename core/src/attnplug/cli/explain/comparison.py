@@ -83,7 +83,7 @@ class Comparison:
     def _why_not_ours(self) -> Iterator[str]:
         """Yield why the engine does not run the kernels of attnplug's choice."""
         if self.choice.reason:
-            yield f"{self.engine}: {self.choice.reason}"
+            yield self.choice.reason
         elif self.chosen is not None:
             rivals = [each for each in self.choice.backends if self.chosen in each.same_as]
             yield from map(self._passed_over, rivals)
