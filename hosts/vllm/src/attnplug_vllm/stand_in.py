@@ -52,7 +52,7 @@ class _Finder:
         del target
         if name == _PLATFORMS:
             return self._of_platforms(PathFinder.find_spec(name, path))
-        is_flashinfer = name == _FLASHINFER and self.assume_installed or name.partition(".")[0] in self.replaced
+        is_flashinfer = (name == _FLASHINFER and self.assume_installed) or name.partition(".")[0] in self.replaced
         if not (is_flashinfer or name in _COMPILED) or _loads(PathFinder.find_spec(name, path)):
             return None
         self.replaced.append(name)
@@ -141,12 +141,13 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     global _capability  # noqa: PLW0603 - vLLM's platforms are classes that it calls without an instance
     _capability = tuple(request.get("capability") or (0, 0))
-    finder = _Finder(_PLATFORM_OF[request["device_type"]], assume_installed=request["assume_installed"])
+    is_cuda = request["device_type"] == "cuda"
+    finder = _Finder(_PLATFORM_OF[request["device_type"]], assume_installed=is_cuda and request["assume_installed"])
     sys.meta_path.insert(0, finder)
     from vllm import __version__  # noqa: PLC0415 - after the finder is installed
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415 - likewise
 
-    if request["device_type"] == "cuda" and _suppose_flash_attention_4():
+    if is_cuda and _suppose_flash_attention_4():
         finder.replaced.append(f"{_FLASH_ATTENTION}.cute")
     with set_current_vllm_config(VllmConfig()):
         choices = [_choice(layer) for layer in request["layers"]]
