@@ -15,10 +15,10 @@ def names(_request: Any) -> dict[str, Any]:
     from vllm.plugins import load_general_plugins  # noqa: PLC0415 - imports torch
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - likewise
 
-    from attnplug_vllm import registration  # noqa: PLC0415 - what uses vLLM, after it
+    from attnplug_vllm.names import is_own  # noqa: PLC0415 - likewise
 
     load_general_plugins()
-    return {"names": [name for name, member in AttentionBackendEnum.__members__.items() if registration.is_own(member)]}
+    return {"names": [name for name, member in AttentionBackendEnum.__members__.items() if is_own(member)]}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 What ``attnplug explain --engine vllm`` and ``attnplug doctor`` say of vLLM: the module of the entry point `vllm` in the
 group ``attnplug.engines``.
 
-vLLM runs in a process that ends afterwards (`attnplug_vllm.stand_in`, `attnplug_vllm.names`): neither torch nor vLLM is
-imported here, and nothing of vLLM is changed for good.
+vLLM runs in a process that ends afterwards (`attnplug_vllm.stand_in`, `attnplug_vllm.registered`): neither torch nor
+vLLM is imported here, and nothing of vLLM is changed for good.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _obstacles() -> Iterator[tuple[str, str]]:
 def _names() -> tuple[list[str], list[tuple[str, str]]]:
     """Return the names that a vLLM with its plugins has for attnplug's backends, or what is wrong with that."""
     try:
-        names = _run("names", {}, {})["names"]
+        names = _run("registered", {}, {})["names"]
     except PluginError as error:
         return [], [(error.problem, error.fix)]
     if not names:
