@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-_COMPILED = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._qutlass_C")
+_COMPILED = (
+    *("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._qutlass_C"),
+    *("vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C"),
+)
+
+
+def stub_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is compiled for CUDA be empty modules, where it has not been imported."""
+    for name in _COMPILED:
+        if name not in sys.modules:
+            stub = types.ModuleType(name)
+            stub.__spec__ = ModuleSpec(name, None)
+            monkeypatch.setitem(sys.modules, name, stub)
 
 
 def use_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any:
     """Make vLLM's current platform a CUDA device of this compute capability, and return the platform."""
     import vllm.platforms  # noqa: PLC0415 - where vLLM is installed
 
-    for name in _COMPILED:
-        if name not in sys.modules:
-            stub = types.ModuleType(name)
-            stub.__spec__ = ModuleSpec(name, None)
-            monkeypatch.setitem(sys.modules, name, stub)
+    stub_compiled(monkeypatch)
     from vllm.platforms.cuda import CudaPlatformBase  # noqa: PLC0415 - what it imports is stubbed above
     from vllm.platforms.interface import DeviceCapability  # noqa: PLC0415 - see above
 

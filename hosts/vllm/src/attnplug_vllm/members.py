@@ -108,6 +108,27 @@ _PLATFORM: Final = (
     *_called("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "selected_backend", "attn_selector_config"),
 )
 
+# What vLLM picks by itself is seen on a stand-in device: its CUDA platform with the capability of a request.
+_STAND_IN: Final = (
+    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_capability", "device_id"),
+    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_name", "device_id"),
+    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_total_memory", "device_id"),
+    *_read("vllm.platforms.cuda:CudaPlatformBase.is_fully_connected"),
+    *_called(
+        "vllm.platforms.cuda:CudaPlatformBase.get_valid_backends",
+        *("device_capability", "attn_selector_config", "num_heads"),
+    ),
+    *_called("vllm.platforms.interface:DeviceCapability", "major", "minor"),
+    *_read(f"{_SELECTOR}:AttentionSelectorConfig"),
+    *_called("vllm.config:VllmConfig"),
+    *_called("vllm.config:set_current_vllm_config", "vllm_config"),
+    *_read("vllm.config:cache", "CacheDType"),
+    *_read("vllm.v1.attention.backends.fa_utils:get_flash_attn_version"),
+    *_called("vllm.utils.flashinfer:can_use_trtllm_attention", "num_qo_heads", "num_kv_heads"),
+    *_read("vllm.vllm_flash_attn:flash_attn_interface", "FA4_AVAILABLE"),
+    *_read("vllm:__version__"),
+)
+
 _SELECTION_MEMBERS: Final = (
     *_read(f"{_CONTRACT}:AttentionType", "DECODER", "ENCODER", "ENCODER_ONLY", "ENCODER_DECODER"),
     *_called(f"{_CONTRACT}:MultipleOf", "base"),
@@ -256,6 +277,7 @@ _CONFIGURATION: Final = (
 MEMBERS: Final[tuple[Member, ...]] = (
     *_REGISTRATION,
     *_PLATFORM,
+    *_STAND_IN,
     *_SELECTION_MEMBERS,
     *_CACHES,
     *_METADATA,
