@@ -1,0 +1,198 @@
+"""
+Measure vLLM's throughput and the time between tokens: its own attention backend, and the same kernels through attnplug.
+
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 8b --out FILE [--rounds 5]
+
+Both engines of a pair live at once, each in a process of its own, and take turns: what disturbs one disturbs the other.
+Models are Llama-like with random weights, in bfloat16. The exit status is 3 where vLLM or the GPU is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+NOT_HERE = 3
+SIZES: dict[str, dict[str, int]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+LOADS = {"64 x (512 + 128)": (64, 512, 128), "8 x (8192 + 256)": (8, 8192, 256)}
+CACHE_BYTES = {"1b": 6 << 30, "8b": 14 << 30}
+MODES = {
+    "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+    "graphs": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+
+def main() -> int:
+    """Measure one pair, or serve one engine to the process that measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", required=True, help="vLLM's backend = backend/variant of attnplug")
+    parser.add_argument("--size", required=True, choices=sorted(SIZES))
+    parser.add_argument("--mode", default="compiled", choices=sorted(MODES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="file of the results, as JSON")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        print("not here: vLLM is not installed", flush=True)
+        return NOT_HERE
+    if options.serve:
+        return _serve(options)
+    own, _, plugged = options.pair.partition("=")
+    command = f"python benchmarks/vllm_pairs.py --pair {options.pair} --size {options.size} --mode {options.mode}"
+    started = time.monotonic()
+    engines = {name: _start(options, name) for name in (own, plugged)}
+    ready = {name: _answer(engine) for name, engine in engines.items()}
+    found: dict[str, Any] = {"command": command, "start_s": round(time.monotonic() - started, 1), "ready": ready}
+    found["loads"] = {load: _measure(engines, load, options.rounds) for load in LOADS}
+    for engine in engines.values():
+        engine.stdin.close()  # type: ignore[union-attr]
+    text = json.dumps(found, indent=1)
+    if options.out:
+        options.out.write_text(text)
+    print(text, flush=True)
+    return 0
+
+
+def _measure(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) -> dict[str, Any]:
+    """Let the engines take turns; the first run of each is not counted."""
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        for name in sorted(engines, reverse=bool(number % 2)):
+            engine = engines[name]
+            print(load, file=engine.stdin, flush=True)
+            sample = _answer(engine)
+            if number:
+                samples[name].append(sample)
+    own, plugged = engines
+    found: dict[str, Any] = {}
+    for what in ("tokens_per_s", "between_tokens_ms"):
+        values = {name: [sample[what] for sample in samples[name]] for name in engines}
+        ratios = [ours / theirs for ours, theirs in zip(values[plugged], values[own], strict=True)]
+        found[what] = {name: round(statistics.median(each), 3) for name, each in values.items()}
+        found[what] |= {"ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in ratios]}
+    return found
+
+
+def _start(options: argparse.Namespace, backend: str) -> subprocess.Popen[str]:
+    words = ("--pair", options.pair, "--size", options.size, "--mode", options.mode, "--serve", backend)
+    plugins = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend} if "/" in backend else {"VLLM_PLUGINS": ""}
+    return subprocess.Popen(  # noqa: S603 - this script again
+        [sys.executable, __file__, *words],
+        env=os.environ | ENVIRONMENT | plugins,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _answer(engine: subprocess.Popen[str]) -> Any:
+    line = engine.stdout.readline()  # type: ignore[union-attr]
+    if not line:
+        raise RuntimeError(f"an engine ended with {engine.wait()}")
+    return json.loads(line)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints is no answer
+    engine, prompts = _engine(options.serve, options.size, options.mode)
+    config = engine.llm_engine.vllm_config
+    layer = next(iter(config.compilation_config.static_forward_context.values()))
+    ready = {"attention": repr(layer.impl), "graphs": str(config.compilation_config.cudagraph_mode)}
+    print(json.dumps(ready), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_run(engine, prompts[line.strip()], *LOADS[line.strip()])), file=answers, flush=True)
+    return 0
+
+
+def _engine(backend: str, size: str, mode: str) -> tuple[Any, dict[str, Any]]:
+    """Return an engine and the prompts of each load."""
+    import torch  # noqa: PLC0415 - the measuring process needs none
+    import transformers  # noqa: PLC0415 - likewise
+    from vllm import LLM  # noqa: PLC0415 - likewise
+
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        max_position_embeddings=16384,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        **SIZES[size],
+    )
+    folder = Path(tempfile.mkdtemp())
+    config.save_pretrained(folder)
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=8192 + 256,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=CACHE_BYTES[size],
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        attention_backend="CUSTOM" if "/" in backend else backend,
+        compilation_config=MODES[mode] | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+    )
+    generator = torch.Generator().manual_seed(1)
+    prompts = {
+        load: torch.randint(3, 128256, (count, length), generator=generator).tolist()
+        for load, (count, length, _) in LOADS.items()
+    }
+    return engine, prompts
+
+
+def _run(engine: Any, prompts: list[list[int]], count: int, length: int, tokens: int) -> dict[str, float]:
+    """Generate, and return tokens per second and the mean time between tokens of a request."""
+    from vllm import SamplingParams  # noqa: PLC0415 - the measuring process needs none
+
+    del length
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    outputs = engine.generate([{"prompt_token_ids": each} for each in prompts], greedy, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    if sum(len(each.outputs[0].token_ids) for each in outputs) != count * tokens:
+        raise RuntimeError("a request ended early")
+    between = [(each.metrics.last_token_ts - each.metrics.first_token_ts) / (tokens - 1) for each in outputs]
+    return {"tokens_per_s": count * tokens / seconds, "between_tokens_ms": statistics.mean(between) * 1000}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
