@@ -13,16 +13,19 @@ from __future__ import annotations
 def register() -> None:
     """
     Give vLLM the names of the backends that can be chosen here: ``ATTNPLUG``, which leaves the choice to attnplug, and
-    one for each candidate. No plugin is imported. Calling it again adds what is new. A vLLM outside of the tested range
-    is warned of in its log, once in a process.
+    one for each candidate; the names of int8 KV caches; and Phi-3-small. No plugin is imported. Calling it again adds
+    what is new. A vLLM outside of the tested range is warned of in its log, once in a process.
 
     Raises:
         AttnplugError: Under attnplug's strict setting, a plugin that may be used has a problem.
     """
-    from attnplug_vllm import registration, versions  # noqa: PLC0415 - vLLM's registry is imported by whoever registers
+    # vLLM's registries are imported by whoever registers, not here.
+    from attnplug_vllm import int8, phi3_small_config, registration, versions  # noqa: PLC0415
 
     versions.warn_if_untested()
     registration.register()
+    int8.register_dtypes()
+    phi3_small_config.register_model()
 
 
 __all__ = ["register"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
+from attnplug.errors import RequirementsError
 from attnplug_vllm import facts, registration, selector
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
@@ -85,9 +86,10 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Whether a candidate reads KV caches of this dtype."""
-        if kv_cache_dtype is None or kv_cache_dtype not in facts.KV_CACHE_DTYPES:
-            return kv_cache_dtype is None
-        name = facts.cache_dtype(kv_cache_dtype)
+        try:
+            name = facts.cache_dtype(kv_cache_dtype or "auto")
+        except RequirementsError:
+            return False
         return name == "auto" or facts.serves(cls.choice, kv_cache_dtype=name)
 
     @classmethod

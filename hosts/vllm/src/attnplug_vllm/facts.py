@@ -15,7 +15,7 @@ import attnplug
 from attnplug.errors import NoBackendError, PluginError, RequirementsError
 from attnplug.negotiation import AUTO
 from attnplug.request import FIELDS
-from attnplug_vllm import advice
+from attnplug_vllm import advice, int8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,7 @@ KV_CACHE_DTYPES: Final[dict[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
+    **{name: name for name in int8.DTYPES},
 }
 """vLLM's names of KV-cache dtypes, and attnplug's. Others are formats of vLLM's own kernels, or another plugin's."""
 
@@ -106,6 +107,7 @@ def engine_fields() -> dict[str, Any]:
         "seq_lens_cpu_kind": "upper_bound" if is_optimistic else "exact",
         "batch_invariant": bool(VLLM_BATCH_INVARIANT),
         "causal": False if getattr(config.attention_config, "use_non_causal", False) else None,
+        "features": int8.features(config),
     }
     if transfer is not None and transfer.is_kv_transfer_instance:
         fields["kv_cache_form"] = CONNECTED
@@ -146,7 +148,9 @@ def cache_dtype(name: str) -> str:
 
     Raises:
         RequirementsError: It is a format of vLLM's own kernels, or another plugin's.
+        SettingsError: As for `int8.cache_dtype`.
     """
+    name = int8.cache_dtype(name, current_config())
     if name not in KV_CACHE_DTYPES:
         raise RequirementsError(
             f"--kv-cache-dtype {name} was given to vLLM",

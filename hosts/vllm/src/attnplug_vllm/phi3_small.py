@@ -293,17 +293,12 @@ def choose_backend(vllm_config: VllmConfig) -> None:
     attention, sparse = vllm_config.attention_config, any(patterns(vllm_config.model_config.hf_config))
     if attention.backend is None and sparse:
         attention.backend = AttentionBackendEnum[registration.own_name(())]
-    elif sparse and not _is_ours(attention.backend):
+    elif sparse and not registration.is_own(attention.backend):
         raise RequirementsError(
             f"the attention backend {attention.backend.name} was chosen for Phi-3-small",
             "its layers are block-sparse, which no backend of vLLM computes",
             "leave --attention-backend out, or choose one of attnplug",
         )
-
-
-def _is_ours(member: Any) -> bool:
-    # vLLM's CPU backend has a path of ours too, which leads to vLLM's own class where that was chosen.
-    return member.name != registration.CPU and member.get_path().startswith(registration.CLASSES)
 
 
 def _load(params: dict[str, nn.Parameter], name: str, weight: torch.Tensor, config: Any) -> str:

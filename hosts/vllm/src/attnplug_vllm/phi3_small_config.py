@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MODEL_TYPE: Final = "phi3small"
+ARCHITECTURE: Final = "Phi3SmallForCausalLM"
 
 
 class Phi3SmallConfig(PretrainedConfig):  # type: ignore[misc] # transformers has no types
@@ -91,8 +92,16 @@ class Phi3SmallConfig(PretrainedConfig):  # type: ignore[misc] # transformers ha
         return -(-width // 256) * 256 if self.gegelu_pad_to_256 else width
 
 
-def register_config() -> None:
-    """Let transformers, and so vLLM, read configurations of this model type; what others registered stays."""
+def register_model() -> None:
+    """
+    Let vLLM run Phi-3-small, and transformers read its configuration. A model or configuration of another plugin stays.
+
+    The model is imported when it is first needed.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry  # noqa: PLC0415 - the class is of use without vLLM
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, f"attnplug_vllm.phi3_small:{ARCHITECTURE}")
     if MODEL_TYPE not in CONFIG_MAPPING:
         AutoConfig.register(MODEL_TYPE, Phi3SmallConfig)
 
