@@ -181,13 +181,16 @@ def limits_of(backend: Backend, spec: Any, config: Any) -> Limits:
 
 def parallel_of(config: Any, impl: LayerImpl) -> Parallel:
     """Return the ranks that share the model."""
-    if impl.dcp_world_size == 1:
-        return Parallel()
-    from vllm.distributed.parallel_state import get_dcp_group  # noqa: PLC0415 - needs vLLM's process groups
+    from vllm.distributed import parallel_state  # noqa: PLC0415 - needs vLLM's process groups
 
+    tp_size = getattr(config.parallel_config, "tensor_parallel_size", 1)
+    tp = {"tp_size": tp_size, "tp_rank": parallel_state.get_tensor_model_parallel_rank()} if tp_size > 1 else {}
+    if impl.dcp_world_size == 1:
+        return Parallel(**tp)
     return Parallel(
+        **tp,
         dcp_rank=impl.dcp_rank,
         dcp_size=impl.dcp_world_size,
         dcp_interleave=config.parallel_config.cp_kv_cache_interleave_size,
-        dcp_group=get_dcp_group().device_group,
+        dcp_group=parallel_state.get_dcp_group().device_group,
     )

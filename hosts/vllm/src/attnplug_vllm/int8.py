@@ -29,7 +29,7 @@ SECTION: Final = "attnplug"
 WIDER: Final = "int8_per_token_head"
 """vLLM's own int8 format, by which vLLM 0.26 makes pages that have room for level 1."""
 
-_FIX: Final = "pass --additional-config '{\"attnplug\": {\"kv_cache_dtype\": \"int8\"}}', or leave it out"
+_FIX: Final = 'pass --additional-config \'{"attnplug": {"kv_cache_dtype": "int8"}}\', or leave it out'
 
 
 def register_dtypes() -> None:

@@ -121,7 +121,9 @@ class Phi3SmallMLP(nn.Module):
             )
         self.limit = config.gegelu_limit
         width, more = config.intermediate_size, {"bias": True, "quant_config": quant_config}
-        self.up_proj = MergedColumnParallelLinear(config.hidden_size, [width, width], prefix=f"{prefix}.up_proj", **more)
+        self.up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [width, width], prefix=f"{prefix}.up_proj", **more
+        )
         self.down_proj = RowParallelLinear(width, config.hidden_size, prefix=f"{prefix}.down_proj", **more)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,7 +137,11 @@ class Phi3SmallAttention(nn.Module):
 
     def __init__(self, config: Any, pattern: dict[str, Any] | None, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        ranks, heads, quant = get_tensor_model_parallel_world_size(), config.num_attention_heads, vllm_config.quant_config
+        ranks, heads, quant = (
+            get_tensor_model_parallel_world_size(),
+            config.num_attention_heads,
+            vllm_config.quant_config,
+        )
         size = config.hidden_size // heads
         self.query_key_value = QKVParallelLinear(
             config.hidden_size, size, heads, config.num_key_value_heads, bias=True, quant_config=quant,
