@@ -36,7 +36,11 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
     """Return as much of vLLM's configuration as an attention backend reads."""
     drafts = options.get("drafts", 0)
     speculative = Names(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
-    cache = Names(calculate_kv_scales=options.get("calculate_kv_scales", False))
+    cache = Names(
+        calculate_kv_scales=options.get("calculate_kv_scales", False),
+        cache_dtype=options.get("cache_dtype", "auto"),
+        kv_cache_dtype_skip_layers=[],
+    )
     if HAS_LAYOUTS:
         cache.kv_cache_layout = options.get("order")
     return Names(
@@ -61,6 +65,7 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
         attention_config=Names(flash_attn_max_num_splits_for_cuda_graph=32, use_non_causal=False),
         kv_transfer_config=options.get("kv_transfer_config"),
         use_v2_model_runner=False,
+        additional_config=options.get("additional_config", {}),
     )
 
 
@@ -72,7 +77,9 @@ def members_of(choice: tuple[str, ...]) -> type[CacheMembers]:
 def make_pool(spec: Any, order: str | None, members: type[CacheMembers]) -> torch.Tensor:
     """Return a layer's pool, as the runner views its bytes. It is full of NaN, as memory may be."""
     if not HAS_LAYOUTS:
-        shape = members.get_kv_cache_shape(BLOCKS, spec.block_size, spec.num_kv_heads, spec.head_size)
+        is_int8 = spec.kv_quant_mode.name == "INT8_PER_TOKEN_HEAD"
+        name = "int8_per_token_head" if is_int8 else "auto"
+        shape = members.get_kv_cache_shape(BLOCKS, spec.block_size, spec.num_kv_heads, spec.head_size, name)
         axes = members.get_kv_cache_stride_order()
         raw = torch.empty([shape[axis] for axis in axes], dtype=spec.dtype)
         raw.view(torch.int8).fill_(-1)
@@ -122,6 +129,7 @@ class Rig:
         scales: dict[str, torch.Tensor] | None = None,
         order: str | None = None,
         dtype: torch.dtype = torch.float32,
+        described: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.dtype = dtype
@@ -139,7 +147,7 @@ class Rig:
                 layer.impl.dcp_world_size, layer.impl.dcp_rank = options.get("dcp_size", 1), options.get("dcp_rank", 0)
         pool_dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else dtype
         sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
-        spec = FullAttentionSpec(**sizes, dtype=pool_dtype)
+        spec = FullAttentionSpec(**{**sizes, "dtype": pool_dtype, **(described or {})})
         self.spec = self.members.customize_spec(spec) if HAS_LAYOUTS else spec
         self.builder = self.make_builder(list(self.layers))
         self.bind_pools()

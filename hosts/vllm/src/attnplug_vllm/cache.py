@@ -16,7 +16,7 @@ import torch
 
 from attnplug.contract import split_kv, torch_dtype
 from attnplug.errors import CacheError
-from attnplug_vllm import facts
+from attnplug_vllm import facts, int8, pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +29,11 @@ Terms = tuple[str, str]
 """A form and a layout, in the words of `attnplug.Requirements`: ``("packed", "NHD")``."""
 
 FORMS: Final = ("packed", "interleaved", "joint")
-"""The forms that a pool of vLLM can have, most preferred first. Another than packed changes vLLM's own shape."""
+"""
+The forms that a pool of vLLM can have, most preferred first. Another than packed changes vLLM's own shape.
+
+Where a block is more than keys and values of one dtype, blocks are `pages` of bytes, and the form is `pages.FORM`.
+"""
 
 ORDERS: Final[Mapping[Terms, tuple[str, ...]]] = {
     ("packed", "NHD"): ("LBNHC", "BLNHC"),
@@ -38,6 +42,8 @@ ORDERS: Final[Mapping[Terms, tuple[str, ...]]] = {
     ("interleaved", "HND"): ("LBHNC", "BLHNC"),
     ("joint", "NHD"): ("LHBNC",),
     ("joint", "HND"): ("LHBNC",),
+    (pages.FORM, "NHD"): ("LBNHC", "LBHNC", "BLNHC", "BLHNC"),
+    (pages.FORM, "HND"): ("LBHNC", "LBNHC", "BLHNC", "BLNHC"),
 }
 """vLLM's orders of memory in which a pool has a form and a layout, those that keep a layer's blocks together first."""
 
@@ -69,7 +75,11 @@ class CacheMembers:
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return vLLM's description of a layer's pool, with the heads and the content of the form (0.32 and later)."""
-        return with_form(spec, terms_of(layers_of(cls.choice))[0])
+        layers = layers_of(cls.choice)
+        terms = terms_of(layers)[0]
+        if terms[0] == pages.FORM:
+            return pages.paged_spec(spec, pages.backend_for(spec, layers, terms[1]))
+        return with_form(spec, terms)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
@@ -82,8 +92,10 @@ class CacheMembers:
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Return the logical shape of a layer's pool (before 0.32)."""
-        del cache_dtype_str
-        return pool_shape(terms_of(layers_of(cls.choice))[0][0], num_blocks, block_size, num_kv_heads, head_size)
+        form, _ = terms_of(layers_of(cls.choice))[0]
+        # vLLM's own int8 format has a scale of four bytes behind each key and each value, which pages may use.
+        content = head_size + (4 if form == pages.FORM and cache_dtype_str == int8.WIDER else 0)
+        return pool_shape(form, num_blocks, block_size, num_kv_heads, content)
 
     @classmethod
     def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool = False) -> tuple[int, ...]:  # noqa: FBT001, FBT002 - vLLM's signature
@@ -112,14 +124,15 @@ def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:
     decided = {(layer.selection.id, layer.requirements): layer.selection for layer in layers}
     preferred = [selection.agreement.kv_layout for selection in decided.values()]
     orders = ("HND", "NHD") if preferred and set(preferred) == {"HND"} else ("NHD", "HND")
-    for form in FORMS:
+    forms = (pages.FORM,) if any(pages.in_pages(one.requirements) for one in decided.values()) else FORMS
+    for form in forms:
         found = tuple((form, kv_layout) for kv_layout in orders if _all_take(decided.values(), form, kv_layout))
         if found:
             return found
     ids = ", ".join(sorted({selection.id for selection in decided.values()}))
     raise CacheError(
         f"the layers of {ids} share no form of a KV cache",
-        f"a pool of vLLM is one of {', '.join(FORMS)}, with tokens before heads or heads before tokens, for all layers",
+        f"a pool of vLLM is one of {', '.join(forms)}, with tokens before heads or heads before tokens, for all layers",
         "name one backend for all layers with --attention-backend",
     )
 
@@ -221,6 +234,8 @@ def bind_pool(pool: Tensor, backend: Backend, attn: Any = None) -> KVCache:
     Raises:
         CacheError: The pool is not one of the agreement.
     """
+    if backend.agreement.kv_cache_form == pages.FORM:
+        return backend.bind_cache(pages.page_views(pool, backend), impl=attn)
     views = views_of(pool, backend)
     further = {
         role: one.allocate(pool.device)
@@ -246,7 +261,10 @@ def check_pool(spec: Any, order: str | None, backend: Backend) -> None:
     terms = (agreement.kv_cache_form or FORMS[0], agreement.kv_layout or "NHD")
     blocks, layers = 2, 2
     if order is None:
-        shape, axes = pool_shape(terms[0], blocks, spec.block_size, spec.num_kv_heads, spec.head_size), pool_axes(terms)
+        # vLLM's own int8 format has a scale behind each key and each value.
+        content = spec.page_size_bytes // (2 * spec.block_size * spec.num_kv_heads * spec.dtype.itemsize)
+        size = content if terms[0] == pages.FORM else spec.head_size
+        shape, axes = pool_shape(terms[0], blocks, spec.block_size, spec.num_kv_heads, size), pool_axes(terms)
         pool = torch.empty([shape[axis] for axis in axes], dtype=spec.dtype, device="meta")
         pool = pool.permute([axes.index(axis) for axis in range(len(axes))])
     else:
@@ -262,7 +280,7 @@ def check_pool(spec: Any, order: str | None, backend: Backend) -> None:
 
 def pool_shape(form: str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
     """Return the logical shape of a layer's pool before 0.32."""
-    if form == "packed":
+    if form in ("packed", pages.FORM):
         return num_blocks, num_kv_heads, block_size, 2 * head_size
     pair = (2, num_blocks) if form == "joint" else (num_blocks, 2)
     return (*pair, block_size, num_kv_heads, head_size)
@@ -271,6 +289,6 @@ def pool_shape(form: str, num_blocks: int, block_size: int, num_kv_heads: int, h
 def pool_axes(terms: Terms) -> tuple[int, ...]:
     """Return the axes of such a pool from the slowest to the fastest in memory."""
     form, kv_layout = terms
-    if form == "packed":
+    if form in ("packed", pages.FORM):
         return (0, 1, 2, 3) if kv_layout == "HND" else (0, 2, 1, 3)
     return (0, 1, 3, 2, 4) if kv_layout == "HND" else (0, 1, 2, 3, 4)

@@ -8,25 +8,73 @@ prefix caching, swapping and transfers of vLLM cover all of them, since they mov
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from attnplug.errors import CacheError
+from attnplug.manifest import Exact
+from attnplug_vllm import facts, int8
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
+    from attnplug import Requirements
     from attnplug.contract import Backend, CacheTensor
 
+FORM: Final = "split"
+"""The form of a KV cache in pages, in the contract's words: keys and values are views for themselves."""
 
-def needs_pages(backend: Backend) -> bool:
-    """Whether a block of this backend's KV cache is more than keys and values of one dtype."""
-    specs = {role: spec for role, spec in backend.cache_tensors(2).items() if spec.block_axis is not None}
-    return bool(specs) and (specs.keys() != {"k", "v"} or specs["k"].dtype != specs["v"].dtype)
+
+def in_pages(requirements: Requirements) -> bool:
+    """Whether the KV cache of a layer has more tensors than keys and values of one dtype."""
+    return requirements.kv_cache_dtype in int8.DTYPES
+
+
+def backend_for(spec: Any, layers: Iterable[Any], kv_layout: str) -> Backend:
+    """
+    Return the backend of the layers whose pool vLLM describes, bound to a block size that it has.
+
+    Args:
+        spec: vLLM's description of a pool.
+        layers: The layers that it may be of, with `requirements` and `selection`.
+        kv_layout: The layout of all pools.
+
+    Raises:
+        CacheError: Layers of one description have pages of different sizes.
+    """
+    asked = {
+        (layer.requirements.evolve(kv_cache_form=FORM, kv_layout=kv_layout), (layer.selection.id,))
+        for layer in layers
+        if (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size)
+        # Layers that vLLM leaves unquantized have other pages.
+        and (spec.dtype != torch.int8 or in_pages(layer.requirements))
+    }
+    found = [_loaded(requirements, choice) for requirements, choice in sorted(asked, key=str)]
+    if len({(page_bytes(one), one.agreement.block_size) for one in found}) != 1:
+        raise CacheError(
+            f"layers of {', '.join(sorted(one.id for one in found)) or 'no backend'} have one KV cache in vLLM",
+            "their pages are of one size",
+            "leave --kv-cache-dtype-skip-layers out, and choose one backend for all layers",
+        )
+    return found[0]
+
+
+@lru_cache(maxsize=16)
+def _loaded(requirements: Requirements, choice: facts.Choice) -> Backend:
+    selection = facts.select(requirements, choice)
+    sizes = selection.agreement.block_sizes
+    if "block_size" not in requirements.late or sizes is None:
+        return selection.load()
+    first = sizes.alternatives[0]
+    if isinstance(first, Exact):
+        return selection.bind(block_size=first.value).load()
+    step = first.multiple_of or 1
+    return selection.bind(block_size=-(-(first.min or step) // step) * step).load()
 
 
 def page_bytes(backend: Backend) -> int:

@@ -46,7 +46,7 @@ class ObserverImpl(AttentionImpl):
     def __init__(self, layer: Layer, backend: ObserverBackend) -> None:
         super().__init__(layer, backend)
         self.inner = backend.inner.make_impl(layer)
-        self.absmax = torch.zeros(self.num_kv_heads, self.head_size_v, device=self.device)
+        self.absmax = torch.zeros(self.num_kv_heads, self.head_size_v, dtype=torch.float32, device=self.device)
 
     @property
     def plan_key(self) -> Hashable:
