@@ -69,7 +69,7 @@ def named(monkeypatch, dtype, cache_dtype):
     monkeypatch.setattr(facts, "current_config", lambda: config)
 
 
-def rig_of(monkeypatch, dtype, *, option=None, layers=2, **further):
+def rig_of(monkeypatch, dtype, *, option=None, layers=({}, {}), **further):
     """
     Return a rig whose pools are as vLLM makes them.
 
@@ -77,7 +77,7 @@ def rig_of(monkeypatch, dtype, *, option=None, layers=2, **further):
         monkeypatch: Pytest's.
         dtype: The KV cache dtype.
         option: What ``--kv-cache-dtype`` is; by default the best that this version takes.
-        layers: How many.
+        layers: What vLLM gives to each beyond its sizes.
         further: Of the rig.
     """
     best = dtype if int8.takes_dtypes() else int8.WIDER if not HAS_LAYOUTS and dtype == "int8" else "auto"
@@ -88,7 +88,7 @@ def rig_of(monkeypatch, dtype, *, option=None, layers=2, **further):
     if option == int8.WIDER:
         described["kv_quant_mode"] = KVQuantMode.INT8_PER_TOKEN_HEAD
     return Rig(
-        [{} for _ in range(layers)], num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=TOKENS, choice=(),
+        list(layers), num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=TOKENS, choice=(),
         kv_cache_dtype=option, described=described, **further,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_a_page_has_no_unused_byte(monkeypatch, dtype, option):
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 def test_other_orders_of_blocks(monkeypatch, order):
-    assert walk(rig_of(monkeypatch, "int8", order=order, layers=1)) < 0.12
+    assert walk(rig_of(monkeypatch, "int8", order=order, layers=[{}])) < 0.12
 
 
 @pytest.mark.skipif(not HAS_LAYOUTS, reason="orders of memory have names from 0.32 on")
@@ -157,9 +157,29 @@ def test_pages_that_vllm_sizes(monkeypatch, dtype, option, content):
     assert walk(rig) < 0.12
 
 
-def test_level_1_without_a_calibration_is_refused(monkeypatch):
+@pytest.mark.usefixtures("scales")
+def test_a_layer_reads_the_cache_that_it_shares(monkeypatch):
+    rig = rig_of(monkeypatch, "int8", layers=[{}, {"kv_sharing_target_layer_name": "layers.0"}])
+    assert walk(rig) < 0.12
+    first, second = (layer.impl._cache for layer in rig.layers.values())
+    assert first["v_scale"].data_ptr() == second["v_scale"].data_ptr()
+
+
+@pytest.mark.usefixtures("scales")
+def test_scales_stay_where_graphs_read_them(monkeypatch):
+    rig = rig_of(monkeypatch, "int8", layers=[{}])
+    walk(rig)
+    (layer,) = rig.layers.values()
+    before = layer.impl._cache["v_scale"]
+    layer.impl.process_weights_after_loading(torch.bfloat16)
+    rig.add(1)
+    assert rig.run([(4, 3)]) < 0.12
+    assert layer.impl._cache["v_scale"] is before
+
+
+def test_level_1_without_a_calibration_is_refused_at_start(monkeypatch):
     with pytest.raises(LayerError, match="level 1 quantizes values with the scales of a calibration"):
-        walk(rig_of(monkeypatch, "int8", layers=1))
+        rig_of(monkeypatch, "int8", layers=[{}])
 
 
 def test_a_backend_without_the_format_is_refused_by_name(monkeypatch):

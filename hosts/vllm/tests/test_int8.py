@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from attnplug.errors import SettingsError
 from attnplug_vllm import int8
+from tests.backends.triton_on_cpu import run_interpreted
 
 
 def config_of(named=None, cache_dtype="auto", skip=(), whole=None):
@@ -122,3 +124,9 @@ def test_earlier_versions_take_no_foreign_name(names):
     assert not int8.takes_dtypes()
     with pytest.raises(ValueError, match="cache_dtype"):
         names.CacheConfig(cache_dtype="int8")
+
+
+@pytest.mark.needs_vllm
+@pytest.mark.slow
+def test_steps_in_pools_of_vllm():
+    run_interpreted(Path(__file__).with_name("int8_steps.py"))

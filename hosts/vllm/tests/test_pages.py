@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import CacheTensor
 from attnplug.errors import CacheError
-from attnplug_vllm.pages import needs_pages, page_bytes, page_views, paged_spec
+from attnplug_vllm.pages import in_pages, page_bytes, page_views, paged_spec
 
 BLOCKS, TOKENS, HEADS, SIZE = 4, 16, 2, 32
 
@@ -110,12 +110,14 @@ def test_a_pool_without_memory_is_checked_too():
     assert backend.bind_cache(page_views(pool, backend)).num_blocks == 2
 
 
-def test_only_more_than_keys_and_values_needs_pages():
-    plain, quantized = backend_of()
-    assert not needs_pages(plain)
-    assert needs_pages(quantized)
-    assert needs_pages(backend_of(torch.bfloat16, scales=None)[1])
-    assert not needs_pages(backend_of(torch.int8, scales=None)[1])
+def test_only_formats_with_further_tensors_are_in_pages():
+    requirements = backend_of()[0].agreement.requirements
+    assert [in_pages(requirements.evolve(kv_cache_dtype=name)) for name in ("auto", "fp8_e4m3", "int8", "int8_k")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("values", "per_head"), [(torch.int8, 2 * SIZE + 4), (torch.bfloat16, 3 * SIZE + 4)])

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from attnplug.contract import Limits, Parallel
 from attnplug.errors import NotNegotiatedError
-from attnplug_vllm import facts
+from attnplug_vllm import facts, pages
 from attnplug_vllm.cache import ORDERS, check_pool, layers_of, resolved_terms, terms_of
 from attnplug_vllm.impl import Binding, LayerImpl, contract_layer
 
@@ -120,7 +120,10 @@ def bind(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> AttentionI
         ContractError: A learned tensor of the layer does not fit.
     """
     if impl.binding is None or impl.binding.backend is not backend:
-        impl.bind(Binding(backend, backend.make_impl(contract_layer(impl, layer, name, backend))))
+        attn = backend.make_impl(contract_layer(impl, layer, name, backend))
+        if pages.in_pages(impl.requirements) and impl.kv_sharing_target_layer_name is None:
+            backend.make_cache(2, "meta", impl=attn)  # a calibration that is missing is missed here, not in a step
+        impl.bind(Binding(backend, attn))
     assert impl.binding is not None  # noqa: S101 - for the type checker
     return impl.binding.attn
 

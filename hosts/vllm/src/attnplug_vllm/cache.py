@@ -166,7 +166,8 @@ def resolved_terms(order: str | None, terms: tuple[Terms, ...]) -> Terms:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout  # noqa: PLC0415 - later versions have none
 
         kv_layout = get_kv_cache_layout()
-        found = next((one for one in terms if one[1] == kv_layout), None)
+        # What is inside a page is the backend's, whatever vLLM's layout is.
+        found = next((one for one in terms if one[1] == kv_layout or one[0] == pages.FORM), None)
     else:
         kv_layout = order
         found = next((one for one in terms if order in ORDERS[one]), None)

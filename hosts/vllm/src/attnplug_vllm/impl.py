@@ -186,7 +186,8 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         if self.sinks is not None:
             self._renew_sinks(binding.attn, self.sinks.detach())
         if binding.attn.is_paged:
-            self._cache = bind_pool(pool, binding.backend, binding.attn)
+            owner = binding.attn if self.kv_sharing_target_layer_name is None else None
+            self._cache = bind_pool(pool, binding.backend, owner)
         self._pool = pool
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnplug.errors import CacheError
 from attnplug.manifest import Exact
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 FORM: Final = "split"
 """The form of a KV cache in pages, in the contract's words: keys and values are views for themselves."""
+
+_STATIC: Final = WeakIdKeyDictionary()
+"""A layer's pool -> its tensors that belong to no block, by role."""
 
 
 def in_pages(requirements: Requirements) -> bool:
@@ -100,7 +104,8 @@ def page_views(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
     """
     Return the tensors of a layer's KV cache, by role, in a pool of pages.
 
-    A tensor without a block axis, such as static scales, belongs to no page, and is allocated here.
+    A tensor without a block axis, such as static scales, belongs to no page. It is allocated here, once for a pool: layers
+    that share one have the same, and graphs go on with it when a pool is bound again.
 
     Args:
         pool: What vLLM binds to the layer, its first axis the blocks, each of them one run of memory.
@@ -122,9 +127,12 @@ def page_views(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
             f"for {backend.id} a block is {needed} bytes or more in one run, and begins at a multiple of {unit} bytes",
             "leave VLLM_KV_CACHE_LAYOUT out, and choose the same backend for all layers",
         )
-    memory = _bytes_of(pool)
+    memory, static = _bytes_of(pool), _STATIC.setdefault(pool, {})
+    for role, spec in specs.items():
+        if spec.block_axis is None and role not in static:
+            static[role] = spec.allocate(pool.device)
     return {
-        role: spec.allocate(pool.device)
+        role: static[role]
         if spec.block_axis is None
         else _typed(memory, spec.dtype).as_strided(
             spec.shape,
