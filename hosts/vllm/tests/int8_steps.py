@@ -105,7 +105,7 @@ def walk(rig):
 def test_steps_beside_the_oracle(monkeypatch, dtype):
     rig = rig_of(monkeypatch, dtype)
 
-    # Values are drawn from a normal distribution: an output of the wrong keys, or of unscaled ones, is off by 1 and more.
+    # Values are drawn from a normal distribution: an output of wrong keys, or of unscaled ones, is off by 1 and more.
     assert walk(rig) < 0.12
     assert {layer.impl.selection.id for layer in rig.layers.values()} == {"int8_ixformer/triton"}
     assert {layer.impl.selection.requirements.kv_cache_dtype for layer in rig.layers.values()} == {dtype}
@@ -150,7 +150,9 @@ def test_an_order_that_tears_blocks_is_refused_at_start(monkeypatch):
 
 @pytest.mark.skipif(HAS_LAYOUTS, reason="pages are as large as needed from 0.32 on")
 @pytest.mark.usefixtures("scales")
-@pytest.mark.parametrize(("dtype", "option", "content"), [("int8", int8.WIDER, 2 * SIZE + 8), ("int8_k", "auto", 4 * SIZE)])
+@pytest.mark.parametrize(
+    ("dtype", "option", "content"), [("int8", int8.WIDER, 2 * SIZE + 8), ("int8_k", "auto", 4 * SIZE)]
+)
 def test_pages_that_vllm_sizes(monkeypatch, dtype, option, content):
     rig = rig_of(monkeypatch, dtype, option=option)
     assert rig.spec.page_size_bytes == content * KV_HEADS * TOKENS

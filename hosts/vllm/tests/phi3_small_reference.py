@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TINY: Final[dict[str, Any]] = {
     "model_type": "phi3small",

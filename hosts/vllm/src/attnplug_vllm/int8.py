@@ -1,8 +1,8 @@
 """
 Int8 KV caches in vLLM: their names for ``--kv-cache-dtype``, and which one a layer has.
 
-From vLLM 0.33 on the names are vLLM's own command line: ``--kv-cache-dtype int8`` (level 1, with a calibration file) and
-``int8_k`` (level 2). Earlier versions take no foreign names there. Their command line has a place for what plugins need::
+From vLLM 0.33 on vLLM's own command line takes the names: ``--kv-cache-dtype int8`` (level 1, with a calibration file)
+and ``int8_k`` (level 2). Earlier versions take no foreign names there. They have an option for what plugins need::
 
     --additional-config '{"attnplug": {"kv_cache_dtype": "int8"}}'
 
@@ -80,8 +80,8 @@ def cache_dtype(layer_dtype: str, config: Any) -> str:
     raise SettingsError(
         f"vLLM was given --kv-cache-dtype {given}, and additional_config names {named!r} for attnplug",
         "a KV cache has one dtype; --kv-cache-dtype-skip-layers says nothing of layers whose dtype is auto",
-        f"leave --kv-cache-dtype and --kv-cache-dtype-skip-layers out; before vLLM 0.32, --kv-cache-dtype {WIDER} makes "
-        "smaller pages for 'int8'",
+        "leave --kv-cache-dtype and --kv-cache-dtype-skip-layers out; before vLLM 0.32, "
+        f"--kv-cache-dtype {WIDER} makes smaller pages for 'int8'",
     )
 
 

@@ -1,8 +1,8 @@
 """
 Pages: blocks of a KV cache that hold more than keys and values of one dtype, such as int8 keys and their scales.
 
-vLLM's pool of a layer is then one run of bytes per block. In it each tensor of the block follows the one before. Memory,
-prefix caching, swapping and transfers of vLLM cover all of them, since they move blocks.
+vLLM's pool of a layer is then one run of bytes per block. In it each tensor of the block follows the one before. What
+vLLM does with blocks, such as prefix caching, swapping and transfers, includes all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORM: Final = "split"
 """The form of a KV cache in pages, in the contract's words: keys and values are views for themselves."""
 
-_STATIC: Final = WeakIdKeyDictionary()
+_STATIC: Final[Any] = WeakIdKeyDictionary()
 """A layer's pool -> its tensors that belong to no block, by role."""
 
 
@@ -104,8 +104,8 @@ def page_views(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
     """
     Return the tensors of a layer's KV cache, by role, in a pool of pages.
 
-    A tensor without a block axis, such as static scales, belongs to no page. It is allocated here, once for a pool: layers
-    that share one have the same, and graphs go on with it when a pool is bound again.
+    A tensor without a block axis, such as static scales, belongs to no page. It is allocated here, once for a pool:
+    layers that share one have the same, and graphs go on with it when a pool is bound again.
 
     Args:
         pool: What vLLM binds to the layer, its first axis the blocks, each of them one run of memory.

@@ -1,9 +1,10 @@
 """
 Phi-3-small for vLLM, which dropped its own model after 0.9.2, with block-sparse attention by attnplug.
 
-Names of weights, of fields and the formulas are those of the published checkpoints (microsoft/Phi-3-small-8k-instruct). Most
-layers attend by a block-sparse pattern; every `dense_attention_every_n_layers`-th attends to everything. The pattern goes to
-the layer's implementation as the keyword ``block_sparse``, as `attnplug.Requirements.block_sparse` describes it.
+Names of weights, of fields and the formulas are those of the published checkpoints
+(microsoft/Phi-3-small-8k-instruct). Most layers attend by a block-sparse pattern; every
+`dense_attention_every_n_layers`-th attends to everything. The pattern goes to the layer's implementation as the keyword
+``block_sparse``, as `attnplug.Requirements.block_sparse` describes it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -39,10 +39,12 @@ from attnplug_vllm import registration
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from vllm.config import VllmConfig
+
 QKV: Final = ".query_key_value."
 UP: Final = ".up_proj."
 DYNAMIC: Final = dict.fromkeys(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), 0)
-"""The dimension of each argument that differs between steps: vLLM reads it from annotations, but not from postponed ones."""
+"""The dimension of each argument that differs between steps: vLLM does not read it from postponed annotations."""
 
 
 def gegelu(gate: torch.Tensor, linear: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -63,7 +65,7 @@ def gegelu(gate: torch.Tensor, linear: torch.Tensor, limit: float | None) -> tor
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """Return the parameters of `get_rope`: the checkpoint's base, and its scaling, a factor of all positions or LongRoPE."""
+    """Return the parameters of `get_rope`: the checkpoint's base and its scaling, of all positions or LongRoPE."""
     found = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
@@ -87,11 +89,11 @@ def split_fused(name: str, weight: torch.Tensor, config: Any) -> Iterator[tuple[
     """
     Yield the parts of a fused weight or bias, each with its shard of vLLM's fused layer.
 
-    The checkpoint interleaves: per KV head the rows of its query heads, its key and its value; in the feed-forward layer a row
-    of the gate and a row of the linear part. vLLM stacks whole parts, which it can shard over ranks in any number.
+    The checkpoint interleaves: for each KV head the rows of its query heads, its key and its value; in the feed-forward
+    layer a row of the gate and a row of the linear part. vLLM stacks whole parts, which it shards over ranks.
 
     Raises:
-        RequirementsError: The tensor is neither weight nor bias, such as packed integers, whose rows cannot be told apart.
+        RequirementsError: The tensor is neither weight nor bias, such as packed integers, which have other rows.
     """
     if not name.endswith((".weight", ".bias")):
         raise RequirementsError(
@@ -103,7 +105,7 @@ def split_fused(name: str, weight: torch.Tensor, config: Any) -> Iterator[tuple[
         yield from ((weight[0::2], 0), (weight[1::2], 1))
         return
     groups, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    rows = weight.unflatten(0, (groups, config.num_attention_heads // groups + 2, size))
+    rows = weight.reshape(groups, config.num_attention_heads // groups + 2, size, *weight.shape[1:])
     for part, shard in ((rows[:, :-2], "q"), (rows[:, -2], "k"), (rows[:, -1], "v")):
         yield part.reshape(-1, *weight.shape[1:]), shard
 
@@ -129,7 +131,7 @@ class Phi3SmallMLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, ``(num_tokens, hidden_size)``."""
         gate, linear = self.up_proj(hidden)[0].chunk(2, dim=-1)
-        return self.down_proj(gegelu(gate, linear, self.limit))[0]  # type: ignore[no-any-return] # vLLM has no types here
+        return self.down_proj(gegelu(gate, linear, self.limit))[0]  # type: ignore[no-any-return]  # vLLM is untyped here
 
 
 class Phi3SmallAttention(nn.Module):
@@ -137,11 +139,8 @@ class Phi3SmallAttention(nn.Module):
 
     def __init__(self, config: Any, pattern: dict[str, Any] | None, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        ranks, heads, quant = (
-            get_tensor_model_parallel_world_size(),
-            config.num_attention_heads,
-            vllm_config.quant_config,
-        )
+        ranks, quant = get_tensor_model_parallel_world_size(), vllm_config.quant_config
+        heads = config.num_attention_heads
         size = config.hidden_size // heads
         self.query_key_value = QKVParallelLinear(
             config.hidden_size, size, heads, config.num_key_value_heads, bias=True, quant_config=quant,
@@ -165,7 +164,7 @@ class Phi3SmallAttention(nn.Module):
         """Return the layer's output, ``(num_tokens, hidden_size)``."""
         query, key, value = self.query_key_value(hidden)[0].split(self.sizes, dim=-1)
         query, key = self.rotary(positions, query, key)
-        return self.dense(self.attn(query, key, value))[0]  # type: ignore[no-any-return] # vLLM has no types here
+        return self.dense(self.attn(query, key, value))[0]  # type: ignore[no-any-return]  # vLLM is untyped here
 
 
 class Phi3SmallLayer(nn.Module):
@@ -184,7 +183,7 @@ class Phi3SmallLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return] # torch: a module's call
 
 
-@support_torch_compile(dynamic_arg_dims=DYNAMIC)  # type: ignore[untyped-decorator] # vLLM is not installed where types are checked
+@support_torch_compile(dynamic_arg_dims=DYNAMIC)
 class Phi3SmallModel(nn.Module):
     """The decoder: embeddings, the layers of this pipeline rank, and the last norm."""
 
@@ -204,7 +203,7 @@ class Phi3SmallModel(nn.Module):
             ["hidden_states"], config.hidden_size
         )
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of tokens, not yet scaled."""
         return self.embed_tokens(input_ids)  # type: ignore[no-any-return] # torch: a module's call
 
@@ -212,7 +211,7 @@ class Phi3SmallModel(nn.Module):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """Return the hidden states, ``(num_tokens, hidden_size)``, or what the next pipeline rank needs."""
@@ -226,11 +225,14 @@ class Phi3SmallModel(nn.Module):
             hidden = layer(positions, hidden)
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden})
-        return self.final_layernorm(hidden)  # type: ignore[no-any-return] # torch: a module's call
+        found: torch.Tensor = self.final_layernorm(hidden)
+        return found
 
 
 class Phi3SmallForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc] # vLLM is not installed where types are checked
     """Phi-3-small by vLLM's model interface."""
+
+    dummy_token_indices: torch.Tensor
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -251,7 +253,7 @@ class Phi3SmallForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc] # vLLM 
         unused = torch.tensor(getattr(config, "dummy_token_indices", None) or [], dtype=torch.int64)
         self.register_buffer("dummy_token_indices", unused, persistent=False)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of tokens, not yet scaled."""
         return self.model.embed_input_ids(input_ids)
 
@@ -259,18 +261,21 @@ class Phi3SmallForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc] # vLLM 
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """Return what the decoder returns."""
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[no-any-return] # as above
+        found: torch.Tensor | IntermediateTensors = self.model(
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
+        return found
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the logits, ``(num_tokens, vocab_size)``; those of unused tokens are -inf."""
         logits = self.logits_processor(self.lm_head, hidden_states)
         if logits is not None and self.dummy_token_indices.numel():
             logits.index_fill_(-1, self.dummy_token_indices, -torch.inf)
-        return logits  # type: ignore[no-any-return] # vLLM has no types here
+        return logits  # type: ignore[no-any-return]  # vLLM is untyped here
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """

@@ -14,7 +14,7 @@ MODEL_TYPE: Final = "phi3small"
 ARCHITECTURE: Final = "Phi3SmallForCausalLM"
 
 
-class Phi3SmallConfig(PretrainedConfig):  # type: ignore[misc] # transformers has no types
+class Phi3SmallConfig(PretrainedConfig):  # type: ignore[no-untyped-call] # its hook for subclasses
     """
     The fields of ``config.json``, with the defaults of the published 8K model.
 
@@ -88,7 +88,7 @@ class Phi3SmallConfig(PretrainedConfig):  # type: ignore[misc] # transformers ha
         """The width of the feed-forward layers: as configured, or from their multiplier, as the published code does."""
         if self.ff_intermediate_size:
             return int(self.ff_intermediate_size)
-        width = int(self.ff_dim_multiplier) * (self.hidden_size // 3) * 2
+        width = (self.ff_dim_multiplier or 4) * (self.hidden_size // 3) * 2
         return -(-width // 256) * 256 if self.gegelu_pad_to_256 else width
 
 
