@@ -6,8 +6,6 @@ Int8 KV caches in pools of vLLM: steps with hand-made metadata, the kernels in T
 
 from __future__ import annotations
 
-from types import SimpleNamespace as Names
-
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -17,8 +15,8 @@ import attnplug
 from attnplug.contract import Batch, Layer, Limits
 from attnplug.errors import CacheError, LayerError
 from attnplug_int8_ixformer.value_scales import ValueScales
-from attnplug_vllm import facts, int8
-from hosts.vllm.tests.rig import Rig, config_of
+from attnplug_vllm import int8
+from hosts.vllm.tests.rig import Rig
 from plugins.int8_ixformer.tests.conftest import PLUGIN
 from tests.backends.triton_on_cpu import MARKS, skip_overflow_checks
 
@@ -31,7 +29,7 @@ LEVELS = {"int8": 2 * SIZE + 4, "int8_k": 3 * SIZE + 4}
 
 @pytest.fixture(autouse=True)
 def interpreted(own_process, monkeypatch):
-    """Register the plugin for the CPU, and make layers in bfloat16."""
+    """Register the plugin for the CPU, and draw rows in bfloat16."""
     monkeypatch.setenv("ATTNPLUG_BLOCK", "")  # what `configure` sets is undone
     PLUGIN.configure()
     skip_overflow_checks()
@@ -61,20 +59,11 @@ def scales(tmp_path, monkeypatch):
     PLUGIN.configure()  # settings are read once
 
 
-def named(monkeypatch, dtype, cache_dtype):
-    """Let vLLM's current configuration name the format in its additional part."""
-    config = config_of({})
-    config.additional_config = {"attnplug": {"kv_cache_dtype": dtype}}
-    config.cache_config = Names(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=[])
-    monkeypatch.setattr(facts, "current_config", lambda: config)
-
-
-def rig_of(monkeypatch, dtype, *, option=None, layers=({}, {}), **further):
+def rig_of(dtype, *, option=None, layers=({}, {}), **further):
     """
     Return a rig whose pools are as vLLM makes them.
 
     Args:
-        monkeypatch: Pytest's.
         dtype: The KV cache dtype.
         option: What ``--kv-cache-dtype`` is; by default the best that this version takes.
         layers: What vLLM gives to each beyond its sizes.
@@ -82,14 +71,14 @@ def rig_of(monkeypatch, dtype, *, option=None, layers=({}, {}), **further):
     """
     best = dtype if int8.takes_dtypes() else int8.WIDER if not HAS_LAYOUTS and dtype == "int8" else "auto"
     option = option or best
-    if option != dtype:
-        named(monkeypatch, dtype, option)
+    section = {} if option == dtype else {"attnplug": {"kv_cache_dtype": dtype}}
     described = {"dtype": torch.bfloat16 if option == "auto" else torch.int8}
     if option == int8.WIDER:
         described["kv_quant_mode"] = KVQuantMode.INT8_PER_TOKEN_HEAD
     return Rig(
         list(layers), num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=TOKENS, choice=(),
-        kv_cache_dtype=option, described=described, **further,
+        kv_cache_dtype=option, described=described, dtype=torch.bfloat16, cache_dtype=option, additional_config=section,
+        **further,
     )  # fmt: skip
 
 
@@ -102,8 +91,8 @@ def walk(rig):
 
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("dtype", LEVELS)
-def test_steps_beside_the_oracle(monkeypatch, dtype):
-    rig = rig_of(monkeypatch, dtype)
+def test_steps_beside_the_oracle(dtype):
+    rig = rig_of(dtype)
 
     # Values are drawn from a normal distribution: an output of wrong keys, or of unscaled ones, is off by 1 and more.
     assert walk(rig) < 0.12
@@ -113,8 +102,8 @@ def test_steps_beside_the_oracle(monkeypatch, dtype):
 
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("dtype", LEVELS)
-def test_all_of_a_block_is_in_vllms_pool(monkeypatch, dtype):
-    rig = rig_of(monkeypatch, dtype)
+def test_all_of_a_block_is_in_vllms_pool(dtype):
+    rig = rig_of(dtype)
     walk(rig)
     for layer in rig.layers.values():
         cache, pool = layer.impl._cache, layer.kv_cache
@@ -129,23 +118,23 @@ def test_all_of_a_block_is_in_vllms_pool(monkeypatch, dtype):
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("option", ["auto", None])
 @pytest.mark.parametrize("dtype", LEVELS)
-def test_a_page_has_no_unused_byte(monkeypatch, dtype, option):
-    rig = rig_of(monkeypatch, dtype, option=option)
+def test_a_page_has_no_unused_byte(dtype, option):
+    rig = rig_of(dtype, option=option)
     assert rig.spec.page_size_bytes == LEVELS[dtype] * KV_HEADS * TOKENS
 
 
 @pytest.mark.skipif(not HAS_LAYOUTS, reason="orders of memory have names from 0.32 on")
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
-def test_other_orders_of_blocks(monkeypatch, order):
-    assert walk(rig_of(monkeypatch, "int8", order=order, layers=[{}])) < 0.12
+def test_other_orders_of_blocks(order):
+    assert walk(rig_of("int8", order=order, layers=[{}])) < 0.12
 
 
 @pytest.mark.skipif(not HAS_LAYOUTS, reason="orders of memory have names from 0.32 on")
 @pytest.mark.usefixtures("scales")
-def test_an_order_that_tears_blocks_is_refused_at_start(monkeypatch):
+def test_an_order_that_tears_blocks_is_refused_at_start():
     with pytest.raises(CacheError, match="vLLM lays its KV cache out as LHBNC"):
-        rig_of(monkeypatch, "int8", order="LHBNC")
+        rig_of("int8", order="LHBNC")
 
 
 @pytest.mark.skipif(HAS_LAYOUTS, reason="pages are as large as needed from 0.32 on")
@@ -153,23 +142,23 @@ def test_an_order_that_tears_blocks_is_refused_at_start(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "option", "content"), [("int8", int8.WIDER, 2 * SIZE + 8), ("int8_k", "auto", 4 * SIZE)]
 )
-def test_pages_that_vllm_sizes(monkeypatch, dtype, option, content):
-    rig = rig_of(monkeypatch, dtype, option=option)
+def test_pages_that_vllm_sizes(dtype, option, content):
+    rig = rig_of(dtype, option=option)
     assert rig.spec.page_size_bytes == content * KV_HEADS * TOKENS
     assert walk(rig) < 0.12
 
 
 @pytest.mark.usefixtures("scales")
-def test_a_layer_reads_the_cache_that_it_shares(monkeypatch):
-    rig = rig_of(monkeypatch, "int8", layers=[{}, {"kv_sharing_target_layer_name": "layers.0"}])
+def test_a_layer_reads_the_cache_that_it_shares():
+    rig = rig_of("int8", layers=[{}, {"kv_sharing_target_layer_name": "layers.0"}])
     assert walk(rig) < 0.12
     first, second = (layer.impl._cache for layer in rig.layers.values())
     assert first["v_scale"].data_ptr() == second["v_scale"].data_ptr()
 
 
 @pytest.mark.usefixtures("scales")
-def test_scales_stay_where_graphs_read_them(monkeypatch):
-    rig = rig_of(monkeypatch, "int8", layers=[{}])
+def test_scales_stay_where_graphs_read_them():
+    rig = rig_of("int8", layers=[{}])
     walk(rig)
     (layer,) = rig.layers.values()
     before = layer.impl._cache["v_scale"]
@@ -179,13 +168,13 @@ def test_scales_stay_where_graphs_read_them(monkeypatch):
     assert layer.impl._cache["v_scale"] is before
 
 
-def test_level_1_without_a_calibration_is_refused_at_start(monkeypatch):
+def test_level_1_without_a_calibration_is_refused_at_start():
     with pytest.raises(LayerError, match="level 1 quantizes values with the scales of a calibration"):
-        rig_of(monkeypatch, "int8", layers=[{}])
+        rig_of("int8", layers=[{}])
 
 
 def test_a_backend_without_the_format_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("ATTNPLUG_BACKEND", "torch")
     PLUGIN.configure()
     with pytest.raises(attnplug.NoBackendError, match="does not support kv_cache_dtype=int8"):
-        rig_of(monkeypatch, "int8")
+        rig_of("int8")
