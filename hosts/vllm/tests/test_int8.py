@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +14,24 @@ import pytest
 from attnplug.errors import SettingsError
 from attnplug_vllm import int8
 from tests.backends.triton_on_cpu import run_interpreted
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENGINE = {
+    "dtype": "bfloat16",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "attention_backend": "ATTNPLUG",
+    "block_size": 16,
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def config_of(named=None, cache_dtype="auto", skip=(), whole=None):
@@ -67,8 +89,19 @@ def test_another_format_is_refused(named):
 
 @pytest.mark.parametrize("section", [["int8"], "int8", {"kv_cache_dtyp": "int8"}, None])
 def test_a_section_that_is_not_read_is_refused(section):
-    with pytest.raises(SettingsError, match="its only key is 'kv_cache_dtype'"):
+    with pytest.raises(SettingsError, match="a table with the keys 'kv_cache_dtype' and 'features'"):
         int8.cache_dtype("auto", config_of(whole={"attnplug": section}))
+
+
+def test_the_section_requests_features():
+    assert int8.features(config_of(whole={"attnplug": {"features": ["acme.a", "acme.b"]}})) == ("acme.a", "acme.b")
+    assert int8.features(config_of("int8")) == int8.features(None) == ()
+
+
+@pytest.mark.parametrize("named", ["acme.a", [1], None, {"acme.a": True}])
+def test_features_that_are_no_names_are_refused(named):
+    with pytest.raises(SettingsError, match="they are a list of names"):
+        int8.features(config_of(whole={"attnplug": {"features": named}}))
 
 
 @pytest.fixture
@@ -130,3 +163,63 @@ def test_earlier_versions_take_no_foreign_name(names):
 @pytest.mark.slow
 def test_steps_in_pools_of_vllm():
     run_interpreted(Path(__file__).with_name("int8_steps.py"))
+
+
+def run_engine(folder, prompts, *, save=None, environment=None, **engine):
+    """Run prompts through an engine in a process whose Triton kernels are interpreted; return what it printed."""
+    given = {"engine": {"model": str(folder)} | ENGINE | engine, "prompts": prompts, "save": save}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "int8_engine.py"), json.dumps(given)],
+        env=os.environ
+        | ENVIRONMENT
+        | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.needs_engine
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_engine_calibrates_and_runs_on_both_levels(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = transformers.LlamaConfig(**sizes, **heads, initializer_range=0.2, max_position_embeddings=128)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    prompts = [torch.randint(3, 128, (length,)).tolist() for length in (40, 3, 17)]
+    scales = str(tmp_path / "scales.safetensors")
+
+    plain = run_engine(
+        tmp_path / "model", prompts, save=scales,
+        additional_config={"attnplug": {"features": ["int8_ixformer.calibrate"]}},
+    )  # fmt: skip
+
+    assert set(plain["backends"].values()) == {"int8_ixformer/calibration"}
+    for level, content in (("int8", 2 * 32 + 4), ("int8_k", 3 * 32 + 4)):
+        named = (
+            {"kv_cache_dtype": level}
+            if int8.takes_dtypes()
+            else {"additional_config": {"attnplug": {"kv_cache_dtype": level}}}
+        )
+        environment = {"ATTNPLUG_OPT_INT8_IXFORMER__VALUE_SCALES": scales}
+        found = run_engine(tmp_path / "model", prompts, environment=environment, **named)
+        assert set(found["backends"].values()) == {"int8_ixformer/triton"}
+        assert found["dtypes"] == ["torch.int8"]
+        assert found["bytes_per_block"] == [content * 2 * 16]
+        # The same memory holds more tokens: 16-bit keys and values take 4 * 32 bytes of a head.
+        assert found["num_blocks"] > plain["num_blocks"] * 4 * 32 / content * 0.95
+        differences = [
+            abs(logprob - at[token])
+            for ours, theirs in zip(found["logprobs"], plain["logprobs"], strict=True)
+            for token, logprob in ours[0].items()  # the first token: later ones may follow another text
+            if token in (at := theirs[0])
+        ]
+        assert differences
+        assert 0 < max(differences) < 0.5

@@ -9,6 +9,11 @@ module imports neither torch nor anything of vLLM.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnplug.contract import AttentionImpl
+
 
 def register() -> None:
     """
@@ -28,4 +33,19 @@ def register() -> None:
     phi3_small_config.register_model()
 
 
-__all__ = ["register"]
+def implementations(worker: Any) -> dict[str, AttentionImpl]:
+    """
+    Return attnplug's implementations of a worker's layers, by vLLM's names: for `LLM.collective_rpc`.
+
+    Layers have them once vLLM has made its KV cache.
+
+    Args:
+        worker: vLLM's worker, which ``llm.collective_rpc(function)`` passes to the function.
+    """
+    from attnplug_vllm.binding import impls_of  # noqa: PLC0415 - it imports vLLM
+
+    bound = (impl.binding for impl in impls_of(worker.vllm_config))
+    return {one.attn.layer.name: one.attn for one in bound if one is not None}
+
+
+__all__ = ["implementations", "register"]

@@ -9,6 +9,9 @@ and ``int8_k`` (level 2). Earlier versions take no foreign names there. They hav
 From vLLM 0.32 on a page is as large as the KV cache needs. vLLM 0.26 sizes pages itself: with ``--kv-cache-dtype
 int8_per_token_head`` they have room for level 1 and four bytes more per token and head; level 2 only fits into the
 16-bit pages of ``auto``, and saves no memory there.
+
+The key ``features`` beside it requests what vLLM has no option for, such as the calibration:
+``["int8_ixformer.calibrate"]``.
 """
 
 from __future__ import annotations
@@ -85,14 +88,31 @@ def cache_dtype(layer_dtype: str, config: Any) -> str:
     )
 
 
+def features(config: Any) -> tuple[str, ...]:
+    """
+    Return the open features of attnplug that the additional configuration requests of all layers.
+
+    Raises:
+        SettingsError: They are no list of names.
+    """
+    named = _section(config).get("features", [])
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise SettingsError(
+            f"vLLM's additional_config has features={named!r} for attnplug",
+            "they are a list of names",
+            'pass "features": ["int8_ixformer.calibrate"], or leave it out',
+        )
+    return tuple(named)
+
+
 def _section(config: Any) -> Mapping[str, Any]:
     """Return attnplug's part of the additional configuration."""
     whole = getattr(config, "additional_config", None)
     section = whole.get(SECTION, {}) if isinstance(whole, dict) else {}
-    if not isinstance(section, dict) or not section.keys() <= {"kv_cache_dtype"}:
+    if not isinstance(section, dict) or not section.keys() <= {"kv_cache_dtype", "features"}:
         raise SettingsError(
             f"vLLM's additional_config has {SECTION}={section!r}",
-            "it is a table, and its only key is 'kv_cache_dtype'",
+            "it is a table with the keys 'kv_cache_dtype' and 'features'",
             _FIX,
         )
     return section
