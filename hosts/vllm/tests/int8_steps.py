@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVQuantMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 import attnplug
 from attnplug.contract import Batch, Layer, Limits
@@ -166,6 +166,17 @@ def test_scales_stay_where_graphs_read_them():
     rig.add(1)
     assert rig.run([(4, 3)]) < 0.12
     assert layer.impl._cache["v_scale"] is before
+
+
+@pytest.mark.skipif(not int8.takes_dtypes(), reason="layers have a KV cache dtype of this kind from 0.33 on")
+@pytest.mark.usefixtures("scales")
+def test_layers_of_two_page_sizes_are_refused_at_start():
+    rig = rig_of("int8", layers=[{}])
+    skipped = rig.make_layer({"kv_cache_dtype": "auto"}, {})
+    assert skipped.impl.requirements.kv_cache_dtype == "bfloat16"
+    plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.bfloat16)
+    with pytest.raises(CacheError, match="leave --kv-cache-dtype-skip-layers out"):
+        rig.members.customize_spec(plain)
 
 
 def test_level_1_without_a_calibration_is_refused_at_start():

@@ -13,7 +13,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     if given["interpreted"]:
         register_for_the_interpreter()
-    engine = LLM(skip_tokenizer_init=True, enforce_eager=True, **given["engine"])
+    engine = LLM(**{"skip_tokenizer_init": True, "enforce_eager": True} | given["engine"])
     greedy = SamplingParams(
         temperature=0.0, max_tokens=given["max_tokens"], logprobs=1, ignore_eos=True, detokenize=False
     )

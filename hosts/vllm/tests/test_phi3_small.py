@@ -74,12 +74,17 @@ def compare(config, folder, prompts, found):
 
 @pytest.mark.needs_engine
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", [{}, {"blocksparse_homo_head_pattern": True, "blocksparse_num_local_blocks": 2}])
-def test_greedy_tokens_are_those_of_plain_torch(tmp_path, plugin, pattern):
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "pattern",
+    [{}, {"blocksparse_homo_head_pattern": True, "blocksparse_num_local_blocks": 2}],
+    ids=["a pattern per head", "one pattern"],
+)
+def test_greedy_tokens_are_those_of_plain_torch(tmp_path, plugin, pattern, eager):
     config = write_checkpoint(tmp_path / "model", **pattern)
     prompts = prompts_of(5, 100, 1, 70, 17)  # some are prefilled in chunks
 
-    found = run_engine(tmp_path / "model", prompts, plugin)
+    found = run_engine(tmp_path / "model", prompts, plugin, enforce_eager=eager)
 
     assert "error" not in found, found["error"]
     assert compare(config, tmp_path / "model", prompts, found) == (0, pytest.approx(0, abs=1e-4))
