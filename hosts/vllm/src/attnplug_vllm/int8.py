@@ -37,7 +37,7 @@ _FIX: Final = 'pass --additional-config \'{"attnplug": {"kv_cache_dtype": "int8"
 
 def register_dtypes() -> None:
     """Let vLLM take the names for ``--kv-cache-dtype``, where its version takes foreign ones; others' names stay."""
-    from vllm.config import cache  # noqa: PLC0415 - of the process that registers
+    import vllm.config.cache as cache  # noqa: PLC0415, PLR0402 - of the process that registers
 
     if not takes_dtypes():
         return
@@ -48,7 +48,7 @@ def register_dtypes() -> None:
 
 def takes_dtypes() -> bool:
     """Whether this version of vLLM takes foreign names for ``--kv-cache-dtype``."""
-    from vllm.config import cache  # noqa: PLC0415 - see above
+    import vllm.config.cache as cache  # noqa: PLC0415, PLR0402 - see above
 
     return hasattr(cache, "register_kv_cache_dtype")
 
