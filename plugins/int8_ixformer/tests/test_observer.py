@@ -8,7 +8,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device
-from attnplug.contract import GraphShape, Limits
+from attnplug.contract import GraphShape, Layer, Limits
 from attnplug.errors import LayerError, PluginLoadError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
@@ -62,6 +62,16 @@ def test_the_inner_backend_has_the_same_blocks():
     assert alone.agreement.block_size != backend.agreement.block_size
     assert backend.inner.agreement.block_size == backend.agreement.block_size
     assert backend.inner.agreement.kv_layout == backend.agreement.kv_layout
+
+
+def test_scales_are_of_float32_whatever_torchs_default_is():
+    backend, before = load(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as engines do while they make a model's layers
+    try:
+        impl = backend.make_impl(Layer(name="layers.0"))
+    finally:
+        torch.set_default_dtype(before)
+    assert impl.absmax.dtype == torch.float32
 
 
 def test_an_inner_backend_with_host_writes(monkeypatch):
