@@ -69,6 +69,7 @@ def _each_overridden(path: str, *names: str, versions: str = "") -> tuple[Member
 # Before this version a backend states the shape of its KV cache; since then vLLM does, and the backend names layouts.
 _SHAPES: Final = "<0.29"
 _LAYOUTS: Final = ">=0.29"
+_DTYPES: Final = ">=0.33"  # names of KV-cache dtypes that plugins register
 
 _CONTRACT: Final = "vllm.v1.attention.backend"
 _BACKEND: Final = f"{_CONTRACT}:AttentionBackend"
@@ -271,7 +272,58 @@ _CONFIGURATION: Final = (
     ),
     *_read("vllm.config:SchedulerConfig", "async_scheduling", "max_num_batched_tokens", "max_num_seqs"),
     *_read("vllm.config:SpeculativeConfig", "num_speculative_tokens"),
+    *_read("vllm.distributed:parallel_state"),
     *_called("vllm.distributed.parallel_state:get_dcp_group"),
+    *_called("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
+)
+
+_INT8: Final = (
+    *_read("vllm.config:VllmConfig", "additional_config"),
+    *_read("vllm.config:CacheConfig", "cache_dtype", "kv_cache_dtype_skip_layers"),
+    *_called("vllm.config.cache:register_kv_cache_dtype", "name", versions=_DTYPES),
+    *_called("vllm.config.cache:is_known_kv_cache_dtype", "name", versions=_DTYPES),
+    *_overridden("vllm.config.cache:KVCacheDTypeHandler.torch_dtype", versions=_DTYPES),
+    *_overridden("vllm.config.cache:KVCacheDTypeHandler.quant_mode", versions=_DTYPES),
+    *_read("vllm.v1.kv_cache_interface:KVQuantMode", "INT8_PER_TOKEN_HEAD"),
+    *_read("vllm.v1.kv_cache_interface:KVQuantMode", "CUSTOM", versions=_DTYPES),
+)
+
+_LAYER_PACKAGE: Final = "vllm.model_executor.layers"
+_MODEL: Final = (
+    *_called("vllm.compilation.decorators:support_torch_compile", "dynamic_arg_dims"),
+    *_called("vllm.distributed:get_pp_group"),
+    *_called("vllm.distributed:get_tensor_model_parallel_world_size"),
+    *_read("vllm.config:VllmConfig", "quant_config"),
+    *_read("vllm.model_executor.layers.attention:Attention"),
+    *_called(
+        f"{_LAYER_PACKAGE}.linear:MergedColumnParallelLinear",
+        *("input_size", "output_sizes", "bias", "quant_config", "prefix"),
+    ),
+    *_called(
+        f"{_LAYER_PACKAGE}.linear:QKVParallelLinear",
+        *("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads", "bias", "quant_config", "prefix"),
+    ),
+    *_called(
+        f"{_LAYER_PACKAGE}.linear:RowParallelLinear", "input_size", "output_size", "bias", "quant_config", "prefix"
+    ),
+    *_called(f"{_LAYER_PACKAGE}.logits_processor:LogitsProcessor", "vocab_size", "scale"),
+    *_called(f"{_LAYER_PACKAGE}.rotary_embedding:get_rope", "head_size", "max_position", "rope_parameters"),
+    *_called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:VocabParallelEmbedding", "num_embeddings", "embedding_dim"),
+    *_called(
+        f"{_LAYER_PACKAGE}.vocab_parallel_embedding:ParallelLMHead",
+        *("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+    ),
+    *_called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:ParallelLMHead.tie_weights", "embed_tokens"),
+    *_called("vllm.model_executor.model_loader.weight_utils:default_weight_loader", "param", "loaded_weight"),
+    *_read("vllm.model_executor.models.interfaces:SupportsPP"),
+    *_called("vllm.model_executor.models.utils:is_pp_missing_parameter", "name", "model"),
+    *_called("vllm.model_executor.models.utils:make_empty_intermediate_tensors_factory", "keys", "hidden_size"),
+    *_called("vllm.model_executor.models.utils:make_layers", "num_hidden_layers", "layer_fn", "prefix"),
+    *_called("vllm.model_executor.models.utils:maybe_prefix", "prefix", "name"),
+    *_read("vllm.model_executor.models.registry:ModelRegistry"),
+    *_called("vllm.model_executor.models.registry:_ModelRegistry.register_model", "model_arch", "model_cls"),
+    *_called("vllm.model_executor.models.registry:_ModelRegistry.get_supported_archs"),
+    *_read("vllm.sequence:IntermediateTensors"),
 )
 
 MEMBERS: Final[tuple[Member, ...]] = (
@@ -283,4 +335,6 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *_METADATA,
     *_LAYERS,
     *_CONFIGURATION,
+    *_INT8,
+    *_MODEL,
 )
