@@ -16,7 +16,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnplug.errors import CacheError
-from attnplug.manifest import Exact
 from attnplug_vllm import facts, int8
 
 if TYPE_CHECKING:
@@ -74,11 +73,7 @@ def _loaded(requirements: Requirements, choice: facts.Choice) -> Backend:
     sizes = selection.agreement.block_sizes
     if "block_size" not in requirements.late or sizes is None:
         return selection.load()
-    first = sizes.alternatives[0]
-    if isinstance(first, Exact):
-        return selection.bind(block_size=first.value).load()
-    step = first.multiple_of or 1
-    return selection.bind(block_size=-(-(first.min or step) // step) * step).load()
+    return selection.bind(block_size=sizes.first()).load()
 
 
 def page_bytes(backend: Backend) -> int:

@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attnplug.errors import RequirementsError
 from attnplug.models import model_layers
-from attnplug_vllm import registration
+from attnplug_vllm import names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -303,8 +303,8 @@ def choose_backend(vllm_config: VllmConfig) -> None:
     """
     attention, sparse = vllm_config.attention_config, any(patterns(vllm_config.model_config.hf_config))
     if attention.backend is None and sparse:
-        attention.backend = AttentionBackendEnum[registration.own_name(())]
-    elif sparse and not registration.is_own(attention.backend):
+        attention.backend = AttentionBackendEnum[names.own_name(())]
+    elif sparse and not names.is_own(attention.backend):
         raise RequirementsError(
             f"the attention backend {attention.backend.name} was chosen for Phi-3-small",
             "its layers are block-sparse, which no backend of vLLM computes",
