@@ -76,13 +76,14 @@ def main() -> int:
     engines = {name: _start(options, name) for name in (own, plugged)}
     ready = {name: _answer(engine) for name, engine in engines.items()}
     found: dict[str, Any] = {"command": command, "start_s": round(time.monotonic() - started, 1), "ready": ready}
-    found["loads"] = {load: _measure(engines, load, options.rounds) for load in LOADS}
+    found["loads"] = {}
+    for load in LOADS:  # a run that is cut off has the loads before
+        found["loads"][load] = _measure(engines, load, options.rounds)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
     for engine in engines.values():
         engine.stdin.close()  # type: ignore[union-attr]
-    text = json.dumps(found, indent=1)
-    if options.out:
-        options.out.write_text(text)
-    print(text, flush=True)
+    print(json.dumps(found, indent=1), flush=True)
     return 0
 
 

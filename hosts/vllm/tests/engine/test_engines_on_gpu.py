@@ -14,7 +14,9 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
+from hosts.vllm.tests import phi3_small_reference as phi3_small
 from hosts.vllm.tests.engine import harness, models
+from hosts.vllm.tests.test_phi3_small import compare, prompts_of, run_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +25,7 @@ MODES = {
     "graphs": {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "compiled": {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
 }
+MEMORY = {"kv_cache_memory_bytes": 1 << 29, "gpu_memory_utilization": 0.1}
 CAPTURES = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
 CASES = (
     ("flash_attn/fa3_vllm", "llama", "eager", {}),
@@ -38,6 +41,7 @@ CASES = (
     ("flashinfer/fa3", "llama", "compiled", {}),
     ("flash_attn/fa4", "llama", "graphs", {}),
 )
+INT8 = {"attnplug": {"kv_cache_dtype": "int8_k"}}
 PROMPTS = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
 TOKENS = 24
 
@@ -78,9 +82,11 @@ def own_error(server, folder):
     return get
 
 
-def run(server, folder, backend, mode, environment):
+def run(server, folder, backend, mode, environment, **further):
     """Run the prompts twice: the second time their prefixes are cached."""
-    engine = MODES[mode] | {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29, "gpu_memory_utilization": 0.1}
+    engine = (
+        MODES[mode] | {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29, "gpu_memory_utilization": 0.1} | further
+    )
     if "compilation_config" in engine:
         engine["compilation_config"] = engine["compilation_config"] | CAPTURES
     rounds = [{"prompts": PROMPTS, "max_tokens": TOKENS}] * 2
@@ -113,3 +119,44 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
         "mean error", f"{float(error.mean()):.5f}, the largest {float(error.max()):.4f}; vLLM's own mean {own:.5f}"
     )
     assert float(error.mean()) <= 1.2 * own + 1e-3
+
+
+def test_int8_keys_are_near_float32(server, folder, own_error, record_property):
+    """Int8 keys round by up to 1/254 of a row's largest, which bfloat16 does by 1/512 of each value."""
+    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": "int8_ixformer/triton"}
+    outputs = run(server, folder("llama"), "CUSTOM", "eager", given, additional_config=INT8)
+
+    error, own = errors(folder("llama"), outputs), own_error("llama")
+
+    record_property("mean error", f"{float(error.mean()):.5f}; vLLM's own in bfloat16 {own:.5f}")
+    assert float(error.mean()) <= 4 * own + 1e-3
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_phi_3_small_runs_on_block_sparse_kernels(tmp_path, eager, record_property):
+    config = phi3_small.write_checkpoint(
+        tmp_path / "model",
+        torch_dtype="bfloat16",
+        num_attention_heads=4,
+        blocksparse_block_size=64,
+        max_position_embeddings=512,
+    )
+    prompts = prompts_of(5, 300, 1, 170, 17)
+
+    found = run_engine(
+        tmp_path / "model",
+        prompts,
+        environment={"VLLM_PLUGINS": "attnplug"},
+        attention_backend="CUSTOM",
+        dtype="bfloat16",
+        enforce_eager=eager,
+        max_model_len=384,
+        **MEMORY,
+    )
+
+    assert "error" not in found, found["error"]
+    assert "blocksparse/triton" in found["backends"].values()
+    differing, worst = compare(config, tmp_path / "model", prompts, found)
+    record_property("tokens that differ", f"{differing} of {sum(map(len, found['tokens']))}")
+    record_property("largest error of a logprob", f"{worst:.4f}")
+    assert worst < 0.25
