@@ -110,7 +110,8 @@ def test_vllm_shows_the_log_of_the_warning():
 
 def test_registering_with_an_untested_vllm_warns(warned, monkeypatch):
     _loaded(monkeypatch, "0.99.0")
-    monkeypatch.setattr("attnplug_vllm.registration.register", lambda: None)
+    for step in ("registration.register", "int8.register_dtypes", "phi3_small_config.register_model"):
+        monkeypatch.setattr(f"attnplug_vllm.{step}", lambda: None)
 
     attnplug_vllm.register()
 

