@@ -51,6 +51,15 @@ FAILING = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_hosts(monkeypatch) -> None:
+    """Hide the engines of this workspace's own hosts, which may be installed here."""
+    entries_of = engine.entries_of
+    monkeypatch.setattr(
+        engine, "entries_of", lambda group: tuple(e for e in entries_of(group) if e.distribution != "attnplug-vllm")
+    )
+
+
 @pytest.fixture
 def add(site) -> Callable[..., None]:
     """Return ``add(source, name, distribution)``, which installs an engine beside the flash plugin."""
