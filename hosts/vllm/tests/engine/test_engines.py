@@ -37,28 +37,6 @@ TEXTS = harness.prompts(1, 5, 40, 17, 150, 1)
 
 
 @pytest.fixture(scope="module")
-def server():
-    """The process that runs the engines."""
-    server = harness.EngineServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a function that returns the folder of a model."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            models.save(name, made[name])
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def results(server, folder):
     """Return a function that runs an engine on a model, once for all tests."""
     ran = {}

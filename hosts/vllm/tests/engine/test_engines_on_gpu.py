@@ -47,28 +47,6 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def server():
-    """The process that runs the engines."""
-    server = harness.EngineServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a function that returns the folder of a model."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            models.save(name, made[name])
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def own_error(server, folder):
     """Return a function that returns the mean error of vLLM's own attention for a model."""
     found = {}
