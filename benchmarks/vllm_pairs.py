@@ -2,9 +2,13 @@
 Measure vLLM's throughput and the time between tokens: its own attention backend, and the same kernels through attnplug.
 
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 8b --out FILE [--rounds 5]
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN=int8_ixformer/triton --size 8b --kv-cache-dtype int8 --out FILE
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
 
 Both engines of a pair live at once, each in a process of its own, and take turns: what disturbs one disturbs the other.
-Models are Llama-like with random weights, in bfloat16. The exit status is 3 where vLLM or the GPU is missing.
+Models are Llama-like with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
+block-sparse pattern: there vLLM's own runs the same model in 16 bits, or with dense attention in all layers. The exit
+status is 3 where vLLM or the GPU is missing.
 """
 
 from __future__ import annotations
@@ -40,8 +44,14 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 128,
     },
 }
-LOADS = {"64 x (512 + 128)": (64, 512, 128), "8 x (8192 + 256)": (8, 8192, 256)}
-CACHE_BYTES = {"1b": 6 << 30, "8b": 14 << 30}
+LOADS = {
+    "64 x (512 + 128)": (64, 512, 128),
+    "8 x (8192 + 256)": (8, 8192, 256),
+    "4 x (32768 + 128)": (4, 32768, 128),
+    "64 x (4096 + 128)": (64, 4096, 128),
+}
+CACHE_BYTES = {"1b": 16 << 30, "8b": 40 << 30, "phi3-small": 40 << 30}
+PHI3_SMALL = {"model_type": "phi3small", "architectures": ["Phi3SmallForCausalLM"], "max_position_embeddings": 65536}
 MODES = {
     "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
     "graphs": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -59,7 +69,11 @@ def main() -> int:
     """Measure one pair, or serve one engine to the process that measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", required=True, help="vLLM's backend = backend/variant of attnplug")
-    parser.add_argument("--size", required=True, choices=sorted(SIZES))
+    parser.add_argument("--size", required=True, choices=sorted(CACHE_BYTES))
+    parser.add_argument("--load", action="append", choices=list(LOADS), help="the first two, unless named")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("fp8", "int8", "int8_k"), help="int8 formats: of attnplug's engine"
+    )
     parser.add_argument("--mode", default="compiled", choices=sorted(MODES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file of the results, as JSON")
@@ -71,13 +85,15 @@ def main() -> int:
     if options.serve:
         return _serve(options)
     own, _, plugged = options.pair.partition("=")
+    options.load = options.load or list(LOADS)[:2]
     command = f"python benchmarks/vllm_pairs.py --pair {options.pair} --size {options.size} --mode {options.mode}"
+    command += f" --kv-cache-dtype {options.kv_cache_dtype}" if options.kv_cache_dtype else ""
     started = time.monotonic()
     engines = {name: _start(options, name) for name in (own, plugged)}
     ready = {name: _answer(engine) for name, engine in engines.items()}
     found: dict[str, Any] = {"command": command, "start_s": round(time.monotonic() - started, 1), "ready": ready}
     found["loads"] = {}
-    for load in LOADS:  # a run that is cut off has the loads before
+    for load in options.load:  # a run that is cut off has the loads before
         found["loads"][load] = _measure(engines, load, options.rounds)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1))
@@ -108,8 +124,12 @@ def _measure(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) 
 
 
 def _start(options: argparse.Namespace, backend: str) -> subprocess.Popen[str]:
-    words = ("--pair", options.pair, "--size", options.size, "--mode", options.mode, "--serve", backend)
-    plugins = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend} if "/" in backend else {"VLLM_PLUGINS": ""}
+    words = ["--pair", options.pair, "--size", options.size, "--mode", options.mode, "--serve", backend]
+    words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    phi3_small, plugged = options.size == "phi3-small", "/" in backend
+    plugins = {"VLLM_PLUGINS": "attnplug" if plugged or phi3_small else ""}  # its model is a plugin's on every backend
+    if plugged and not phi3_small:  # of which only some layers are block-sparse: attnplug decides
+        plugins["ATTNPLUG_BACKEND"] = backend
     return subprocess.Popen(  # noqa: S603 - this script again
         [sys.executable, __file__, *words],
         env=os.environ | ENVIRONMENT | plugins,
@@ -129,55 +149,95 @@ def _answer(engine: subprocess.Popen[str]) -> Any:
 def _serve(options: argparse.Namespace) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
-    engine, prompts = _engine(options.serve, options.size, options.mode)
+    engine, prompts = _engine(options)
     config = engine.llm_engine.vllm_config
-    layer = next(iter(config.compilation_config.static_forward_context.values()))
-    ready = {"attention": repr(layer.impl), "graphs": str(config.compilation_config.cudagraph_mode)}
+    layers = config.compilation_config.static_forward_context.values()
+    ready = {
+        "attention": sorted({repr(getattr(layer.impl, "selection", type(layer.impl).__name__)) for layer in layers}),
+        "graphs": str(config.compilation_config.cudagraph_mode),
+        "tokens of the KV cache": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+    }
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(engine, prompts[line.strip()], *LOADS[line.strip()])), file=answers, flush=True)
     return 0
 
 
-def _engine(backend: str, size: str, mode: str) -> tuple[Any, dict[str, Any]]:
+def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return an engine and the prompts of each load."""
     import torch  # noqa: PLC0415 - the measuring process needs none
-    import transformers  # noqa: PLC0415 - likewise
     from vllm import LLM  # noqa: PLC0415 - likewise
 
-    config = transformers.LlamaConfig(
+    plugged = "/" in options.serve
+    folder = Path(tempfile.mkdtemp())
+    _write_config(folder, options.size, plugged=plugged)
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=32768 + 256,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=CACHE_BYTES[options.size],
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        attention_backend="CUSTOM" if plugged else options.serve,
+        compilation_config=MODES[options.mode] | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+        **_cache_options(options.kv_cache_dtype, folder, plugged=plugged),
+    )
+    generator = torch.Generator().manual_seed(1)
+    prompts = {
+        load: torch.randint(3, 100000, (count, length), generator=generator).tolist()
+        for load, (count, length, _) in LOADS.items()
+    }
+    return engine, prompts
+
+
+def _write_config(folder: Path, size: str, *, plugged: bool) -> None:
+    """Write a model's configuration: Llama-like, or Phi-3-small, whose layers are all dense on a backend of vLLM."""
+    import transformers  # noqa: PLC0415 - see above
+
+    if size == "phi3-small":
+        dense = {"dense_attention_every_n_layers": 2 if plugged else 1, "torch_dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(PHI3_SMALL | dense), encoding="utf-8")
+        return
+    transformers.LlamaConfig(
         vocab_size=128256,
-        max_position_embeddings=16384,
+        max_position_embeddings=65536,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
         **SIZES[size],
-    )
-    folder = Path(tempfile.mkdtemp())
-    config.save_pretrained(folder)
-    engine = LLM(
-        model=str(folder),
-        load_format="dummy",
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        max_model_len=8192 + 256,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=CACHE_BYTES[size],
-        gpu_memory_utilization=0.1,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        attention_backend="CUSTOM" if "/" in backend else backend,
-        compilation_config=MODES[mode] | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
-    )
-    generator = torch.Generator().manual_seed(1)
-    prompts = {
-        load: torch.randint(3, 128256, (count, length), generator=generator).tolist()
-        for load, (count, length, _) in LOADS.items()
-    }
-    return engine, prompts
+    ).save_pretrained(folder)
+
+
+def _cache_options(dtype: str | None, folder: Path, *, plugged: bool) -> dict[str, Any]:
+    """Return the engine's options for a dtype of the KV cache, as vLLM before 0.33 takes them."""
+    if dtype is None or dtype == "fp8":
+        return {} if dtype is None else {"kv_cache_dtype": dtype}
+    if not plugged:
+        return {}
+    if dtype == "int8":
+        os.environ["ATTNPLUG_OPT_INT8_IXFORMER__VALUE_SCALES"] = str(_write_scales(folder))
+    page = {"kv_cache_dtype": "int8_per_token_head"} if dtype == "int8" else {}
+    return page | {"additional_config": {"attnplug": {"kv_cache_dtype": dtype}}}
+
+
+def _write_scales(folder: Path) -> Path:
+    """Write a calibration that fits no model: with random weights only its shape matters for the time."""
+    import torch  # noqa: PLC0415 - see above
+
+    from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - likewise
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    scales = torch.full((config["num_key_value_heads"], config["head_dim"]), 0.01)
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(config["num_hidden_layers"])]
+    ValueScales(dict.fromkeys(names, scales)).save(path := folder / "scales.safetensors")
+    return path
 
 
 def _run(engine: Any, prompts: list[list[int]], count: int, length: int, tokens: int) -> dict[str, float]:

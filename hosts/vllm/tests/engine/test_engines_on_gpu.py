@@ -48,14 +48,15 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def own_error(server, folder):
-    """Return a function that returns the mean error of vLLM's own attention for a model."""
+    """Return a function that returns the mean error of vLLM's own attention for a model and a dtype of the KV cache."""
     found = {}
 
-    def get(name):
-        if name not in found:
-            outputs = run(server, folder(name), "FLASH_ATTN", "eager", {"VLLM_PLUGINS": ""})
-            found[name] = float(errors(folder(name), outputs).mean())
-        return found[name]
+    def get(name, cache_dtype="auto"):
+        if (name, cache_dtype) not in found:
+            options = {"kv_cache_dtype": cache_dtype}
+            outputs = run(server, folder(name), "FLASH_ATTN", "eager", {"VLLM_PLUGINS": ""}, **options)
+            found[name, cache_dtype] = float(errors(folder(name), outputs).mean())
+        return found[name, cache_dtype]
 
     return get
 
@@ -97,6 +98,21 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
         "mean error", f"{float(error.mean()):.5f}, the largest {float(error.max()):.4f}; vLLM's own mean {own:.5f}"
     )
     assert float(error.mean()) <= 1.2 * own + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("flash_attn/fa3_vllm", "eager"), ("flash_attn/fa3_vllm", "compiled"), ("flashinfer/fa2", "graphs")],
+)
+def test_fp8_keys_and_values_are_as_near_as_its_own(backend, mode, server, folder, own_error, record_property):
+    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend}
+    outputs = run(server, folder("llama"), "CUSTOM", mode, given, kv_cache_dtype="fp8")
+
+    error, own, exact = errors(folder("llama"), outputs), own_error("llama", "fp8"), own_error("llama")
+
+    record_property("mean error", f"{float(error.mean()):.5f}; vLLM's own {own:.5f}, in bfloat16 {exact:.5f}")
+    assert float(error.mean()) <= 1.2 * own + 1e-3
+    assert float(error.mean()) > 1.05 * exact, "an FP8 cache rounds more than bfloat16 does"
 
 
 def test_int8_keys_are_near_float32(server, folder, own_error, record_property):
