@@ -71,7 +71,6 @@ class Host:
             request.blocks = list(request.blocks)
         for request in self.requests:
             self.allocate(request)
-        self.requests.sort(key=lambda request: request.query > 1)
 
     def allocate(self, request):
         """Free blocks that no query attends to, or not yet, and add those that are missing, or more."""
@@ -245,7 +244,7 @@ def test_a_refused_change_frees_no_block():
     ],
 )
 def test_a_known_row_is_checked_against_the_request(request_, options, said):
-    assembler, blocks = BatchAssembler(4, sliding_window=4, decode_query_len=2), [None, None, 3, 4]
+    assembler, blocks = BatchAssembler(4, sliding_window=4), [None, None, 3, 4]
     decodes(assembler, [blocks], [14])
 
     with pytest.raises(BatchError, match=said):
@@ -257,13 +256,11 @@ def test_a_known_row_is_checked_against_the_request(request_, options, said):
 def test_a_known_row_is_a_decode_or_a_prefill():
     assembler = BatchAssembler(4)
     decodes(assembler, [[1], [2], [3]], [0, 0, 0])
-    for query_len, blocks in ((2, [1]), (2, [2])):
-        assembler.add(query_len, 0, blocks)
 
-    with pytest.raises(BatchError, match="request 2 has 1 query tokens and was added after request 0"):
-        assembler.add(1, 0, [3])
+    for row, query_len in enumerate((2, 1, 3)):
+        assert assembler.add(query_len, 0, [row + 1]) == row
 
-    assert assembler.add(3, 0, [3]) == 2
+    assert assembler.finish().slot_mapping.tolist() == [4, 5, 8, 12, 13, 14]
 
 
 def test_write_from_counts_for_a_known_row():

@@ -17,11 +17,6 @@ from attnplug.errors import BatchError
 requests = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40), st.integers(0, 2)), min_size=1, max_size=6)
 
 
-def ordered(lens):
-    """Decodes first, as every host orders them."""
-    return sorted(lens, key=lambda request: request[0] > 1)
-
-
 def allocate(lens, block_size):
     """Distinct blocks for each request, counted from 1, with some to spare."""
     fresh = iter(range(1, 10_000))
@@ -34,7 +29,7 @@ def allocate(lens, block_size):
 def test_agrees_with_a_loop_over_tokens_step_after_step(steps, block_size, more_reqs, more_rows):
     assembler = BatchAssembler(block_size)
     finished = []
-    for lens in map(ordered, steps):
+    for lens in steps:
         tables = allocate(lens, block_size)
         rows = [assembler.add(q, c, blocks) for (q, c, _), blocks in zip(lens, tables, strict=True)]
         assert rows == list(range(len(lens)))
@@ -70,7 +65,6 @@ def agreement(**requested):
 
 @given(requests, st.sampled_from([1, 8]), st.integers(1, 20) | st.none(), st.booleans())
 def test_the_guards_of_a_builder_accept_its_batches(lens, block_size, window, frees):
-    lens = ordered(lens)
     tables = allocate(lens, block_size)
     agreed = agreement(block_size=block_size, sliding_window=window)
     assembler = BatchAssembler.of(agreed)
@@ -82,7 +76,7 @@ def test_the_guards_of_a_builder_accept_its_batches(lens, block_size, window, fr
         agreed, Limits(max_num_reqs=9, max_num_tokens=99, max_seq_len=99, num_blocks=10_000), torch.device("cpu")
     ).check(assembler.finish())
 
-    assert facts.num_decodes == sum(query_len == 1 for query_len, *_ in lens)
+    assert facts.num_decodes == next((row for row, (query_len, *_) in enumerate(lens) if query_len > 1), len(lens))
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 1), st.sampled_from([1, 4, 16]))
@@ -175,26 +169,6 @@ def test_a_negative_write_from_is_refused():
 def test_numbers_of_the_assembler_are_positive(name):
     with pytest.raises(BatchError, match=f"{name}=0"):
         BatchAssembler(**{"block_size": 4, name: 0})
-
-
-@pytest.mark.parametrize(("threshold", "length"), [(1, 1), (4, 3)])
-def test_a_decode_after_a_prefill_is_refused(threshold, length):
-    assembler = BatchAssembler(4, decode_query_len=threshold)
-    assembler.add(threshold, 0, [1])
-    assembler.add(threshold + 1, 0, [2, 3])
-
-    with pytest.raises(BatchError, match=f"request 2 has {length} query tokens and was added after request 1"):
-        assembler.add(length, 0, [4])
-
-    assembler.clear()
-    assert assembler.add(length, 0, [4]) == 0
-
-
-def test_a_backend_for_prefills_has_no_decodes():
-    assembler = BatchAssembler.of(agreement(phases=("prefill",), block_size=4))
-    assembler.add(3, 0, [1])
-
-    assert assembler.add(1, 0, [2]) == 1
 
 
 def test_only_a_paged_cache_has_slots():

@@ -34,7 +34,7 @@ def fields_of(batch):
 
 @st.composite
 def steps(draw):
-    """Steps of requests (query length, cached tokens, blocks, position to write from), decodes first."""
+    """Steps of requests: query length, cached tokens, blocks, position to write from."""
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     window = {name: draw(st.none() | st.integers(1, 20)) for name in ("sliding_window", "attention_chunk")}
     found = []
@@ -48,7 +48,7 @@ def steps(draw):
             for column in range(draw(st.sampled_from([0, 0, freed]))):
                 blocks[column] = 0
             requests.append((query, cached, blocks, draw(st.sampled_from([0, 0, 0, cached + 1, cached + 9]))))
-        found.append(sorted(requests, key=lambda request: request[0] > 1))
+        found.append(requests)
     return block_size, window, found
 
 
@@ -122,7 +122,6 @@ WRONG = [
     (([1, 1], [5, 5], [[1, 2], [0, 4]]), {}, "request 2 was given without a block that its step attends to"),
     (([1, 1], [5, 5], [[1, 2], [3, -4]]), {}, "request 2 was given with the block -4"),
     (([1, 1], [5, 5], [[1, 2], [3, 2**31]]), {}, "request 2 was given with the block 2147483648"),
-    (([2, 1], [4, 5], [[1, 2], [3, 4]]), {}, "request 2 has 1 query tokens and was added after request 1"),
     (([1, 1], [5, 5], [[1, 2], [3, 4]]), {"write_from": [0, -1]}, "write_from=-1"),
     (([1, 1], [5, 5, 5], [[1, 2], [3, 4]]), {}, "2 query_lens, 3 num_computed_tokens, 2 blocks were given"),
     (([1, 1], [5, 5], [[1, 2], [3, 4]]), {"write_from": [0]}, "2 blocks, 1 write_from were given"),
@@ -148,7 +147,7 @@ def test_one_wrong_request_refuses_all_without_effect(kind, arguments, options, 
 
 
 @pytest.mark.parametrize("kind", ["list", "numpy", "torch"])
-def test_a_refused_call_leaves_prefills_possible_and_written(kind):
+def test_a_refused_call_leaves_nothing_unwritten(kind):
     assembler = BatchAssembler(4)
     with pytest.raises(BatchError, match="query_len=0"):
         assembler.add_many([2, 0], [0, 0], vector_of([[1], [2]], kind), write_from=[1, 0])

@@ -18,11 +18,11 @@ MAX_TOKENS = 64
 
 @st.composite
 def batches(draw, stale=(0, -1, 10**9, 1)):
-    """Return a block size and a true batch: decodes first, blocks in any order, stale entries in unused columns."""
+    """Return a block size and a true batch: requests and blocks in any order, stale entries in unused columns."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     decodes = draw(st.integers(0, 5))
     prefills = draw(st.lists(st.integers(2, 9), min_size=0 if decodes else 1, max_size=3))
-    queries = [1] * decodes + prefills
+    queries = draw(st.permutations([1] * decodes + prefills))
     lengths = [query + draw(st.integers(0, 12)) for query in queries]
     counts = [-(-length // block_size) for length in lengths]
     assume(sum(counts) < NUM_BLOCKS)
@@ -62,7 +62,7 @@ def test_a_true_batch_passes_and_is_split(sized):
     metadata = build(block_size, batch)
 
     lens = batch.query_start_loc.diff().tolist()
-    assert metadata.num_decodes == sum(length == 1 for length in lens)
+    assert metadata.num_decodes == next((row for row, length in enumerate(lens) if length > 1), len(lens))
     assert metadata.num_decode_tokens == metadata.num_decodes
     assert metadata.num_decodes + metadata.num_prefills == batch.num_reqs
     assert metadata.num_decode_tokens + metadata.num_prefill_tokens == batch.num_actual_tokens

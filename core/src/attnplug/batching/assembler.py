@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +14,6 @@ from attnplug.batching.refusals import (
     invalid_numbers,
     padded_count,
     refuse_blocks,
-    refuse_order,
 )
 from attnplug.batching.request_rows import GivenRequests, RowReader, as_list, whole
 from attnplug.batching.slots import POSITIONS
@@ -43,9 +41,9 @@ class BatchAssembler:
     Assembles a step's batch: a host adds requests, one by one or many at once, and `finish` derives all tensors.
 
     One assembler serves a cache group (layers that share a block table), step after step; finished batches keep their
-    tensors. A decode after a prefill is refused and not reordered: the host's token ids, positions and samplers follow
-    the order in which it adds requests, and a batch in another order would be wrong without an error.
-    `reorder_batch_to_split_decodes_and_prefills` returns the order to add them in.
+    tensors. Requests may be added in any order, which is that of the batch. A decode behind a prefill counts as a
+    prefill: the result is the same, and prefill kernels take longer for it.
+    `reorder_batch_to_split_decodes_and_prefills` moves decodes to the front.
 
     It is fastest for a host that has arrays, and passes them to `add_many`. Lists are fastest where a request has
     the same one in each step, changed in place: blocks that were there in the step before are compared, not converted,
@@ -59,7 +57,6 @@ class BatchAssembler:
     Args:
         block_size: Slots per block, as agreed.
         device: Where the batch's tensors go.
-        decode_query_len: The longest query that counts as a decode; 0 for a backend that is selected for prefills only.
         sliding_window: The group's window in tokens, a token itself included; blocks left of it may be freed.
         attention_chunk: The group's tokens per chunk; blocks before the current chunk may be freed.
         upload: Returns the device copy of a CPU tensor, given the name of the batch's field (or ``"positions"``), for
@@ -67,7 +64,7 @@ class BatchAssembler:
             through pinned memory.
 
     Raises:
-        BatchError: The block size is not positive, or another number is negative.
+        BatchError: A number is not positive.
     """
 
     def __init__(
@@ -75,30 +72,23 @@ class BatchAssembler:
         block_size: int,
         *,
         device: torch.device | str = "cpu",
-        decode_query_len: int = 1,
         sliding_window: int | None = None,
         attention_chunk: int | None = None,
         upload: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("block_size", block_size, 1),
-            ("decode_query_len", decode_query_len, 0),
-            ("sliding_window", sliding_window, 1),
-            ("attention_chunk", attention_chunk, 1),
-        ):
-            if value is not None and value < least:
+        self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+        for name, value in {"block_size": block_size, **self._window}.items():
+            if value is not None and value < 1:
                 raise BatchError(
-                    f"{name}={value} was given", f"{name} is an integer from {least} on", "pass the agreed value"
+                    f"{name}={value} was given", f"{name} is an integer from 1 on", "pass the agreed value"
                 )
         self._block_size = block_size
         self._device = torch.device(device)
-        self._decode_query_len = decode_query_len
-        self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
         self._frees = sliding_window is not None or attention_chunk is not None
         self._upload = upload
         self._table = BlockTable(block_size, **self._window)
         self._tensors = StepTensors(block_size)
-        self._reader = RowReader(block_size, decode_query_len, **self._window)
+        self._reader = RowReader(block_size, **self._window)
         self.clear()
 
     @classmethod
@@ -109,7 +99,7 @@ class BatchAssembler:
         upload: Callable[[str, Tensor], Tensor] | None = None,
     ) -> BatchAssembler:
         """
-        Return an assembler with the block size, decodes and window of an agreement.
+        Return an assembler with the block size and the window of an agreement.
 
         Args:
             agreement: The agreement of the group's layers.
@@ -131,7 +121,6 @@ class BatchAssembler:
         return cls(
             agreement.block_size,
             device=device,
-            decode_query_len=requested.decode_query_len if "decode" in requested.phases else 0,
             sliding_window=requested.sliding_window,
             attention_chunk=requested.attention_chunk,
             upload=upload,
@@ -151,7 +140,6 @@ class BatchAssembler:
         """Remove the requests of this step; `finish` does so too."""
         self._query_lens: list[int] = []
         self._computed: list[int] = []
-        self._shortest, self._longest = 1, self._decode_query_len
         self._write_from: list[tuple[int, int]] = []
         self._rows: RequestRows | None = None
 
@@ -173,21 +161,22 @@ class BatchAssembler:
             Its row in the batch.
 
         Raises:
-            BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, a block
-                that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
+            BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, or a block
+                that is attended to is freed. The assembler is not changed.
         """
         query_lens = self._query_lens
         row = len(query_lens)
         given, least, most = self._table.rows[row]
-        # The common case, for which engines wait before each step: a decode, or a prefill after the first, with the
-        # blocks of the step before and tokens that these blocks admit.
+        # The common case, for which engines wait before each step: a request with the blocks of the step before, and
+        # tokens that these blocks admit.
         if not (
             type(query_len) is type(num_computed_tokens) is type(write_from) is int
-            and self._shortest <= query_len <= self._longest
+            and query_len > 0
             and least <= num_computed_tokens <= most - query_len
             and type(blocks) is list
             and given == blocks
             and write_from == 0
+            and self._rows is None
         ):
             if self._rows is not None:
                 self._write_rows()
@@ -231,11 +220,11 @@ class BatchAssembler:
         if self._rows is not None:
             self._write_rows()
         first = len(self._query_lens)
-        rows = self._reader.read(given, self._shortest)
+        rows = self._reader.read(given)
         if rows is None:
             self._add_each(given)
         else:
-            self._rows, self._longest = rows, 0  # no request is as usual for `add` until they are written
+            self._rows = rows
             self._write_from += [(first + row, position) for row, position in rows.write_from]
             if first:
                 self._write_rows()
@@ -319,8 +308,6 @@ class BatchAssembler:
             write_from = whole("write_from", write_from)
         if query_len < 1 or computed < 0 or write_from < 0:
             raise invalid_numbers(query_len, computed, write_from)
-        if query_len < self._shortest:
-            refuse_order(row, query_len, self._query_lens, self._decode_query_len)
         try:
             count, _ = self._table.set_row(row, blocks)
         except TypeError:
@@ -330,8 +317,6 @@ class BatchAssembler:
             refuse_blocks(row, computed + query_len, count, self._block_size)
         if computed < self._table.rows[row][1]:
             self._check_freed(row, computed, needed)
-        if query_len > self._decode_query_len:
-            self._shortest, self._longest = self._decode_query_len + 1, sys.maxsize
         if write_from > computed:
             self._write_from.append((row, write_from))
         return query_len, computed
@@ -344,13 +329,10 @@ class BatchAssembler:
         self._table.set_rows(len(self._query_lens), rows.blocks, rows.counts.tolist())
         self._query_lens += rows.query_lens.tolist()
         self._computed += rows.computed.tolist()
-        self._longest = self._decode_query_len
-        if rows.max_query_len > self._decode_query_len:
-            self._shortest, self._longest = self._decode_query_len + 1, sys.maxsize
 
     def _add_each(self, given: GivenRequests) -> None:
         """Add requests one by one; if one is refused, remove those before it."""
-        first, skipped, limits = len(self._query_lens), len(self._write_from), (self._shortest, self._longest)
+        first, skipped = len(self._query_lens), len(self._write_from)
         try:
             if given.write_from is None:
                 self._add_usual(*given.one_by_one(self._block_size))
@@ -360,7 +342,6 @@ class BatchAssembler:
                     self.add(query_len, computed, blocks, write_from=start)
         except BaseException:
             del self._query_lens[first:], self._computed[first:], self._write_from[skipped:]
-            self._shortest, self._longest = limits
             raise
 
     def _add_usual(self, query_lens: list[Any], computed: list[Any], blocks: list[Any]) -> None:
@@ -372,7 +353,7 @@ class BatchAssembler:
         ):
             if (
                 type(query_len) is type(start) is int
-                and self._shortest <= query_len <= self._longest
+                and query_len > 0
                 and least <= start <= most - query_len
                 and type(one) is list
                 and kept == one

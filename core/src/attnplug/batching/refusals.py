@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from attnplug.errors import BatchError
 from attnplug.negotiation.agreement import Agreement
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def check_agreement(agreement: object) -> None:
@@ -68,28 +65,6 @@ def invalid_blocks(row: int, blocks: object) -> BatchError:
         f"request {row} was given with blocks={blocks!r}",
         "its blocks are a list of block numbers, from its first token on",
         "pass block numbers of the KV cache",
-    )
-
-
-def refuse_order(row: int, query_len: int, before: Sequence[int], decode_query_len: int) -> NoReturn:
-    """
-    Refuse a decode after a prefill.
-
-    Args:
-        row: Its row.
-        query_len: Its new tokens.
-        before: New tokens of the requests before it.
-        decode_query_len: The longest query that counts as a decode.
-
-    Raises:
-        BatchError: Always.
-    """
-    first = next(row for row, count in enumerate(before) if count > decode_query_len)
-    raise BatchError(
-        f"request {row} has {query_len} query tokens and was added after request {first}, which has {before[first]}",
-        f"requests of at most {decode_query_len} query tokens (decodes) come first in every batch, also the "
-        "last chunk of a prompt if it is that short",
-        "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
     )
 
 

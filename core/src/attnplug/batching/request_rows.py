@@ -119,27 +119,17 @@ class RowReader:
 
     Args:
         block_size: Slots per block.
-        decode_query_len: The longest query that counts as a decode.
         sliding_window: As for `first_attended_key`.
         attention_chunk: Likewise.
     """
 
-    def __init__(
-        self, block_size: int, decode_query_len: int, sliding_window: int | None, attention_chunk: int | None
-    ) -> None:
+    def __init__(self, block_size: int, sliding_window: int | None, attention_chunk: int | None) -> None:
         self._block_size = block_size
-        self._decode_query_len = decode_query_len
         self._window = sliding_window
         self._chunk = attention_chunk
 
-    def read(self, given: GivenRequests, shortest: int) -> RequestRows | None:
-        """
-        Return the requests, or None where each has to be looked at: one is invalid, blocks are lists, or they are few.
-
-        Args:
-            given: The requests.
-            shortest: The shortest query that may follow the requests before these.
-        """
+    def read(self, given: GivenRequests) -> RequestRows | None:
+        """Return the requests, or None where each is read alone: one is invalid, blocks are lists, or they are few."""
         table, size = given.blocks, self._block_size
         if not isinstance(table, Tensor) or table.shape[0] <= FEW_REQUESTS:
             return None
@@ -147,9 +137,7 @@ class RowReader:
         if query_lens is None or computed is None:
             return None
         (least_query, most_query), (least, most) = extremes(query_lens), extremes(computed)
-        if least_query < shortest or least < 0 or most_query + most + size > _END:
-            return None
-        if most_query > self._decode_query_len and not self._is_ordered(query_lens):
+        if least_query < 1 or least < 0 or most_query + most + size > _END:
             return None
         counts = self._counts(given, query_lens, computed)
         blocks = None if counts is None else self._blocks(table, counts, computed)
@@ -158,11 +146,6 @@ class RowReader:
             return None
         tokens = table.shape[0] * most_query if least_query == most_query else int(query_lens.sum())
         return RequestRows(query_lens, computed, blocks, counts, tokens, most_query, skipped)
-
-    def _is_ordered(self, query_lens: Tensor) -> bool:
-        """Whether no decode follows the first prefill."""
-        prefills = query_lens > self._decode_query_len
-        return bool(prefills[int(prefills.int().argmax()) :].all())
 
     def _counts(self, given: GivenRequests, query_lens: Tensor, computed: Tensor) -> Tensor | None:
         """Return the blocks of each request, int32; None where they are too few."""

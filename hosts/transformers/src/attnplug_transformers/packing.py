@@ -226,7 +226,7 @@ def _mismatch(differs: Tensor, attends: Tensor, start: int, pattern: Pattern, la
 
 def _rows_of(queries: Tensor, keys: Tensor, lengths: list[list[int]], pattern: Pattern) -> Packing:
     alive = [row for row, length in enumerate(lengths[0]) if length]
-    order = sorted(alive, key=lambda row: lengths[0][row] > 1)
+    order = sorted(alive, key=lambda row: lengths[0][row] > 1)  # decodes behind prefills would count as prefills
     if not order:
         return Packing(None, None, None)
     batch = Batch.from_lengths(
