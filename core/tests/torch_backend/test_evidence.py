@@ -24,10 +24,6 @@ AGAIN = (
 )
 
 
-LATER = frozenset({("kv_cache_form", "independent")})
-"""Values that the runs on GPUs are older than. Selection reports them as unverified there."""
-
-
 @pytest.fixture(params=SHELF.evidence, ids=lambda evidence: Path(evidence.origin).stem)
 def evidence(request):
     return request.param
@@ -55,8 +51,7 @@ def test_every_declared_value_is_accounted_for(evidence) -> None:
     # A device's capability is no JSON value: the kit writes it as text.
     unreached = {(item.capability.field, str(item.capability.value)) for item in menu.unreached}
     recorded = {(field, str(value)) for field, value in evidence.unreached}
-    later = frozenset[tuple[str, str]]() if evidence.device.type == "cpu" else LATER
-    on_device = {pair for pair in served if pair[0] == "compute_capability" or pair in later}
+    on_device = {pair for pair in served if pair[0] == "compute_capability"}
     assert served - on_device == {pair for pair in evidence.served if pair[0] != "compute_capability"}, AGAIN.format(
         evidence
     )

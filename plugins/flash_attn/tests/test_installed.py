@@ -163,10 +163,9 @@ def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp
         return {name: [item["because"] for item in v["unverified"]] for name, v in ours.items()}
 
     shown, between = unverified("128"), unverified("112")
-    form = "no test has requested it"  # of the KV cache: some runs are older than the field
-    for variant, older in {"fa3_vllm": [], "fa4": [form], "torch": []}.items():
-        assert shown[variant] == older
-        assert sorted(between[variant]) == [*older, "verified are 8, 40, 64, 80, 128, 256"]
+    for variant in ("fa3_vllm", "fa4", "torch"):
+        assert shown[variant] == []
+        assert between[variant] == ["verified are 8, 40, 64, 80, 128, 256"]
     for variant in ("fa2_vllm", "fa3"):
         assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
 
