@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attnplug_kit.bench import SectionResult
     from attnplug_kit.bench.rig import Step
 
-FORMS = ("joint", "interleaved", "split", "packed")
+FORMS = ("joint", "interleaved", "split", "packed", "independent")
 STEPS = {"cuda": (decodes(64, 4096), first_prefills(4, 4096)), "cpu": (decodes(4, 256), first_prefills(1, 128))}
 """Those of the CPU show that the script works."""
 
