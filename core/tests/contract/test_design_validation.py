@@ -94,7 +94,9 @@ def test_a_sketch_is_a_backend(name):
 
 def test_sketches_take_public_names_alone():
     """No module of the contract but the packages themselves, and no name that starts with an underscore."""
-    for path in DESIGN.glob("*.py"):
+    paths = list(DESIGN.glob("*.py"))
+    assert paths
+    for path in paths:
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("attnplug"):

@@ -76,12 +76,20 @@ def test_write_kv_writes_the_slots_and_skips_padding():
     assert same(cache, expected)
 
 
-def test_slots_on_a_device_are_not_read():
-    class Recorder(ToyImpl):
-        def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-            self.seen = slot_mapping
+class Recorder(ToyImpl):
+    """Records the slots of its last write."""
 
-    backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": Recorder}), device="meta")
+    seen = None
+
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
+        self.seen = slot_mapping
+
+
+RecordingBackend = type("Backend", (ToyBackend,), {"impl_class": Recorder})
+
+
+def test_slots_on_a_device_are_not_read():
+    backend = make_backend(RecordingBackend, device="meta")
     impl = make_layer(backend, cache_write="host")
     rows, slots = torch.zeros(1, 2, 8, device="meta"), torch.tensor([4], device="meta")
 
@@ -150,12 +158,16 @@ def test_a_host_write_needs_an_implementation():
 
 
 def test_a_profiling_run_writes_nothing():
-    backend = make_backend()
+    backend = make_backend(RecordingBackend)
     impl = make_layer(backend, cache_write="host")
     _, key, value, _ = make_qkv(backend, 1)
-    impl.write_kv(key, value, None, torch.tensor([4]))
     with forward_context({"layers.0": make_builder(backend, impl).build(make_batch([1], [3]))}):
+        impl.write_kv(key, value, None, torch.tensor([4]))
         impl.write_kv_op(key, value, None)
+        assert impl.seen is None
+
+        impl.write_kv_op(key, value, backend.make_cache(NUM_BLOCKS))
+        assert impl.seen is not None
 
 
 def test_a_layer_chooses_where_a_phase_leaves_the_choice():

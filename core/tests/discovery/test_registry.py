@@ -18,7 +18,7 @@ from attnplug.discovery import candidates
 from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic, Entry
-from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
+from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, SettingsError, UnknownBackendError
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
@@ -313,6 +313,8 @@ def test_options_of_the_built_in_backend_are_its_own(plugin: Any, registry: Any,
     of = registry(plugin("inner", "attnplug-rival"), attrs.evolve(plugin("inner", rest=option), built_in=True))
 
     check_options(of, Settings(options={"inner": {"size": 2}}))
+    with pytest.raises(SettingsError, match="length"):
+        check_options(of, Settings(options={"inner": {"length": 2}}))
 
 
 def test_no_alias_is_a_name_of_the_built_in_backend(plugin: Any, registry: Any, inner: Plugin) -> None:

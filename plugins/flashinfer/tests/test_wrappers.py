@@ -134,10 +134,13 @@ def test_a_plan_waits_for_the_copy_of_the_last_plan(wrappers) -> None:
 
 
 def test_a_wrapper_made_under_inference_mode_is_planned_outside(wrappers) -> None:
+    kind = Kind()
     with torch.inference_mode():
-        wrapper = wrappers.PlannedWrapper(Kind(), CPU)
+        wrapper = wrappers.PlannedWrapper(kind, CPU)
 
     wrapper.plan("rows")
+
+    assert kind.made[0].log == [("plan", "rows")]
 
 
 def test_the_wrapper_of_a_graph_is_replanned(wrappers) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from attnplug.errors import ApiVersionError, ManifestError, shortened
+from attnplug.errors import ApiVersionError, ManifestError, shortened, shown
 from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
@@ -324,6 +324,13 @@ class Reader(Checks):
             data.get("min"),
             data.get("max"),
             tuple(self.typed(data, "choices", where, [], lambda v: isinstance(v, list), "a list of values")),
+        )
+        self.check(
+            all(map(option.admits, option.choices)),
+            (*where, "choices"),
+            f"choices = {shown(list(option.choices))}",
+            f"each choice is {evolve(option, choices=()).allowed()}",
+            "correct the list",
         )
         self.check(
             option.admits(option.default),

@@ -82,7 +82,7 @@ def again(call):
         try:
             return call()
         except KeyboardInterrupt:
-            continue
+            interrupts.resume()
         except BatchError:  # add() is refused where the interrupted one has ended
             return None
     raise AssertionError(call)
@@ -125,18 +125,19 @@ def test_an_interrupt_at_every_line(window, record_property):
         assert interrupt(window, place) == [place]
 
 
-def test_an_interrupt_during_recovery():
+@pytest.mark.parametrize("every", [240, pytest.param(40, marks=pytest.mark.slow)])
+def test_an_interrupt_during_recovery(every):
     """The second one comes at each line of the recovery from the first."""
-    for first in all_places(None)[::60]:
-        workload = Workload(None)
-        with interrupts.interrupted(HOST_CODE, first):
-            found = interrupts_after(workload, first)
-        for second in found:
-            interrupt(None, first, second)
+    pairs = [(first, second) for first in all_places(None)[::every] for second in recovery_from(first)]
+    assert len({second[1] for _, second in pairs}) > 10
+
+    for first, second in pairs:
+        assert interrupt(None, first, second) == [first, second]
 
 
-def interrupts_after(workload, first):
-    """Return the lines of `_recover` that run after a first interrupt."""
+def recovery_from(first):
+    """Return the places of `_recover` that run after a first interrupt; none where it came between two calls."""
+    workload = Workload(None)
     code = scheduler.Scheduler._recover.__code__
     lines = {line for *_, line in code.co_lines() if line}
     found = []

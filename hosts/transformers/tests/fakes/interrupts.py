@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 Place: TypeAlias = tuple[str, int, int]
 """A file, a line of it, and which of the times that this line runs, from 1 on."""
 
+_tracers: list[Callable[..., object] | None] = []
+"""Of each `traced` that is entered, the innermost one last; None where nothing is left to trace."""
+
 
 @contextmanager
 def traced(modules: Sequence[ModuleType], visit: Callable[[Place], None]) -> Iterator[None]:
@@ -32,11 +35,19 @@ def traced(modules: Sequence[ModuleType], visit: Callable[[Place], None]) -> Ite
         return each_line if frame.f_code.co_filename in files else None
 
     before = sys.gettrace()
+    _tracers.append(each_call)
     sys.settrace(each_call)
     try:
         yield
     finally:
+        _tracers.pop()
         sys.settrace(before)
+
+
+def resume() -> None:
+    """Go on after an interrupt: Python ends the tracing where a trace function raises."""
+    if _tracers:
+        sys.settrace(_tracers[-1])
 
 
 def places(modules: Sequence[ModuleType], run: Callable[[], object]) -> list[Place]:
@@ -55,6 +66,8 @@ def interrupted(modules: Sequence[ModuleType], *at: Place) -> Iterator[list[Plac
     def visit(place: Place) -> None:
         if place in at:
             reached.append(place)
+            if len(reached) == len(at):
+                _tracers[-1] = None
             raise KeyboardInterrupt
 
     with traced(modules, visit):
