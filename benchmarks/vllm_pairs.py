@@ -5,7 +5,7 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=int8_ixformer/triton --size 8b --kv-cache-dtype int8 --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
 
-Both engines of a pair live at once, each in a process of its own, and take turns: what disturbs one disturbs the other.
+Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
 Models are Llama-like with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
 block-sparse pattern: there vLLM's own runs the same model in 16 bits, or with dense attention in all layers. The exit
 status is 3 where vLLM or the GPU is missing.

@@ -1,4 +1,4 @@
-"""An engine of an installed distribution, in a process of its own."""
+"""An engine of an installed distribution, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks in threads of their own, for tests of what happens at once."""
+"""Tasks in separate threads, for tests of what happens at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def together(*tasks: Callable[[], object]) -> None:
-    """Run tasks in threads of their own; raise what the first of them raises."""
+    """Run tasks in separate threads; raise what the first of them raises."""
     errors: list[BaseException] = []
 
     def run(task: Callable[[], object]) -> None:

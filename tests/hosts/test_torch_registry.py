@@ -230,7 +230,7 @@ def test_pages_between_those_of_other_layers_are_read(active) -> None:
     assert not output.isnan().any()
 
 
-def test_pools_may_have_strides_of_their_own(active) -> None:
+def test_pools_may_have_separate_strides(active) -> None:
     query, keys, values = pages()
     spaced = torch.full((9, 2, 16, 4, 64), torch.nan)
     spaced[:, 1] = keys

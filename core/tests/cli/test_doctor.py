@@ -122,7 +122,7 @@ def test_settings_on_which_every_selection_fails_are_problems(
     assert f"ATTNPLUG_{variable}" in problem["subject"] + problem["what"]
 
 
-def test_every_wrong_setting_is_a_problem_of_its_own(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wrong_setting_is_a_separate_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_BACKEND", "flsh,nothing")
     monkeypatch.setenv("ATTNPLUG_OPT_FLASH__A", "1")
     monkeypatch.setenv("ATTNPLUG_OPT_FLASH__B", "1")

@@ -111,7 +111,7 @@ def test_what_attnplug_refuses_is_said_with_its_reason(run, add) -> None:
     assert "attnplug refuses flash/old, with the kernels of OLD: " in short
     assert "the device has 7.5" in short
     assert "(fix: run on cuda:8.0" in short
-    assert "Acme 2.1 has no backend of its own with the kernels of torch/sdpa" in short
+    assert "Acme 2.1 itself has no backend with the kernels of torch/sdpa" in short
 
 
 def test_what_the_engine_ignores_is_said(run, add) -> None:

@@ -65,7 +65,7 @@ def test_the_workspace_is_zero_and_shared():
     assert (state.device, state.parallel.tp_size) == (torch.device("cpu"), 1)
 
 
-def test_a_plugin_has_states_of_its_own():
+def test_a_plugin_may_have_its_own_state_class():
     class Own(State):
         pass
 

@@ -213,7 +213,7 @@ def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
         world.builder.build(make_batch([3], [9]), graph=graph)
 
 
-def test_flashinfer_groups_of_one_state_have_wrappers_of_their_own():
+def test_flashinfer_groups_of_one_state_have_separate_wrappers():
     world = flash_infer()
     second = world.backend.make_builder(world.impls, world.state)
     with world.state.graph_capture(2):
@@ -541,7 +541,7 @@ def test_int8_prefills_write_apart_and_decodes_fused(tmp_path):
     assert sorted(slots.tolist()) == written.tolist()  # each token once, wherever the writer found its place
 
 
-def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
+def test_int8_hosts_may_write_prefills_as_a_separate_op():
     layer = Layer(name="layers.0", cache_write="host")
     world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16", kv_layout="HND")
     impl, batch = world.impls[0], make_batch([1, 5], [9, 8])
@@ -840,7 +840,7 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
         assert host.state.graphs[key].is_captured(host.groups[0].builder)
 
 
-def test_agreements_that_share_a_state_have_pages_of_their_own_size():
+def test_agreements_that_share_a_state_may_differ_in_page_size():
     """Windowed and full layers are two agreements of one backend, one workspace, and one graph."""
     requested = {}, {"sliding_window": 9, "block_size": 2}
     full, windowed = (make_backend(GraphBackend, agreed_graphs="always", **each) for each in requested)

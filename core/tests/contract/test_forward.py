@@ -250,7 +250,7 @@ def test_there_is_no_backward_pass(name):
         call.run(**{name: tensor})
 
 
-def test_rows_of_the_output_are_rows_of_their_own():
+def test_rows_of_the_output_do_not_share_memory():
     call = Call()
     width = call.parts["output"].shape[1]
 

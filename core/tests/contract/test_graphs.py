@@ -126,7 +126,7 @@ def test_graphs_of_one_builder_read_one_memory():
     assert dict(builder.state.graphs) == {small.key: small, large.key: large}
 
 
-def test_builders_have_memory_of_their_own():
+def test_builders_have_separate_memory():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
@@ -365,7 +365,7 @@ def test_a_host_may_name_the_graph():
 
 
 def test_padding_within_runs_eagerly():
-    """A captured shape has every request's rows at a place of their own, whoever has none."""
+    """The rows of each request have a fixed place in a captured shape, whichever requests are padding."""
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(4, 4, 1))
     within, last = make_batch([1, 0, 1], [5, 0, 9]), make_batch([1, 1, 0], [5, 9, 0])
@@ -732,7 +732,7 @@ def test_tensors_of_a_step_persist_in_the_buffers():
     assert kept.tolist() == second.tolist()
 
 
-def test_a_builder_with_other_blocks_has_columns_of_its_own():
+def test_a_builder_with_other_blocks_has_separate_columns():
     """Windowed and full layers of one backend share a state, and may have pages of different sizes."""
     backend, _, builder = world()
     small = make_backend(CapturingBackend, agreed_graphs="always", block_size=2)

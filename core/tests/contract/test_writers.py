@@ -55,7 +55,7 @@ def test_a_writer_is_forward_or_the_host():
 @pytest.mark.parametrize(
     ("requested", "fields"), [({"kv_sharing": True}, {"kv_sharing_target": "layers.9"}), ({"paged": False}, {})]
 )
-def test_a_layer_without_a_cache_of_its_own_writes_nothing(requested, fields):
+def test_a_layer_without_its_own_cache_writes_nothing(requested, fields):
     impl = make_layer(make_backend(**requested), **fields)
 
     assert (impl.forward_writes, impl.host_writes) == (set(), set())

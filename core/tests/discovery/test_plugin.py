@@ -168,7 +168,7 @@ def test_the_entry_point_and_the_manifest_agree_on_the_name(importable: Any, man
     assert "calls this backend 'after'" in plugin.problem.because
 
 
-def test_another_major_contract_is_a_problem_of_its_own(importable: Any, manifest: Callable[..., str]) -> None:
+def test_another_major_contract_is_a_separate_problem(importable: Any, manifest: Callable[..., str]) -> None:
     importable.package("future.plugin", manifest("future", api="2.0"))
 
     plugin = read_plugin(entry("future", "future.plugin"))

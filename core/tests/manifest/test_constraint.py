@@ -198,7 +198,7 @@ def test_suffixes_say_which_hardware_runs_the_code(declared, hardware, runs):
     assert constraint.allows(parse_capability(hardware)) is runs
 
 
-def test_capabilities_have_no_order_of_their_own():
+def test_capabilities_have_no_order():
     with pytest.raises(TypeError):
         _ = ComputeCapability(9, 0) < ComputeCapability(10, 0)  # type: ignore[operator]
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 KIT = Path(attnplug_kit.__file__).parent / "test_conformance.py"
-# The file's folder has settings of its own, by which a plugin that is registered before pytest begins is an error.
+# The file's folder has its own settings, by which a plugin that is registered before pytest begins is an error.
 AS_A_FILE = ("-W", "ignore::pytest.PytestAssertRewriteWarning", f"{KIT}::TestBasic")
 RUN = """
 import sys

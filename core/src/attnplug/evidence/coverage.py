@@ -140,7 +140,7 @@ def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -
     declared = variant.supports if variant else {}
     facts = {
         **dict(wanted.requested()),
-        "paged": wanted.paged,  # calls without pages are kernels of their own
+        "paged": wanted.paged,  # calls without pages have separate kernels
         **{name: getattr(agreement, name) for name in TERMS},
         **device.facts(),
     }

@@ -357,7 +357,7 @@ def _import(plugin: Plugin) -> ModuleType:
 
 def _register(module: ModuleType, plugin: Plugin) -> Any:
     """
-    Put one plugin into a manager of its own: hooks are addressed to one plugin, and a failure leaves nothing behind.
+    Put one plugin into a separate manager: hooks are addressed to one plugin, and a failure leaves nothing behind.
     """
     from pluggy import PluginManager, PluginValidationError  # noqa: PLC0415 - needed only here, where torch is about to load
 

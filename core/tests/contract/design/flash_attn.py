@@ -84,7 +84,7 @@ class FlashAttentionImpl(AttentionImpl):
             self.update_kv_cache(key, value, kv_cache, batch.slot_mapping)
         pages = (key, value) if kv_cache is None else (kv_cache.k, kv_cache.v)
         passes, dcp = self.plan_of(metadata), metadata.state.parallel
-        if not (batch.common_prefix_len or dcp.dcp_size > 1):  # phases: rows of their own, written in place
+        if not (batch.common_prefix_len or dcp.dcp_size > 1):  # phases: separate rows, written in place
             for each in passes:
                 found = self._attend(each, query, pages, rows[each.rows], metadata, self.layer.sinks)
                 if lse is not None:

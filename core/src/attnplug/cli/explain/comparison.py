@@ -88,7 +88,7 @@ class Comparison:
             rivals = [each for each in self.choice.backends if self.chosen in each.same_as]
             yield from map(self._passed_over, rivals)
             if not rivals:
-                yield f"{self.engine} has no backend of its own with the kernels of {self.chosen}"
+                yield f"{self.engine} itself has no backend with the kernels of {self.chosen}"
 
     def _passed_over(self, rival: EngineBackend) -> str:
         if rival.reasons:

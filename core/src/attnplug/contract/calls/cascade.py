@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_PREFIX: Final = 256
-"""Shorter prefixes are not worth a pass of their own."""
+"""Shorter prefixes are not worth a separate pass."""
 
 LEAST_REQUESTS: Final = 8
 """With fewer requests, the prefix is read too few times."""
