@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pickle
 
+import attrs
 import pytest
 import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch
+from attnplug.contract.inputs.batch import with_fields
 from attnplug.errors import BatchError, TensorError
 from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
 
@@ -81,6 +83,30 @@ def test_what_is_derived_once_is_shared_and_not_copied_to_another_batch():
 
     assert values == [1, 1]
     assert evolve(batch, causal=True).cached("pages", lambda: 7) == 7
+
+
+@pytest.mark.parametrize("name", [None, *[each.name for each in attrs.fields(Batch) if each.init]])
+def test_other_fields_are_those_of_evolve(name):
+    batch = make_batch([1, 2], [9, 4])
+    batch.cached("pages", lambda: 7)
+    fields = {} if name is None else {name: object()}
+    expected, found = evolve(batch, **fields), with_fields(batch, **fields)
+
+    for each in attrs.fields(Batch):
+        if each.init:
+            assert getattr(found, each.name) is getattr(expected, each.name)
+    assert found.derived == {}
+    assert batch.cached("pages", lambda: 8) == 7
+
+
+def test_a_batch_of_a_hosts_class_stays_one():
+    @attrs.frozen(eq=False, kw_only=True)
+    class Mine(Batch):
+        tag: str = ""
+
+    batch = with_fields(Mine(**make_batch([1], [3]).to_dict(), tag="a"), max_seq_len=4)
+
+    assert (type(batch), batch.tag, batch.max_seq_len) == (Mine, "a", 4)
 
 
 def test_a_batch_pickles():

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from attnplug import Requirements
 from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
+from attnplug.errors import PluginContractError
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn.schedule import longest_schedule
 from plugins.flash_attn.tests.recording_kernels import load
@@ -115,6 +116,49 @@ def test_graphs_share_one_memory_whose_tail_is_zero() -> None:
     prefills = harness.schedule(2, [7, 17], [9, 20])
     assert prefills.data_ptr() != place  # of another pass
     assert not memory_of(prefills)[prefills.shape[0] :].any()
+
+
+def test_plans_of_a_graph_are_made_once() -> None:
+    harness = Captured(GraphShape(4, 4, 1))
+    built = [harness.builder.build(harness.batch(*lens), graph=harness.graphs[0]) for lens in ([[1, 1]], [[1], [60]])]
+    first, second = (harness.impls[0].plan_of(metadata) for metadata in built)
+
+    assert first is second
+    assert all(call.scheduler_metadata is None for call in harness.backend.kernels.scheduled)
+
+
+@pytest.mark.parametrize("longer", [1, -1, None])
+def test_a_schedule_of_another_length_is_refused_in_a_graph(monkeypatch, longer) -> None:
+    harness = Captured(GraphShape(4, 4, 1))
+    kernels, graph, batch = harness.backend.kernels, harness.graphs[0], harness.batch([1, 1], [9, 20])
+    make = kernels.schedule
+
+    def other(call: Any, params: Any, *, num_heads_q: int) -> torch.Tensor | None:
+        made = make(call, params, num_heads_q=num_heads_q)
+        return None if longer is None else torch.zeros(made.shape[0] + longer, dtype=torch.int32)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "schedule", other)
+        for _ in range(2):  # what was refused is not taken for the capture's
+            with pytest.raises(PluginContractError, match=r"scheduler_metadata.* changed since the capture"):
+                harness.builder.build(batch, graph=graph)
+    harness.schedule(0, [1, 1], [9, 20])
+
+
+@pytest.mark.parametrize("other", ["wider", "shifted"])
+def test_another_block_table_of_the_host_is_refused_in_a_graph(other) -> None:
+    harness = Captured()
+    memory = torch.zeros(2, 12, dtype=torch.int32)
+    batch = harness.batch([1, 1], [9, 20])
+    memory[:, :2] = batch.block_table[:, :2]
+    own = evolve(batch, block_table=memory[:, :8], block_table_cpu=memory[:, :8])
+    with harness.state.graph_capture(8):
+        graph = harness.state.graph(GraphShape(2, 2, 1), host_owned_inputs=True)
+        harness.builder.build(own, graph=graph)
+    wider = memory if other == "wider" else memory.as_strided((2, 8), (8, 1))
+    wider.copy_(torch.nn.functional.pad(batch.block_table[:, :2], (0, wider.shape[1] - 2)))
+    with pytest.raises(PluginContractError, match=r"block_table.* changed since the capture"):
+        harness.builder.build(evolve(own, block_table=wider, block_table_cpu=wider), graph=graph)
 
 
 def test_the_memory_is_freed_with_the_graphs() -> None:

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from attrs import evolve
 
 from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
@@ -17,6 +16,7 @@ from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
 from attnplug.contract.guards.normalize import cut_alike, keep_lengths
+from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
+    from attnplug.contract.guards.batch import Checked
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits, Parallel
@@ -272,12 +273,11 @@ class MetadataBuilder:
             return assemble(self, split, self.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
         # Before anything is written: a refused batch leaves the buffers as they were.
-        split = self._guard.check(batch, in_place=graph.host_owned_inputs)
-        batch = split.batch
-        _check_covered(self, graph, batch)
-        split = graph.take(split, self)
+        checked = self._guard.check_for_graph(batch, in_place=graph.host_owned_inputs)
+        _check_covered(self, graph, checked)
+        split = graph.take(checked, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        metadata = graph.seal(assemble(self, split, fields, graph), self, batch)
+        metadata = graph.seal(assemble(self, split, fields, graph), self, checked.given)
         if not graph.prepares_itself(self):
             self.prepare_in_graph(metadata)
         return metadata
@@ -362,7 +362,7 @@ class MetadataBuilder:
             copy = tensor if cpu is None and tensor is not None and tensor.is_cpu else cpu
             fields[name] = cut_alike(metadata.batch, name, tensor)
             fields[f"{name}_cpu"] = fields[name] if copy is tensor else cut_alike(metadata.batch, name, copy)
-        batch: Batch = keep_lengths(evolve(metadata.batch, **fields), self.agreement)
+        batch: Batch = keep_lengths(with_fields(metadata.batch, **fields), self.agreement)
         split = self._guard.check(batch)
         return assemble(self, split, self.replan_block_table(metadata, split.batch, split))
 
@@ -427,11 +427,10 @@ class MetadataBuilder:
     def _decides_on_captures(self) -> bool:
         return type(self).can_capture is not MetadataBuilder.can_capture
 
-    def covers(self, batch: Batch) -> bool:
-        """Whether a batch with exact numbers can be replayed from a graph."""
-        return runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len) and self.can_capture(
-            batch
-        )
+    def covers(self, batch: Batch, query_len: int | None = None) -> bool:
+        """Whether a batch with exact numbers can be replayed from a graph; see `runs_at`."""
+        longest = self.agreement.requirements.decode_query_len
+        return runs_at(self.graph_level, batch, longest, query_len) and self.can_capture(batch)
 
     def seen_by_graphs(self, batch: Batch, shortest: int) -> tuple[Batch, Batch]:
         """
@@ -475,7 +474,7 @@ def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
             f"{agreement.id} builds eagerly here: its builder supports no graphs in this agreement",
             "build with graph=None, or select again with the cudagraph level that the batch needs",
         )
-    if not isinstance(graph, GraphBuffers) or builder.state.graphs.get(graph.key) is not graph:
+    if not isinstance(graph, GraphBuffers) or not builder.state.holds(graph):
         raise BatchError(
             f"the graph buffers {graph!r} were given to a builder of {agreement.id}",
             "graph buffers belong to the state that the builder was made with, until they are released",
@@ -483,9 +482,10 @@ def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
         )
 
 
-def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, batch: Batch) -> None:
+def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, checked: Checked) -> None:
     """Check that a checked batch may run in a graph; the plugin decides too (`can_capture`)."""
-    if not builder.can_run_in_cudagraph(batch):
+    batch = checked.split.batch
+    if batch.common_prefix_len or not builder.covers(batch, checked.query_len):
         raise BatchError(
             f"a batch with queries of up to {batch.max_query_len} tokens was given for the graph {graph.key}",
             f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",

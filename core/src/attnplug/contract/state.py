@@ -296,11 +296,16 @@ class State:
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
-        if builder not in self._inputs:  # agreements that share a state may differ in their block size
+        found = self._inputs.get(builder)
+        if found is None:  # agreements that share a state may differ in their block size
             with outside_inference_mode():
-                made = PersistentInputs(builder.agreement, self.limits, self._most_reqs, self.device)
-            self._inputs[builder] = made
-        return self._inputs[builder]
+                found = PersistentInputs(builder.agreement, self.limits, self._most_reqs, self.device)
+            self._inputs[builder] = found
+        return found
+
+    def holds(self, graph: GraphBuffers) -> bool:
+        """Whether buffers are those of their shape, and were not released."""
+        return self._graphs.get(graph.key) is graph
 
     def reserve_workspace(self, backend: Backend) -> None:
         """

@@ -24,7 +24,7 @@ from attnplug_flash_attn.passes import (
     num_splits,
     write_cumulative,
 )
-from attnplug_flash_attn.schedule import Schedules, calls_of, carried_over
+from attnplug_flash_attn.schedule import GraphPlans, Schedules, calls_of, carried_over, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl, Batch, BatchSplit, GraphBuffers, Metadata, Phase, State
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.impl import FlashAttentionImpl
+    from attnplug_flash_attn.schedule import ScheduledCall
 
 
 class FlashAttentionBuilder(MetadataBuilder):
@@ -72,11 +73,10 @@ class FlashAttentionBuilder(MetadataBuilder):
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return the passes of the step, with a schedule for each plan key unless the build is fast."""
+        if graph is not None and self._is_paged and self._kernels.paged and self._ranks is None:
+            return {"plans": self._plans_of_graph(batch, split, graph)}
         plan = self._plan(batch, split, graph)
-        if not self._kernels.schedules or (fast and graph is None):  # a captured graph always reads its schedule
-            return {"plans": dict.fromkeys(self._params, plan)}
-        add = self._schedules.add
-        return {"plans": {key: add(plan, key, params, graph) for key, params in self._params.items()}}
+        return {"plans": self._scheduled(plan, graph, schedules=graph is not None or not fast)}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
         """Write the cumulative lengths of keys, where the library reads those."""
@@ -101,6 +101,31 @@ class FlashAttentionBuilder(MetadataBuilder):
             for key, params in self._params.items()
         }
         return {"plans": plans}
+
+    def _scheduled(self, plan: Plan, graph: GraphBuffers | None, *, schedules: bool = True) -> dict[Hashable, Plan]:
+        """Return the plan of each plan key. A captured graph always reads its schedules."""
+        if not (self._kernels.schedules and schedules):
+            return dict.fromkeys(self._params, plan)
+        add = self._schedules.add
+        return {key: add(plan, key, params, graph) for key, params in self._params.items()}
+
+    def _plans_of_graph(self, batch: Batch, split: BatchSplit, graph: GraphBuffers) -> Mapping[Hashable, Plan]:
+        """
+        Return the plans of a graph. All that is in them is frozen by the capture, but for what their tensors hold. So
+        they are made once. Those of other tensors are what the comparison with the capture refuses.
+        """
+        kept: GraphPlans = self.per_graph(graph, "plans", GraphPlans)
+        tensors = forms_of(batch.query_start_loc, batch.seq_lens, batch.encoder_seq_lens, batch.block_table)
+        if kept.tensors == tensors and self._schedules.renew(kept.calls):
+            return kept.plans
+        plan = self._plan(batch, split, graph)
+        plans = self._scheduled(plan, graph)
+        if not kept.plans:
+            calls: list[ScheduledCall] = []
+            for key, params in self._params.items() if self._kernels.schedules else ():
+                calls += self._schedules.of_graph(plan, plans[key], key, params, graph)
+            kept.tensors, kept.plans, kept.calls = tensors, plans, tuple(calls)
+        return plans
 
     def _plan(self, batch: Batch, split: BatchSplit, graph: GraphBuffers | None) -> Plan:
         """Return the passes of a step, without schedules."""

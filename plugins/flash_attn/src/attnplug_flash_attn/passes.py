@@ -118,6 +118,22 @@ def call_of(rows: Rows, num_splits: int) -> VarlenCall:
     )
 
 
+def with_schedule(call: VarlenCall, schedule: Tensor | None) -> VarlenCall:
+    """Return a call with a schedule. `attrs.evolve` takes three times as long, and each step has a call or two."""
+    return VarlenCall(
+        cu_seqlens_q=call.cu_seqlens_q,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        seqused_k=call.seqused_k,
+        cu_seqlens_k=call.cu_seqlens_k,
+        block_table=call.block_table,
+        leftpad_k=call.leftpad_k,
+        causal=call.causal,
+        num_splits=call.num_splits,
+        scheduler_metadata=schedule,
+    )
+
+
 def leftpad_of(kernels: Kernels, requests: int, device: torch.device) -> Tensor | None:
     """Return `VarlenCall.leftpad_k`, which is never written again; None if the library does not want it."""
     return torch.zeros(requests, dtype=torch.int32, device=device) if kernels.wants_leftpad else None

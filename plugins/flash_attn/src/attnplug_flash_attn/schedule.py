@@ -2,28 +2,107 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from attrs import evolve
+from attrs import define, evolve, frozen
+
+from attnplug_flash_attn.passes import KernelPass, Plan, with_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
     from attnplug.contract import GraphBuffers, Limits, MetadataBuilder
     from attnplug_flash_attn.kernels.interface import Kernels, LayerParams, VarlenCall
-    from attnplug_flash_attn.passes import KernelPass, Plan
 
 _PASSES = ("decode", "prefill", "prefix")
+
+
+@define(eq=False)
+class GraphPlans:
+    """
+    The plans of a graph, for all its replays.
+
+    Attributes:
+        tensors: What `forms_of` returns for the tensors that they were made of.
+        plans: The plan of each plan key.
+        calls: What renews their schedules.
+    """
+
+    tensors: tuple[object, ...] = ()
+    plans: Mapping[Hashable, Plan] = MappingProxyType({})
+    calls: tuple[ScheduledCall, ...] = ()
+
+
+def forms_of(*tensors: Tensor | None) -> tuple[object, ...]:
+    """Return the address, the shape and the strides of each tensor: what a graph freezes of it."""
+    return tuple([None if one is None else (one.data_ptr(), one.shape, one.stride()) for one in tensors])
 
 
 def longest_schedule(limits: Limits) -> int:
     """Return the length of the longest schedule: four integers per request, rounded up to four requests, and one."""
     most = max(limits.max_num_reqs, *limits.capture_sizes, 1)
     return 1 + -(-most // 4) * 4 * 4
+
+
+@define(eq=False)
+class Memory:
+    """
+    The memory of a pass's schedules in graphs.
+
+    Attributes:
+        tensor: The memory, int32.
+        used: How much of it the last schedule took; zeros follow.
+    """
+
+    tensor: Tensor
+    used: int = 0
+
+
+@frozen(eq=False)
+class GraphSchedule:
+    """
+    The schedule of a pass in one graph.
+
+    Attributes:
+        memory: The memory, which other graphs use too.
+        tensor: Its beginning, which the graph reads.
+    """
+
+    memory: Memory
+    tensor: Tensor
+
+    def write(self, schedule: Tensor) -> None:
+        """
+        Copy a schedule of the same length, and zero the rest.
+
+        Kernels would take the rest of a longer schedule for work, and overwrite the output.
+        """
+        count, memory = self.tensor.shape[0], self.memory
+        if memory.used > count:
+            memory.tensor[count : memory.used].zero_()
+        memory.used = count
+        self.tensor.copy_(schedule)
+
+
+@frozen(eq=False)
+class ScheduledCall:
+    """
+    A call of a graph's plan, for all its replays.
+
+    Attributes:
+        call: The call without its schedule. Its tensors have the lengths of each step.
+        params: The parameters of any layer of the plan key.
+        memory: Where the schedule is, None where the library has none.
+    """
+
+    call: VarlenCall
+    params: LayerParams
+    memory: GraphSchedule | None
 
 
 class Schedules:
@@ -41,7 +120,7 @@ class Schedules:
     def __init__(self, builder: MetadataBuilder, kernels: Kernels) -> None:
         self._builder = builder
         self._kernels = kernels
-        self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        self._memories: WeakValueDictionary[Hashable, Memory] = WeakValueDictionary()
 
     def add(self, plan: Plan, key: Hashable, params: LayerParams, graph: GraphBuffers | None) -> Plan:
         """
@@ -59,29 +138,62 @@ class Schedules:
             schedule = self._kernels.schedule(call, params, num_heads_q=num_heads_q)
             if schedule is not None and graph is not None:
                 schedule = self._copy_for_graph(schedule, graph, (key, name))
-            return call if schedule is None else evolve(call, scheduler_metadata=schedule)
+            return call if schedule is None else with_schedule(call, schedule)
 
         return _mapped(plan, scheduled, heads * self._builder.parallel.dcp_size)
 
+    def of_graph(
+        self, plan: Plan, made: Plan, key: Hashable, params: LayerParams, graph: GraphBuffers
+    ) -> Iterator[ScheduledCall]:
+        """
+        Yield what renews the schedules of a graph's plan.
+
+        Args:
+            plan: The plan without schedules, and without DCP.
+            made: What `add` returned for it.
+            key: Its plan key.
+            params: The parameters of any layer of the plan key.
+            graph: The graph.
+        """
+        with_schedules = dict(calls_of(made))
+        for name, call in calls_of(plan):
+            count = 0 if (found := with_schedules[name].scheduler_metadata) is None else found.shape[0]
+            memory = None if found is None else self._kept(graph, (key, name), count)
+            yield ScheduledCall(call, params, memory)
+
+    def renew(self, calls: Iterable[ScheduledCall]) -> bool:
+        """Write the schedules of a graph again, and return whether its plans are still right."""
+        heads = self._builder.agreement.requirements.num_q_heads
+        for each in calls:
+            schedule, memory = self._kernels.schedule(each.call, each.params, num_heads_q=heads), each.memory
+            if schedule is None or memory is None:
+                if schedule is not None or memory is not None:
+                    return False
+            elif schedule.shape != memory.tensor.shape:
+                return False
+            else:
+                memory.write(schedule)
+        return True
+
     def _copy_for_graph(self, schedule: Tensor, graph: GraphBuffers, name: Hashable) -> Tensor:
-        """
-        Copy a schedule into the memory of graphs, and zero the rest.
-
-        Kernels would take the rest of a longer schedule for work, and overwrite the output.
-        """
+        """Copy a schedule into the memory of graphs, and return it there."""
         count = schedule.shape[0]
-        memory = self._builder.per_graph(graph, ("schedule", name), lambda: self._memory(name, count))
-        memory[:count].copy_(schedule)
-        memory[count:].zero_()
-        return memory[:count]
+        kept = self._kept(graph, name, count)
+        if kept.tensor.shape[0] != count:  # the comparison with the capture refuses it
+            return schedule
+        kept.write(schedule)
+        return kept.tensor
 
-    def _memory(self, name: Hashable, count: int) -> Tensor:
+    def _kept(self, graph: GraphBuffers, name: Hashable, count: int) -> GraphSchedule:
+        return self._builder.per_graph(graph, ("schedule", name), lambda: self._memory(name, count))
+
+    def _memory(self, name: Hashable, count: int) -> GraphSchedule:
         found = self._memories.get(name)
-        if found is None or found.shape[0] < count:
+        if found is None or found.tensor.shape[0] < count:
             size = max(count, longest_schedule(self._builder.limits))
-            found = torch.zeros(size, dtype=torch.int32, device=self._builder.state.device)
+            found = Memory(torch.zeros(size, dtype=torch.int32, device=self._builder.state.device))
             self._memories[name] = found
-        return found
+        return GraphSchedule(found, found.tensor[:count])
 
 
 def carried_over(plan: Plan, before: Plan) -> Plan:
@@ -94,23 +206,26 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
     """
     calls = dict(calls_of(before))
 
-    def with_schedule(name: str, call: VarlenCall) -> VarlenCall:
+    def carried(name: str, call: VarlenCall) -> VarlenCall:
         old = calls[name].scheduler_metadata
         reads_same = (call.block_table is None) == (calls[name].block_table is None)
-        return evolve(call, scheduler_metadata=old) if reads_same else call
+        return with_schedule(call, old) if reads_same else call
 
-    return _mapped(plan, with_schedule)
+    return _mapped(plan, carried)
 
 
 def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_context: int) -> Plan:
     """Return a plan with changed calls. The context pass of DCP has the query heads of all ranks."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {name: getattr(plan, name) for name in (*_PASSES, "dcp", "packed_context")}
     for name, call in calls_of(plan):
         if name == "context" and plan.dcp is not None:
             made["dcp"] = evolve(plan.dcp, context=change(name, call, *heads_of_context))
         else:
-            made[name] = evolve(getattr(plan, name), call=change(name, call))
-    return evolve(plan, **made)
+            old: KernelPass = made[name]
+            made[name] = KernelPass(
+                change(name, call), old.first, old.last, old.slots, old.reads_new_kv, old.buffers, old.rest
+            )
+    return Plan(**made)
 
 
 def calls_of(plan: Plan) -> Iterator[tuple[str, VarlenCall]]:

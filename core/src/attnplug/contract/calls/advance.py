@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from attnplug.contract.guards._format import describe
-from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.batch import PAD_SLOT_ID, with_fields
 from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError, NotNegotiatedError, TensorError
 
@@ -84,7 +84,7 @@ def next_decode_batch(
     _check_room(before, agreement, longest)
     slots = _next_slots(before, agreement, count)
     host = before.block_table_cpu if device.type == "cpu" else None
-    return evolve(
+    return with_fields(
         before,
         query_start_loc=upload(starts, device),
         query_start_loc_cpu=starts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 from attrs import evolve
 
@@ -12,6 +12,7 @@ from attnplug.contract.graphs.masks import GraphMask
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
 from attnplug.contract.graphs.shape import query_range, split_of_shape
 from attnplug.contract.guards.normalize import with_exact_counts
+from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, PluginContractError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
+    from attnplug.contract.guards.batch import Checked
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.metadata import Metadata
@@ -51,7 +53,7 @@ class GraphBuffers:
         self.max_seq_len = key.max_seq_len or state.limits.max_seq_len
         self.host_owned_inputs = host_owned_inputs
         self._kept: dict[Hashable, Any] = {}
-        self._latest: WeakKeyDictionary[MetadataBuilder, ref[Metadata]] = WeakKeyDictionary()
+        self._latest: dict[MetadataBuilder, ref[Metadata]] = {}  # of builders that `_kept` holds
         self._outdated: WeakSet[Metadata] = WeakSet()
 
     def __repr__(self) -> str:
@@ -104,7 +106,7 @@ class GraphBuffers:
         """Whether this builder has built into these buffers."""
         return ("captured", builder) in self._kept
 
-    def take(self, split: BatchSplit, builder: MetadataBuilder) -> BatchSplit:
+    def take(self, checked: Checked, builder: MetadataBuilder) -> BatchSplit:
         """
         Return a checked batch as the graph sees it, with the split of the graph's shape. `MetadataBuilder.build` calls
         it.
@@ -112,9 +114,12 @@ class GraphBuffers:
         Raises:
             BatchError: The batch does not fit the shape, or its tensors moved though the host owns them.
         """
-        _check_fits(self, split.batch)
+        batch = checked.given
+        if not _fits_plainly(self, batch, checked.query_len):
+            _check_fits(self, batch)
         self._outdate(builder)
-        return split_of_shape(self.key, split, self._as_seen(split.batch, builder), builder.agreement.requirements)
+        seen = self._as_seen(batch, builder)
+        return split_of_shape(self.key, checked.split, seen, builder.agreement.requirements)
 
     def mark(self) -> frozenset[Hashable]:
         """Return the names of what is kept here now, for `roll_back`."""
@@ -123,6 +128,7 @@ class GraphBuffers:
     def roll_back(self, mark: frozenset[Hashable]) -> None:
         """Release what was added since the mark was made: a builder whose capture failed has not captured."""
         self._kept = {name: value for name, value in self._kept.items() if name in mark}
+        self._latest = {builder: seen for builder, seen in self._latest.items() if self.is_captured(builder)}
 
     def is_outdated(self, metadata: Metadata) -> bool:
         """
@@ -154,7 +160,7 @@ class GraphBuffers:
         kept: GraphMask = self.share(("mask", builder), lambda: self._make_mask(builder))
         running = batch.num_reqs - batch.num_padded_reqs
         mask = kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens, running)
-        return evolve(seen, custom_mask=mask)
+        return with_fields(seen, custom_mask=mask)
 
     def _make_mask(self, builder: MetadataBuilder) -> GraphMask:
         """Return the mask of this shape, in the memory of another shape where that is large enough."""
@@ -208,6 +214,26 @@ class GraphBuffers:
     def given(self, builder: MetadataBuilder) -> Batch:
         """Return the batch that this builder last built into these buffers, as the host gave it."""
         return cast("Batch", self._kept["given", builder])
+
+
+def _fits_plainly(graph: GraphBuffers, batch: Batch, query_len: int | None) -> bool:
+    """Whether a checked batch fits without a doubt, as nearly every one does: no texts are made for it."""
+    key = graph.key
+    return (
+        batch.num_reqs <= key.num_reqs
+        and batch.num_actual_tokens <= key.num_tokens
+        and batch.max_seq_len <= graph.max_seq_len
+        and (key.query_len is None or key.query_len == query_len)
+        and not batch.common_prefix_len
+        and batch.custom_mask is None
+        and not batch.extra
+        and batch.encoder_seq_lens is None
+        and batch.key_start_loc is None
+        and (
+            not graph.host_owned_inputs
+            or (batch.num_reqs, _num_slots(batch)) == (key.num_reqs, _captured_slots(key, batch))
+        )
+    )
 
 
 def _check_fits(graph: GraphBuffers, batch: Batch) -> None:

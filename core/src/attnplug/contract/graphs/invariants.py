@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ import torch
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # The batch is checked by `_check_fits`; guards read block numbers, kernels do not.
 _UNREAD: Final = ("batch", "highest_block", "graph", "agreement", "state")
@@ -31,17 +32,22 @@ class Snapshot:
         fact: What a graph freezes of it: the address and form of a tensor, or a number; None where `parts` has it.
         parts: Snapshots of what is inside, by name.
         is_fixed: Whether the value itself, found again, is unchanged: no attribute of it can be set.
+        is_leaf: Whether the fact is all of it.
+        values_of: Returns what is inside of a value of the same type, in the order of `parts`, or None where a value
+            has other parts; None for values of which only `changes` knows.
+        inside: The snapshots in `parts`.
     """
 
     value: Any
     fact: Any = None
     parts: Mapping[str, Snapshot] = MappingProxyType({})
     is_fixed: bool = False
+    is_leaf: bool = False
+    values_of: Callable[[Any], Sequence[Any] | None] | None = None
+    inside: tuple[Snapshot, ...] = ()
 
     def changes(self, found: Any, path: str) -> Iterator[str]:
         """Yield the paths of what differs in a value that a replay is to read in place of this one."""
-        if self.is_plainly_kept(found):
-            return
         if _fact(found) != self.fact:
             yield path
             return
@@ -50,7 +56,8 @@ class Snapshot:
             yield path
             return
         for name, part in self.parts.items():
-            yield from part.changes(inside[name], path + name)
+            if not part.is_plainly_kept(inside[name]):
+                yield from part.changes(inside[name], path + name)
 
     def is_plainly_kept(self, found: Any) -> bool:
         """Whether a value is the same without a doubt, as nearly every one is: no paths are made for it."""
@@ -58,12 +65,15 @@ class Snapshot:
             return True
         if type(found) is not type(self.value):
             return False
-        if isinstance(found, _LEAVES):
-            return not self.parts and bool(_fact(found) == self.fact)
-        inside = _values(found)
-        if inside is None or len(inside) != len(self.parts):
+        if self.is_leaf:
+            return bool(_fact(found) == self.fact)
+        values = None if self.values_of is None else self.values_of(found)
+        if values is None or len(values) != len(self.inside):
             return False
-        return all(map(Snapshot.is_plainly_kept, self.parts.values(), inside))
+        for part, item in zip(self.inside, values, strict=True):
+            if not ((item is part.value and part.is_fixed) or part.is_plainly_kept(item)):
+                return False
+        return True
 
 
 def snapshot(value: Any) -> Snapshot:
@@ -73,7 +83,9 @@ def snapshot(value: Any) -> Snapshot:
     It looks into attrs classes, tuples, lists and mappings. Of any other object only the identity counts.
     """
     parts = {name: snapshot(item) for name, item in _parts(value).items()}
-    return Snapshot(value, _fact(value), parts, _is_fixed(value))
+    is_leaf = isinstance(value, _LEAVES) and not parts
+    values_of = None if isinstance(value, _LEAVES) else _reader(value)
+    return Snapshot(value, _fact(value), parts, _is_fixed(value), is_leaf, values_of, tuple(parts.values()))
 
 
 def snapshots(metadata: Any) -> dict[str, Snapshot]:
@@ -84,7 +96,12 @@ def snapshots(metadata: Any) -> dict[str, Snapshot]:
 
 def changed_fields(captured: Mapping[str, Snapshot], metadata: object) -> list[str]:
     """Return the paths of what differs in metadata, field by field, from the snapshots of the capture."""
-    return [path for name, before in captured.items() for path in before.changes(getattr(metadata, name), name)]
+    differing: list[str] = []
+    for name, before in captured.items():
+        found = getattr(metadata, name)
+        if not before.is_plainly_kept(found):
+            differing += before.changes(found, name)
+    return differing
 
 
 def _fact(value: Any) -> Any:
@@ -103,11 +120,26 @@ def _parts(value: Any) -> dict[str, Any]:
     return {f".{name}": getattr(value, name) for name in _names(value)}
 
 
-def _values(value: Any) -> Sequence[Any] | None:
-    """The values of `_parts` where their names follow from the type, else None."""
+def _reader(value: Any) -> Callable[[Any], Sequence[Any] | None] | None:
+    """Return what reads the values of `_parts` from objects of this one's type; None where there is no fast way."""
     if isinstance(value, (tuple, list)):
-        return value
-    return [getattr(value, name) for name in _names(value)] or None
+        return _itself
+    if type(value) is dict:
+        return partial(_items, list(value))
+    names = _names(value)
+    return None if not names else partial(_only, names[0]) if len(names) == 1 else attrgetter(*names)
+
+
+def _itself(found: Sequence[Any]) -> Sequence[Any]:
+    return found
+
+
+def _items(keys: list[Any], found: dict[Any, Any]) -> list[Any] | None:
+    return [*found.values()] if [*found] == keys else None
+
+
+def _only(name: str, found: Any) -> tuple[Any]:
+    return (getattr(found, name),)
 
 
 def _names(value: Any) -> tuple[str, ...]:

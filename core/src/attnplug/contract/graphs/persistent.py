@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
 
-from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.batch import PAD_SLOT_ID, with_fields
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 _OPTIONAL = ("encoder_seq_lens", "dcp_local_seq_lens")
+_READ = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_OPTIONAL)
+_read_of = attrgetter(*_READ)
 _LENGTHS = ("seq_lens", *_OPTIONAL)
 
 
@@ -99,7 +101,7 @@ class PersistentInputs:
 
 def as_captured(batch: Batch, key: GraphShape, max_seq_len: int, **fields: Any) -> Batch:
     """Return the batch, its tensors replaced by these, with the numbers that a graph of this shape is captured with."""
-    return evolve(
+    return with_fields(
         batch,
         **fields,
         num_reqs=key.num_reqs,
@@ -111,21 +113,23 @@ def as_captured(batch: Batch, key: GraphShape, max_seq_len: int, **fields: Any) 
     )
 
 
-def addresses(batch: Batch) -> dict[str, int]:
-    """Return where the tensors lie that a graph would read."""
-    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_OPTIONAL)
-    tensors = {name: getattr(batch, name) for name in names}
-    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+def addresses(batch: Batch) -> list[int | None]:
+    """Return where the tensors lie that a graph would read, None for absent ones."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in _read_of(batch)]
 
 
-def check_unmoved(before: dict[str, int], batch: Batch) -> None:
+def check_unmoved(before: list[int | None], batch: Batch) -> None:
     """
     Check that a host which owns the graph's inputs passes them again.
 
     Raises:
         BatchError: A tensor has another address than at capture.
     """
-    moved = [name for name, place in addresses(batch).items() if before.get(name) != place]
+    found = addresses(batch)
+    if found == before:
+        return
+    places = zip(_READ, before, found, strict=True)
+    moved = [name for name, former, place in places if place is not None and former != place]
     if moved:
         raise BatchError(
             f"a batch whose {', '.join(moved)} moved was given for a graph with host_owned_inputs=True",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 
-@frozen
+@frozen(cache_hash=True)  # each build looks for its buffers
 class GraphShape:
     """
     The shape of a batch that is prepared ahead, for warm-up and capture.
@@ -92,11 +92,19 @@ def graph_level(agreement: Agreement, limits: Limits) -> str:
     return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
 
 
-def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
-    """Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing."""
+def runs_at(level: str, batch: Batch, decode_query_len: int, query_len: int | None = None) -> bool:
+    """
+    Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing.
+
+    Args:
+        level: The graph level.
+        batch: The batch.
+        decode_query_len: The longest query of a decode.
+        query_len: What all queries are known to be long; None compares them.
+    """
     if level in {"never", "always"}:
         return level == "always"
-    shortest, longest = query_range(batch)
+    shortest, longest = query_range(batch) if query_len is None else (query_len, query_len)
     most = 1 if level == "single_token_decode" else decode_query_len
     return shortest == longest <= most
 

@@ -50,7 +50,13 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
         tensor.shape != shape
         or tensor.dtype is not dtype
         # The name of a device is made for each call, and a batch has many tensors.
-        or not (tensor.is_cpu if device_type == "cpu" else tensor.device.type == device_type)
+        or not (
+            tensor.is_cpu
+            if device_type == "cpu"
+            else tensor.is_cuda
+            if device_type == "cuda"
+            else tensor.device.type == device_type
+        )
     ):
         raise TensorError(
             f"{name} of {describe(tensor)} was given",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import evolve
+from attrs import frozen
 
 from attnplug.contract.guards._format import check_index, check_mirror, extremes
+from attnplug.contract.guards.dense import check_dense
 from attnplug.contract.guards.negotiated import check_negotiated
 from attnplug.contract.guards.normalize import (
     as_dummy,
@@ -25,7 +27,7 @@ from attnplug.contract.guards.normalize import (
 )
 from attnplug.contract.guards.pages import PageGuard
 from attnplug.contract.inputs.batch import Batch
-from attnplug.contract.inputs.phase import BatchSplit, count_decodes, uniform_query_lens
+from attnplug.contract.inputs.phase import BatchSplit, count_decodes, padded_query_lens, uniform_query_lens
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
 
-_COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
+_COUNTS: Final = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
+_counts_of: Final = attrgetter(*_COUNTS)
+_INTS: Final = {int}
 
 
 def check_batch(batch: object, where: str) -> None:
@@ -69,6 +73,22 @@ def check_batches(batches: object) -> None:
         check_batch(batch, "begin_forward")
 
 
+@frozen(eq=False)
+class Checked:
+    """
+    A checked batch, for a graph.
+
+    Attributes:
+        split: The split, with the batch as plugins see it: exact numbers for bounds, and no padded requests.
+        given: The batch that the graph takes: that of the split, or the host's own with its padding.
+        query_len: The query length of all requests that have a query, the others come last; None says nothing.
+    """
+
+    split: BatchSplit
+    given: Batch
+    query_len: int | None
+
+
 class BatchGuard:
     """Checks the batches of one builder."""
 
@@ -83,6 +103,7 @@ class BatchGuard:
         self._reads_queries = requested.query_lens_cpu_kind == "absent"
         self._is_exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
         self._limits = limits
+        self._most = (limits.max_num_reqs, limits.max_num_tokens, limits.max_seq_len)
         self._device_type = device.type
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if requested.paged else None
         # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
@@ -91,17 +112,31 @@ class BatchGuard:
             bool(requested.paged) or bool(requested.causal)
         )
 
-    def check(self, batch: Batch, *, in_place: bool = False) -> BatchSplit:
+    def check(self, batch: Batch) -> BatchSplit:
         """
         Return the split, with the batch as plugins see it: exact numbers for bounds, and no padded requests.
-
-        Args:
-            batch: The batch.
-            in_place: Whether a graph reads the batch's own tensors: then all of them are kept, padding included.
 
         Raises:
             ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
         """
+        return self._check(batch, in_place=False)[0]
+
+    def check_for_graph(self, batch: Batch, *, in_place: bool) -> Checked:
+        """
+        Check a batch for a graph.
+
+        Args:
+            batch: The batch.
+            in_place: Whether the graph reads the batch's own tensors: then all of them are kept, padding included.
+
+        Raises:
+            ContractError: As `check` says.
+        """
+        split, given, query_len = self._check(batch, in_place=in_place)
+        return Checked(split, given if in_place else split.batch, query_len)
+
+    def _check(self, batch: Batch, *, in_place: bool) -> tuple[BatchSplit, Batch, int | None]:
+        """Return the split, the batch with the lengths that were read, and `Checked.query_len`."""
         self._check_counts(batch)
         given = batch = self.read(batch)
         if type(batch.num_padded_reqs) is not int or batch.num_padded_reqs:
@@ -110,13 +145,11 @@ class BatchGuard:
                 check_null_padding(given, self._agreement.block_size or 1)
         if batch.dummy and not in_place:
             batch = as_dummy(batch, self._agreement.block_size or 1)
-        split = self._split(batch)
-        if in_place:
-            return evolve(split, batch=given)
-        if split.batch is not given:
+        split, query_len = self._split(batch)
+        if split.batch is not given and not in_place:
             note_sizes(split.batch, given)
             keep_lengths(split.batch, self._agreement)
-        return split
+        return split, given, query_len
 
     def read(self, batch: Batch) -> Batch:
         """
@@ -145,8 +178,8 @@ class BatchGuard:
             seen = with_exact_longest(seen, longest_of(seen))
         return seen if seen is read else keep_lengths(seen, self._agreement)
 
-    def _split(self, batch: Batch) -> BatchSplit:
-        batch, query_lens = self._check_queries(batch)
+    def _split(self, batch: Batch) -> tuple[BatchSplit, int | None]:
+        batch, query_lens, query_len = self._check_queries(batch)
         batch, seq_lens, contexts = self._check_lengths(batch, query_lens)
         check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._num_decodes(batch, query_lens)
@@ -154,8 +187,8 @@ class BatchGuard:
         if self._pages is not None:
             rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
         else:
-            rows, highest = _check_dense(batch, seq_lens, self._device_type, is_exact=self._is_exact), -1
-        return BatchSplit(
+            rows, highest = check_dense(batch, seq_lens, self._device_type, is_exact=self._is_exact), -1
+        split = BatchSplit(
             batch=batch,
             num_decodes=num_decodes,
             num_prefills=batch.num_reqs - num_decodes,
@@ -164,8 +197,23 @@ class BatchGuard:
             num_key_rows=rows,
             highest_block=highest,
         )
+        return split, query_len
 
     def _check_counts(self, batch: Batch) -> None:
+        counts = reqs, tokens, _, longest, _ = _counts_of(batch)
+        most_reqs, most_tokens, most_keys = self._most
+        if (
+            {*map(type, counts)} == _INTS
+            and 0 < reqs <= most_reqs
+            and 0 < tokens <= most_tokens
+            and longest <= most_keys
+            and batch.max_encoder_seq_len is None
+        ):
+            return
+        self._check_each_count(batch)
+
+    def _check_each_count(self, batch: Batch) -> None:
+        """The same, number by number."""
         for name in _COUNTS:
             count = getattr(batch, name)
             if type(count) is not int:
@@ -207,14 +255,21 @@ class BatchGuard:
                 f"make the state with Limits(max_seq_len={longest}, ...) or more",
             )
 
-    def _check_queries(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """Return the batch with its exact number of tokens and longest query, and the query lengths on the host."""
+    def _check_queries(self, batch: Batch) -> tuple[Batch, Tensor, int | None]:
+        """
+        Return the batch with its exact number of tokens and longest query, the query lengths on the host, and
+        `Checked.query_len`.
+        """
         shape = (batch.num_reqs + 1,)
         check_index("query_start_loc", batch.query_start_loc, shape, torch.int32, self._device_type)
         host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
         uniform = uniform_query_lens(batch)
         if uniform is not None:
-            return batch, uniform
+            return batch, uniform, batch.max_query_len
+        padded = padded_query_lens(batch)
+        if padded is not None:
+            tokens, lens = padded
+            return with_exact_queries(batch, tokens, batch.max_query_len), lens, batch.max_query_len
         starts: list[int] = host.tolist()
         lens = host.diff()
         low, high = extremes(lens)
@@ -229,12 +284,12 @@ class BatchGuard:
             )
         if tokens != batch.num_actual_tokens or high != batch.max_query_len:
             batch = with_exact_queries(batch, tokens, high)
-        return batch, lens
+        return batch, lens, None
 
     def _check_lengths(self, batch: Batch, query_lens: Tensor) -> tuple[Batch, Tensor | None, Tensor | None]:
         """
         Return the batch with its longest sequence, the exact CPU sequence lengths, and how many tokens are before each
-        query; None for these where the host does not know them.
+        query; None for these where the host does not know them, and for the last where no CPU copy is compared with it.
         """
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
@@ -247,12 +302,14 @@ class BatchGuard:
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         low, high = extremes(host)
         _check_longest(batch, high)
-        contexts = host - query_lens
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
-        if low < 0 or (self._orders_keys and low < batch.max_query_len and int(contexts.amin()) < 0):
+        if low < 0 or (self._orders_keys and low < batch.max_query_len and int((host - query_lens).amin()) < 0):
             _refuse_short(host, query_lens)
-        if batch.num_computed_tokens_cpu is not None:
-            _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)
+        computed, contexts = batch.num_computed_tokens_cpu, None
+        if computed is not None or batch.block_table_cpu is not None:
+            contexts = host - query_lens
+            if computed is not None:
+                _check_computed(computed, contexts, exact=exact)
         if not exact:
             return batch, None, None
         return with_exact_longest(batch, high), host, contexts
@@ -324,40 +381,3 @@ def _check_computed(computed: Tensor, contexts: Tensor, *, exact: bool) -> None:
             f"its lengths leave {int(contexts[index])}: seq_len - query_len" + ("" if exact else ", at most"),
             "leave num_computed_tokens_cpu out, and it follows from the lengths",
         )
-
-
-def _check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str, *, is_exact: bool) -> int:
-    """
-    Return the number of K/V rows of a call; 0 where only the device knows it.
-
-    Raises:
-        BatchError: key_start_loc is absent or contradicts the lengths.
-        NotNegotiatedError: The batch has pages.
-        TensorError: key_start_loc has the wrong shape, dtype or device.
-    """
-    for name in ("block_table", "slot_mapping"):
-        if getattr(batch, name) is not None:
-            raise NotNegotiatedError(
-                f"a batch with a {name} was given",
-                "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
-                f"select again with paged=True, or leave {name} out of the batch",
-            )
-    if batch.key_start_loc is None:
-        raise BatchError(
-            "a dense batch without key_start_loc was given",
-            "key_start_loc says where each request's K/V rows start",
-            "pass key_start_loc=query_start_loc where keys are as long as queries, or use Batch.from_lengths",
-        )
-    check_index("key_start_loc", batch.key_start_loc, (batch.num_reqs + 1,), torch.int32, device_type)
-    if batch.key_start_loc_cpu is None and not is_exact:
-        return 0
-    host = check_mirror("key_start_loc", batch.key_start_loc, batch.key_start_loc_cpu)
-    starts: list[int] = host.tolist()
-    lens = host.diff()
-    if starts[0] != 0 or int(lens.amin()) < 0 or (seq_lens is not None and not torch.equal(lens, seq_lens)):
-        raise BatchError(
-            "a key_start_loc was given that contradicts seq_lens",
-            "it starts at 0, never falls, and its steps are seq_lens",
-            "pass [0, *itertools.accumulate(seq_lens)], or use Batch.from_lengths",
-        )
-    return starts[-1]

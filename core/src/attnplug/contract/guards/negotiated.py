@@ -36,6 +36,8 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
         TensorError: A tensor has the wrong shape, dtype or device.
     """
     requested = agreement.requirements
+    if _is_plain(batch, requested):
+        return
     if batch.causal is not requested.causal:
         refuse_unrequested(
             f"a batch with causal={batch.causal!r}",
@@ -55,6 +57,26 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
         _check_bias(batch, agreement, query_lens, device_type)
     if batch.extra:
         check_extra("a batch", batch.extra, agreement)
+
+
+def _is_plain(batch: Batch, requested: Requirements) -> bool:
+    """Whether a batch has pages, lengths and nothing else, and nothing else was requested, as nearly always."""
+    return (
+        batch.causal is requested.causal
+        and requested.paged is True
+        and requested.dcp_size == 1
+        and not (batch.common_prefix_len or batch.extra or requested.custom_mask or requested.attn_bias)
+        and requested.attn_type != "encoder_decoder"
+        and batch.custom_mask is None
+        and batch.attn_bias is None
+        and batch.key_start_loc is None
+        and batch.key_start_loc_cpu is None
+        and batch.encoder_seq_lens is None
+        and batch.encoder_seq_lens_cpu is None
+        and batch.max_encoder_seq_len is None
+        and batch.dcp_local_seq_lens is None
+        and batch.dcp_local_seq_lens_cpu is None
+    )
 
 
 def _refuse_unread(batch: Batch, requested: Requirements) -> None:

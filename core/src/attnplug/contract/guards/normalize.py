@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import evolve
 
 from attnplug.contract.guards._format import extremes
 from attnplug.contract.guards.pages import refuse_slots_beyond
-from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.batch import PAD_SLOT_ID, with_fields
 from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, CacheError, TensorError
 
@@ -69,7 +68,7 @@ def _cut(batch: Batch, reqs: int) -> Batch:
             fields["attn_bias"] = batch.attn_bias[..., : int((starts.diff().long() * lens).sum())]
     if encoders is not None and encoders.is_cpu:
         fields["max_encoder_seq_len"] = int(encoders.amax())
-    return evolve(batch, **fields)
+    return with_fields(batch, **fields)
 
 
 def _first(batch: Batch, name: str, count: int, expected: int) -> Tensor | None:
@@ -111,7 +110,7 @@ def with_exact_longest(batch: Batch, longest: int) -> Batch:
     """Return a batch with its longest sequence in place of an upper bound."""
     if longest == batch.max_seq_len:
         return batch
-    return batch.cached(("exact lengths", longest), lambda: evolve(batch, max_seq_len=longest))
+    return batch.cached(("exact lengths", longest), lambda: with_fields(batch, max_seq_len=longest))
 
 
 def longest_of(batch: Batch) -> int:
@@ -140,7 +139,7 @@ def _with_exact_queries(batch: Batch, tokens: int, longest: int) -> Batch:
         if slots is not None and slots.is_cpu and bool((slots[tokens:] != PAD_SLOT_ID).any()):
             refuse_slots_beyond(tokens)
         fields = slots_of(batch, tokens)
-    return evolve(batch, **fields, num_actual_tokens=tokens, max_query_len=longest)
+    return with_fields(batch, **fields, num_actual_tokens=tokens, max_query_len=longest)
 
 
 def slots_of(batch: Batch, tokens: int) -> dict[str, Tensor]:
@@ -196,7 +195,7 @@ def _with_null_pages(batch: Batch, table: Tensor, slots: Tensor | None, block_si
     if slots is not None:
         unwritten = torch.full_like(slots, PAD_SLOT_ID)
         fields |= {"slot_mapping": unwritten, "slot_mapping_cpu": unwritten if unwritten.is_cpu else None}
-    return evolve(batch, **fields)
+    return with_fields(batch, **fields)
 
 
 def check_null_padding(batch: Batch, block_size: int) -> None:
@@ -270,6 +269,6 @@ def _read(batch: Batch, *, reads_queries: bool) -> Batch:
     if batch.encoder_seq_lens is not None:
         fields["max_encoder_seq_len"] = int(found["encoder_seq_lens"].amax())
     # Computed tokens follow from exact lengths.
-    read = evolve(batch, **fields, num_computed_tokens_cpu=None)
+    read = with_fields(batch, **fields, num_computed_tokens_cpu=None)
     read.derived[_READ] = True
     return read

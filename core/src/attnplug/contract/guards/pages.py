@@ -65,7 +65,7 @@ class PageGuard:
             batch: The batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
-            contexts: The same less the query lengths.
+            contexts: The same less the query lengths; None without a CPU copy of the block table too.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.

@@ -203,7 +203,34 @@ def uniform_query_lens(batch: Batch) -> Tensor | None:
         return None
     if num_reqs * query_len != tokens:
         return None
-    starts, lens = _of_shape(num_reqs, query_len)
+    return _lens_if_equal(host, num_reqs, query_len, num_reqs)
+
+
+def padded_query_lens(batch: Batch) -> tuple[int, Tensor] | None:
+    """
+    Return the query tokens, and the query lengths, if all of these are `max_query_len` but for requests without a query
+    at the end; else None.
+
+    Args:
+        batch: A batch whose numbers and CPU copy of `query_start_loc` are of the right types and sizes.
+
+    Returns:
+        The tokens, and ``(num_reqs,)`` int32 on the CPU, kept from step to step: it is read only.
+    """
+    host, query_len = batch.query_start_loc_cpu, batch.max_query_len
+    if host is None or query_len < 1:
+        return None
+    tokens = int(host[-1])
+    running = tokens // query_len
+    if not 0 < running <= batch.num_reqs or running * query_len != tokens or tokens > batch.num_actual_tokens:
+        return None
+    lens = _lens_if_equal(host, batch.num_reqs, query_len, running)
+    return None if lens is None else (tokens, lens)
+
+
+def _lens_if_equal(host: Tensor, num_reqs: int, query_len: int, running: int) -> Tensor | None:
+    """Return the query lengths of such requests if these are their starts."""
+    starts, lens = _of_shape(num_reqs, query_len, running)
     if type(starts) is not torch.Tensor:  # in a mode that fakes tensors: no later batch is compared with those
         _of_shape.cache_clear()
         return None
@@ -211,7 +238,10 @@ def uniform_query_lens(batch: Batch) -> Tensor | None:
 
 
 @lru_cache(_KEPT_SHAPES)
-def _of_shape(num_reqs: int, query_len: int) -> tuple[Tensor, Tensor]:
-    """Return where such queries start, and their lengths."""
-    starts = torch.arange(0, num_reqs * query_len + 1, query_len, dtype=torch.int32, device="cpu")
-    return starts, torch.full((num_reqs,), query_len, dtype=torch.int32, device="cpu")
+def _of_shape(num_reqs: int, query_len: int, running: int) -> tuple[Tensor, Tensor]:
+    """Return where the queries of requests start of which the first are running, and their lengths."""
+    lens = torch.full((num_reqs,), query_len, dtype=torch.int32, device="cpu")
+    lens[running:] = 0
+    starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
+    starts[1:] = lens.cumsum(0)
+    return starts, lens
