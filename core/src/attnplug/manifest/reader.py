@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from attrs import evolve, frozen
 
-from attnplug.errors import ApiVersionError, ManifestError, shortened, shown
+from attnplug.errors import ApiVersionError, ManifestError, shortened
 from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.line_numbers import locate
-from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
+from attnplug.manifest.schema import (
+    CONTRACT_API,
+    Condition,
+    Jit,
+    Manifest,
+    Option,
+    OptionType,
+    Preference,
+    Rule,
+    Variant,
+)
 from attnplug.manifest.supports import Declared, complete, parse_conditions, parse_supports
 from attnplug.request.fields import near
 from attnplug.request.files import read_text
@@ -71,27 +81,11 @@ class Checks:
 
     def tables(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> list[Mapping[str, Any]]:
         """Return an array of tables; an empty one where it is left out."""
-        return self.typed(
-            data,
-            key,
-            where,
-            [],
-            lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
-            f"a list of tables [[{key}]]",
-        )
+        return self.typed(data, key, where, [], _are_tables, f"a list of tables [[{key}]]")
 
     def texts(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
         """Return a list of texts; an empty one where it is left out."""
-        return tuple(
-            self.typed(
-                data,
-                key,
-                where,
-                [],
-                lambda v: isinstance(v, list) and all(isinstance(i, str) and i for i in v),
-                "a list of texts",
-            )
-        )
+        return tuple(self.typed(data, key, where, [], _are_texts, "a list of texts"))
 
     def text_of(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> str:
         """Return a text that has to be there."""
@@ -113,6 +107,18 @@ class Checks:
             raise self.fail((*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it")
         return value
 
+    def name(self, name: str, where: tuple[str | int, ...], problem: str) -> None:
+        """Refuse a name of another form."""
+        self.check(_NAME.fullmatch(name), where, problem, "a name is lower-case letters, digits and _", "rename it")
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+
 
 LARGEST: Final = 2**16
 """Bytes of a manifest at most: seven times the longest known one. Parsing a file takes a second for every MiB."""
@@ -121,7 +127,6 @@ _MOST_VARIANTS: Final = 100  # every request is compared with each
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _API = re.compile(r"(\d{1,6})\.(\d{1,6})")
 _VARIANT_KEYS = ("summary", "supports", "requires", "install", "jit", "emulates", "rules")
-_OPTION_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 DEFAULT_VARIANT: Final = "default"
 """The name of the only variant of a manifest that lists none."""
@@ -137,13 +142,7 @@ class Reader(Checks):
         self.keys(data, (), ("api", "backend", "supports", "rules", "variants", "prefer", "options"))
         backend = self.table(data, "backend", (), ("name", "aliases", "summary"))
         name = self.text_of(backend, "name", ("backend",))
-        self.check(
-            _NAME.fullmatch(name),
-            ("backend", "name"),
-            f"name = {name!r}",
-            "a name is lower-case letters, digits and _",
-            "rename it",
-        )
+        self.name(name, ("backend", "name"), f"name = {name!r}")
         variants = self.variants(data, newer=api > CONTRACT_API)
         return Manifest(
             path=self.path,
@@ -200,13 +199,7 @@ class Reader(Checks):
         self.check(
             isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]"
         )
-        self.check(
-            _NAME.fullmatch(name),
-            where,
-            f"the variant {name!r}",
-            "a name is lower-case letters, digits and _",
-            "rename it",
-        )
+        self.name(name, where, f"the variant {name!r}")
         self.keys(data, where, _VARIANT_KEYS)
         own = self.supports(data, (*where, "supports"), newer=newer)
         declared = self.complete(shared.under(own), where)
@@ -231,7 +224,7 @@ class Reader(Checks):
             f"jit is one of {', '.join(get_args(Jit))}",
             "correct it, or leave it out",
         )
-        requires = self.requirements(data, "requires", where)
+        requires = self.requires(data, where)
         return Variant(
             name=name,
             summary=self.text_of(data, "summary", where) if "summary" in data else "",
@@ -297,19 +290,13 @@ class Reader(Checks):
         """Return one option."""
         where = ("options", name)
         data = self.table(options, name, ("options",), ("type", "min", "max", "choices", "default", "help"))
-        self.check(
-            _NAME.fullmatch(name),
-            where,
-            f"the option {name!r}",
-            "a name is lower-case letters, digits and _",
-            "rename it",
-        )
+        self.name(name, where, f"the option {name!r}")
         kind = data.get("type")
         self.check(
-            isinstance(kind, str) and kind in _OPTION_TYPES,
+            kind in get_args(OptionType),
             (*where, "type"),
             f"type = {kind!r}",
-            f"a type is one of {', '.join(_OPTION_TYPES)}",
+            f"a type is one of {', '.join(get_args(OptionType))}",
             "correct it",
         )
         self.bounds(data, where)
@@ -325,13 +312,14 @@ class Reader(Checks):
             data.get("max"),
             tuple(self.typed(data, "choices", where, [], lambda v: isinstance(v, list), "a list of values")),
         )
-        self.check(
-            all(map(option.admits, option.choices)),
-            (*where, "choices"),
-            f"choices = {shown(list(option.choices))}",
-            f"each choice is {evolve(option, choices=()).allowed()}",
-            "correct the list",
-        )
+        for choice in option.choices:
+            self.check(
+                option.admits(choice),
+                (*where, "choices"),
+                f"choices contains {choice!r}",
+                f"each choice is {evolve(option, choices=()).allowed()}",
+                "correct the list",
+            )
         self.check(
             option.admits(option.default),
             (*where, "default"),
@@ -371,15 +359,15 @@ class Reader(Checks):
             )
         return MappingProxyType({name: self.text_of(found, name, (*where, "install")) for name in found})
 
-    def requirements(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
-        """Return a list of PEP 508 requirements."""
-        texts = self.texts(data, key, where)
+    def requires(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> tuple[str, ...]:
+        """Return the PEP 508 requirements of a variant."""
+        texts = self.texts(data, "requires", where)
         for text in texts:
             problem = check_requirement(text)
             self.check(
                 not problem,
-                (*where, key),
-                f"{key} contains {text!r}",
+                (*where, "requires"),
+                f"requires contains {text!r}",
                 f"it is a PEP 508 requirement: {problem}",
                 "write it as in pyproject.toml",
             )

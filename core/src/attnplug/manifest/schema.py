@@ -10,9 +10,9 @@ from attrs import field, frozen
 
 from attnplug.errors import SettingsError, shown
 from attnplug.manifest.memo import remember
-from attnplug.request.fields import near, read_only
+from attnplug.request.fields import near
 from attnplug.request.settings import parse_flag
-from attnplug.request.tables import is_plain
+from attnplug.request.tables import is_plain, read_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,7 @@ MANIFEST: Final = "attnplug.toml"
 """The name of the file that describes a backend, beside its plugin module."""
 
 Jit = Literal["nvcc", "triton", "cute", "inductor"]
+OptionType = Literal["int", "float", "bool", "str"]
 
 
 def is_module(value: str) -> bool:
@@ -143,7 +144,7 @@ class Option:
     """A setting of a plugin. It tunes; it never changes what the backend supports."""
 
     name: str
-    type: Literal["int", "float", "bool", "str"]
+    type: OptionType
     default: Any
     help: str
     min: float | None = None

@@ -18,8 +18,9 @@ from attnplug.negotiation.received import (
     is_value_of,
     refuse_received,
 )
-from attnplug.request.fields import FIELDS, read_only
+from attnplug.request.fields import FIELDS
 from attnplug.request.requirements import Requirements
+from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

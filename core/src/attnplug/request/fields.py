@@ -286,11 +286,6 @@ class Capability(Domain):
         return str(value)
 
 
-def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a read-only view of a copy."""
-    return MappingProxyType(dict(mapping))
-
-
 _LONGEST_NAME: Final = 200
 
 Kind = Literal["model", "engine", "selection", "device", "derived"]

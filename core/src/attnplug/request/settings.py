@@ -20,8 +20,9 @@ from attrs import field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.entries import check_entries, parse_entries, parse_names, validate_entries
-from attnplug.request.fields import FIELDS, near, read_only
+from attnplug.request.fields import FIELDS, near
 from attnplug.request.files import read_text
+from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from attnplug.request.fields import Name

@@ -1,9 +1,10 @@
-"""Tables of plain values that hash, and what makes any plain value hash."""
+"""Tables of plain values that hash, what makes any plain value hash, and tables that are only read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 from attnplug.errors import shown
@@ -78,3 +79,8 @@ def thaw(value: Any) -> Any:
     if isinstance(value, FrozenTable):
         return {name: thaw(item) for name, item in value}
     return [thaw(item) for item in value] if isinstance(value, tuple) else value
+
+
+def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a read-only view of a copy."""
+    return MappingProxyType(dict(mapping))

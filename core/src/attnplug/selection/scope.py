@@ -18,9 +18,8 @@ from attrs import evolve, field, frozen
 
 from attnplug.errors import SettingsError, shown
 from attnplug.request.device import Device, foreign_device
-from attnplug.request.fields import read_only
 from attnplug.request.settings import BackendNames, layered, parse_layout
-from attnplug.request.tables import is_plain
+from attnplug.request.tables import is_plain, read_only
 from attnplug.selection.process import PROCESS, current_state
 
 if TYPE_CHECKING:

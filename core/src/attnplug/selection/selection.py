@@ -11,7 +11,7 @@ from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
-from attnplug.request.fields import read_only
+from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from attnplug.errors import BatchError, NotNegotiatedError, TensorError
+from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -111,6 +111,15 @@ def duplicate_of(values: Tensor) -> int | None:
     ordered = values.sort().values
     twice = ordered[1:][ordered.diff() == 0]
     return int(twice[0]) if twice.numel() else None
+
+
+def refuse_slot_of_two(slot: int) -> NoReturn:
+    """Raise for a slot that two tokens have."""
+    raise CacheError(
+        f"slot {slot} was given to two tokens",
+        "each slot holds the K/V of one token",
+        "pass a separate slot for every token",
+    )
 
 
 def refuse_unrequested(given: str, expected: str, wanted: str) -> NoReturn:

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import is_grad_enabled, is_inference_mode_enabled
 
-from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes
+from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes, refuse_slot_of_two
 from attnplug.contract.guards.cache import refuse_cache
 from attnplug.contract.guards.memory import are_apart, check_cache_writable, check_writable, has_apart_rows
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES, KVCache
@@ -368,11 +368,7 @@ class ForwardGuard:
             )
         twice = duplicate_of(slots[slots >= 0])
         if twice is not None:
-            raise CacheError(
-                f"slot {twice} was given to two tokens",
-                "each slot holds the K/V of one token",
-                "pass a separate slot for every token",
-            )
+            refuse_slot_of_two(twice)
 
     def _check_device(self, name: str, tensor: Tensor) -> None:
         if tensor.device.type != self._device_type:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract.guards._format import check_index, refuse_unrequested
+from attnplug.contract.guards._format import check_index, check_mirror, describe, refuse_unrequested
 from attnplug.contract.guards.layer import check_extra
-from attnplug.contract.guards.pages import check_encoder, check_local
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import BatchError
 
@@ -47,9 +46,9 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
     if batch.common_prefix_len:
         _check_prefix(batch, agreement, query_lens)
     if batch.encoder_seq_lens is not None or requested.attn_type == "encoder_decoder":
-        check_encoder(batch, agreement, device_type)
+        _check_encoder(batch, agreement, device_type)
     if batch.dcp_local_seq_lens is not None or requested.dcp_size > 1:
-        check_local(batch, agreement, device_type)
+        _check_local(batch, agreement, device_type)
     _refuse_unread(batch, requested)
     if batch.custom_mask is not None or requested.custom_mask:
         _check_mask(batch, agreement, query_lens, device_type)
@@ -77,6 +76,83 @@ def _is_plain(batch: Batch, requested: Requirements) -> bool:
         and batch.dcp_local_seq_lens is None
         and batch.dcp_local_seq_lens_cpu is None
     )
+
+
+def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
+    """Check the encoder's lengths, which paged cross attention needs and nothing else has."""
+    requested = agreement.requirements
+    if batch.encoder_seq_lens is None:
+        if requested.paged:
+            raise BatchError(
+                "no encoder_seq_lens was given",
+                "paged cross attention reads as many keys per request as the encoder has tokens",
+                "pass encoder_seq_lens=..., (num_reqs,) int32",
+            )
+        return
+    if requested.attn_type != "encoder_decoder" or not requested.paged:
+        paged, attn_type = requested.paged, requested.attn_type
+        refuse_unrequested(
+            f"encoder_seq_lens of {describe(batch.encoder_seq_lens)}",
+            f"attn_type={attn_type!r}, paged={paged} was negotiated; dense calls have key_start_loc",
+            "attn_type='encoder_decoder' and paged=True",
+        )
+    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
+    host = _check_lens("encoder_seq_lens", batch, device_type, exact=exact, needed=exact)
+    given = batch.max_encoder_seq_len
+    if host is None:
+        if given is None:
+            raise BatchError(
+                "no max_encoder_seq_len was given, and no encoder_seq_lens_cpu",
+                "kernels are launched for the longest encoder, which is unknown without either",
+                "pass either",
+            )
+        return
+    longest = int(host.amax())
+    if given is None or given < longest or (exact and given != longest):
+        raise BatchError(
+            f"max_encoder_seq_len={given} was given",
+            f"the longest encoder has {longest} tokens",
+            f"pass max_encoder_seq_len={longest}, or leave it out: it follows from encoder_seq_lens_cpu",
+        )
+
+
+def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
+    """Check the lengths of this rank's share of each sequence, which decode context parallelism alone has."""
+    requested = agreement.requirements
+    if batch.dcp_local_seq_lens is None:
+        raise BatchError(
+            "no dcp_local_seq_lens was given",
+            f"dcp_size={requested.dcp_size} was negotiated, and each rank holds a part of every sequence",
+            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
+        )
+    if requested.dcp_size == 1:
+        found = f"dcp_local_seq_lens of {describe(batch.dcp_local_seq_lens)}"
+        refuse_unrequested(found, "dcp_size=1 was negotiated", "dcp_size=...")
+    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
+    host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=exact, needed=False)
+    if host is not None and exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
+        raise BatchError(
+            "dcp_local_seq_lens with a value beyond seq_lens was given",
+            "a rank holds a part of each sequence",
+            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
+        )
+
+
+def _check_lens(name: str, batch: Batch, device_type: str, *, exact: bool, needed: bool) -> Tensor | None:
+    """Check a tensor of lengths, and return its CPU copy; None where there is none and none is needed."""
+    tensor, host = getattr(batch, name), getattr(batch, f"{name}_cpu")
+    check_index(name, tensor, (batch.num_reqs,), torch.int32, device_type)
+    if host is None and not needed:
+        return None
+    host = check_mirror(name, tensor, host, exact=exact)
+    low = int(host.amin())
+    if low < 0:
+        raise BatchError(
+            f"{name} with the value {low} was given",
+            "lengths are not negative",
+            "pass the number of keys of each request",
+        )
+    return host
 
 
 def _refuse_unread(batch: Batch, requested: Requirements) -> None:

@@ -9,9 +9,9 @@ import torch
 from attnplug.contract.guards._format import (
     check_index,
     check_mirror,
-    describe,
     duplicate_of,
     extremes,
+    refuse_slot_of_two,
     refuse_unrequested,
 )
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
@@ -300,11 +300,7 @@ class PageGuard:
     def _check_unique(self, slots: Tensor) -> None:
         twice = duplicate_of(slots) if self._num_blocks is None else self._twice_in_cache(slots, self._num_blocks)
         if twice is not None:
-            raise CacheError(
-                f"slot {twice} was given to two tokens",
-                "each slot holds the K/V of one token",
-                "pass a separate slot for every token",
-            )
+            refuse_slot_of_two(twice)
 
     def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
         """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
@@ -377,80 +373,3 @@ def refuse_slots_beyond(count: int) -> NoReturn:
         "padding rows are never written",
         f"pass {PAD_SLOT_ID} for them",
     )
-
-
-def check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
-    """Check the encoder's lengths, which paged cross attention needs and nothing else has."""
-    requested = agreement.requirements
-    if batch.encoder_seq_lens is None:
-        if requested.paged:
-            raise BatchError(
-                "no encoder_seq_lens was given",
-                "paged cross attention reads as many keys per request as the encoder has tokens",
-                "pass encoder_seq_lens=..., (num_reqs,) int32",
-            )
-        return
-    if requested.attn_type != "encoder_decoder" or not requested.paged:
-        paged, attn_type = requested.paged, requested.attn_type
-        refuse_unrequested(
-            f"encoder_seq_lens of {describe(batch.encoder_seq_lens)}",
-            f"attn_type={attn_type!r}, paged={paged} was negotiated; dense calls have key_start_loc",
-            "attn_type='encoder_decoder' and paged=True",
-        )
-    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    host = _check_lens("encoder_seq_lens", batch, device_type, exact=exact, needed=exact)
-    given = batch.max_encoder_seq_len
-    if host is None:
-        if given is None:
-            raise BatchError(
-                "no max_encoder_seq_len was given, and no encoder_seq_lens_cpu",
-                "kernels are launched for the longest encoder, which is unknown without either",
-                "pass either",
-            )
-        return
-    longest = int(host.amax())
-    if given is None or given < longest or (exact and given != longest):
-        raise BatchError(
-            f"max_encoder_seq_len={given} was given",
-            f"the longest encoder has {longest} tokens",
-            f"pass max_encoder_seq_len={longest}, or leave it out: it follows from encoder_seq_lens_cpu",
-        )
-
-
-def check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
-    """Check the lengths of this rank's share of each sequence, which decode context parallelism alone has."""
-    requested = agreement.requirements
-    if batch.dcp_local_seq_lens is None:
-        raise BatchError(
-            "no dcp_local_seq_lens was given",
-            f"dcp_size={requested.dcp_size} was negotiated, and each rank holds a part of every sequence",
-            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
-        )
-    if requested.dcp_size == 1:
-        found = f"dcp_local_seq_lens of {describe(batch.dcp_local_seq_lens)}"
-        refuse_unrequested(found, "dcp_size=1 was negotiated", "dcp_size=...")
-    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=exact, needed=False)
-    if host is not None and exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
-        raise BatchError(
-            "dcp_local_seq_lens with a value beyond seq_lens was given",
-            "a rank holds a part of each sequence",
-            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
-        )
-
-
-def _check_lens(name: str, batch: Batch, device_type: str, *, exact: bool, needed: bool) -> Tensor | None:
-    """Check a tensor of lengths, and return its CPU copy; None where there is none and none is needed."""
-    tensor, host = getattr(batch, name), getattr(batch, f"{name}_cpu")
-    check_index(name, tensor, (batch.num_reqs,), torch.int32, device_type)
-    if host is None and not needed:
-        return None
-    host = check_mirror(name, tensor, host, exact=exact)
-    low = int(host.amin())
-    if low < 0:
-        raise BatchError(
-            f"{name} with the value {low} was given",
-            "lengths are not negative",
-            "pass the number of keys of each request",
-        )
-    return host
