@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnplug.contract import Batch
-from attnplug.contract.inputs.phase import padded_query_lens, uniform_query_lens
+from attnplug.contract.inputs.phase import _of_shape, padded_query_lens, uniform_query_lens
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
@@ -79,8 +79,12 @@ def test_what_is_no_python_int_finds_none(name, value):
     assert uniform_query_lens(evolve(Batch.from_lengths([1, 1]), **{name: value})) is None
 
 
-def test_a_mode_that_fakes_tensors_leaves_none_behind():
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_a_mode_that_fakes_tensors_leaves_none_behind(seen_before):
+    _of_shape.cache_clear()
     batch = Batch.from_lengths([11] * 3)
+    if seen_before:
+        assert uniform_query_lens(batch) is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert uniform_query_lens(batch) is None
 
