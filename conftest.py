@@ -8,7 +8,7 @@ import sys
 import hypothesis
 import pytest
 
-pytest_plugins = ["tools.evidence"]
+pytest_plugins = ["tools.evidence", "tools.vllm_results"]
 
 # No deadline: the first example of a test may pay for a compiler or a cold import.
 # CI repeats one run exactly; a developer's runs explore.

@@ -95,8 +95,13 @@ def machine() -> dict[str, str]:
         "device": _device(),
         "Python": platform.python_version(),
         **dict(_versions()),
-        "revision": os.environ.get("REVISION") or _output("git", "describe", "--always", "--dirty") or "unknown",
+        "revision": revision(),
     }
+
+
+def revision() -> str:
+    """Return git's revision, or what the environment variable REVISION names where there is no history."""
+    return os.environ.get("REVISION") or _output("git", "describe", "--always", "--dirty") or "unknown"
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from tools import capabilities, compatibility, contract, vocabulary
+from tools import capabilities, compatibility, contract, vllm_matrix, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ PAGES: Final[Mapping[str, Callable[[Path], str]]] = MappingProxyType(
         "docs/reference/compatibility.md": compatibility.page,
         "docs/reference/contract.md": contract.page,
         "docs/reference/requirements.md": vocabulary.page,
+        "docs/reference/vllm-matrix.md": vllm_matrix.page,
     }
 )
 

@@ -21,6 +21,7 @@ def main() -> None:
     outputs = [each.outputs[0] for each in engine.generate(prompts, greedy, use_tqdm=False)]
     config = engine.llm_engine.vllm_config.compilation_config
     found = {
+        "mode": int(config.mode),  # of compilation
         "tokens": [list(each.token_ids) for each in outputs],
         "logprobs": [
             [at[token].logprob for at, token in zip(each.logprobs, each.token_ids, strict=True)] for each in outputs

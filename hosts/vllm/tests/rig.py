@@ -194,6 +194,16 @@ class Rig:
             self.requests.append(Names(blocks=[], len=0, k=caches[0], v=caches[1]))
         return list(range(len(self.requests) - count, len(self.requests)))
 
+    def preempt(self, index: int) -> list[int]:
+        """Take the blocks of a request, the next ones to be given out, and return them; it begins anew."""
+        request = self.requests[index]
+        blocks = request.blocks
+        self.free += blocks
+        empty = torch.empty(0, self.kv_heads, self.size, dtype=self.dtype)
+        request.blocks, request.len = [], 0
+        request.k, request.v = dict.fromkeys(self.layers, empty), dict.fromkeys(self.layers, empty)
+        return list(blocks)
+
     def common(self, step: list[tuple[int, int]], pad_reqs: int = 0, pad_tokens: int = 0, **further: Any) -> Any:
         """Return the metadata of a step, of (request, tokens) in the runner's order, in the runner's own buffers."""
         lens, buffers = [count for _, count in step], self.buffers

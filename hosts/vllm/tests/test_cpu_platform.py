@@ -78,12 +78,14 @@ def test_kinds_of_layers_cannot_differ(monkeypatch: pytest.MonkeyPatch, enum: An
 @pytest.mark.parametrize(
     ("model", "word"),
     [
-        ({"is_mm_prefix_lm": True}, "mm_prefix"),
-        ({"rswa_window": 128}, "R-SWA"),
-        ({"use_mla": True}, "latent"),
-        ({"ranks": 2}, "PCP"),
+        pytest.param(model, word, id=name, marks=pytest.mark.feature(name, kind="refused"))
+        for name, model, word in (
+            ("mm_prefix", {"is_mm_prefix_lm": True}, "mm_prefix"),
+            ("R-SWA", {"rswa_window": 128}, "R-SWA"),
+            ("MLA", {"use_mla": True}, "latent"),
+            ("PCP", {"ranks": 2}, "PCP"),
+        )
     ],
-    ids=["mm_prefix", "rswa", "mla", "pcp"],
 )
 def test_what_is_not_served_is_refused_there_too(
     monkeypatch: pytest.MonkeyPatch, enum: Any, model: dict[str, Any], word: str

@@ -106,6 +106,7 @@ class Rank:
         )
 
 
+@pytest.mark.feature("DCP")
 @pytest.mark.parametrize("interleave", [1, 4])
 @pytest.mark.parametrize("order", ORDERS[:2])
 def test_ranks_share_the_keys_of_a_request(group, interleave, order):

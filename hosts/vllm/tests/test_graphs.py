@@ -18,7 +18,13 @@ DECODES = CUDAGraphMode.FULL_DECODE_ONLY
 LAYERS = [{}, {"sliding_window": 8}, {"kv_sharing_target_layer_name": "layers.0"}]
 
 
-@pytest.mark.parametrize("mode", [DECODES, CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.feature(f"CUDA graphs, {mode.name}"))
+        for mode in (DECODES, CUDAGraphMode.FULL_AND_PIECEWISE)
+    ],
+)
 def test_decodes_are_padded_and_replayed(mode):
     rig = Rig(LAYERS, mode=mode)
     graphs = {reqs: rig.capture(reqs) for reqs in (8, 4, 2, 1)}
@@ -29,6 +35,7 @@ def test_decodes_are_padded_and_replayed(mode):
         assert rig.run([(0, 1), (1, 3)]) < 1e-5  # steps without a graph in between
 
 
+@pytest.mark.feature("uniform decodes of speculative decoding")
 def test_decodes_of_speculative_decoding_are_replayed():
     rig = Rig(LAYERS, mode=DECODES, drafts=3)
     assert rig.builder.reorder_batch_threshold == 4
@@ -54,6 +61,7 @@ def test_a_drafter_of_the_same_shape_runs_eagerly():
     assert rig.replay(graph, [(0, 1), (1, 1)], 2) < 1e-5
 
 
+@pytest.mark.feature("CUDA graphs, FULL_DECODE_ONLY")
 def test_a_shape_is_captured_once_and_dummy_steps_replay_it():
     rig = Rig(LAYERS, mode=DECODES)
     graph = rig.capture(2)
@@ -79,6 +87,7 @@ def test_the_level_is_that_of_the_weakest_layer():
     assert builder.get_cudagraph_support(encoder.config, encoder.spec) is AttentionCGSupport.NEVER
 
 
+@pytest.mark.feature("CUDA graphs, FULL_DECODE_ONLY")
 def test_microbatches_are_copied_into_the_graph():
     rig = Rig(LAYERS, mode=DECODES, use_ubatching=True)
     graph = rig.capture(2)
@@ -89,6 +98,7 @@ def test_microbatches_are_copied_into_the_graph():
     assert rig.replay(graph, [(0, 1), (1, 1)], 2) < 1e-5
 
 
+@pytest.mark.feature("CUDA graphs, FULL_DECODE_ONLY")
 def test_builders_after_a_profiling_run_have_their_own_graphs():
     rig = Rig(LAYERS, mode=DECODES)
     rig.capture(2)

@@ -78,6 +78,7 @@ def test_drafts_have_bounds_for_lengths():
         assert rig.check(step, inputs) < 1e-5
 
 
+@pytest.mark.feature("cascade attention")
 @pytest.mark.skipif(not HAS_CASCADE, reason="this version of vLLM looks for no shared prefixes")
 def test_a_shared_prefix_is_attended_to_once():
     rig = Rig([{}], cascade=True)
@@ -104,6 +105,7 @@ def test_a_shared_prefix_is_attended_to_once():
     assert rig.builder.use_cascade_attention(common_prefix_len=4096, query_lens=lens * 2, **rest)
 
 
+@pytest.mark.feature("cascade attention")
 @pytest.mark.skipif(not HAS_CASCADE, reason="this version of vLLM looks for no shared prefixes")
 def test_layers_that_cannot_share_a_prefix_do_not():
     rig = Rig([{}, {"sliding_window": 8}], cascade=True)
@@ -127,6 +129,7 @@ def encoder_batch(lens):
     )
 
 
+@pytest.mark.feature("encoder-only models")
 @pytest.mark.parametrize(("attn_type", "window"), [("encoder_only", None), ("encoder_only", 4), ("encoder", None)])
 def test_encoders_have_no_kv_cache(attn_type, window):
     rig = Rig([{"attn_type": attn_type, "sliding_window": window, "kv_cache_dtype": "fp8"}])
@@ -145,6 +148,7 @@ def test_encoders_have_no_kv_cache(attn_type, window):
     assert bool((io.out[start:] == 7.0).all())
 
 
+@pytest.mark.feature("encoder-only models")
 def test_vllms_wrapper_for_encoders_takes_the_builder():
     from vllm.model_executor.layers.attention import encoder_only_attention  # noqa: PLC0415 - imports all layers
 
@@ -158,6 +162,7 @@ def test_vllms_wrapper_for_encoders_takes_the_builder():
     assert wrapped.build(0, common).parts
 
 
+@pytest.mark.feature("KV sharing")
 def test_vllms_wrapper_for_fast_prefill_copies_the_metadata():
     made = utils.create_fast_prefill_custom_backend(
         "Fast", type("Backend", (), {"get_builder_cls": staticmethod(lambda: builder.make_builder_class(CHOICE))})
@@ -182,6 +187,7 @@ def test_vllms_wrapper_for_fast_prefill_copies_the_metadata():
         assert float((output[row : row + 1].double() - expected).abs().max()) < 1e-5
 
 
+@pytest.mark.feature("model runner V2")
 def test_the_second_model_runner_fills_other_fields():
     rig = Rig([{}])
     rig.add(2)
@@ -209,6 +215,7 @@ def test_the_second_model_runner_fills_other_fields():
 # --- refusals ---
 
 
+@pytest.mark.feature("output quantization", kind="refused")
 def test_a_quantized_output_is_refused_by_name():
     rig = Rig([{}])
     rig.add(1)

@@ -159,6 +159,7 @@ def test_earlier_versions_take_no_foreign_name(names):
         names.CacheConfig(cache_dtype="int8")
 
 
+@pytest.mark.feature("int8 KV cache, level 1", "int8 KV cache, level 2")
 @pytest.mark.needs_vllm
 @pytest.mark.slow
 def test_steps_in_pools_of_vllm():
@@ -182,6 +183,7 @@ def run_engine(folder, prompts, *, save=None, environment=None, **engine):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.feature("int8 KV cache, level 1", "int8 KV cache, level 2")
 @pytest.mark.needs_engine
 @pytest.mark.slow
 @pytest.mark.long

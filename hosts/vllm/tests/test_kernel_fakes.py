@@ -89,6 +89,8 @@ def rig_on(fake, layers, **options):
     return Rig(layers, choice=(fake,), head_size=64, dtype=torch.bfloat16, **options)
 
 
+@pytest.mark.feature("prefill", "chunked prefill", "mixed batches with one-token prompts last")
+@pytest.mark.feature("sliding windows beside full layers in one KV-cache group")
 @pytest.mark.parametrize("fake", [*REPLAYED, "flash_attn/torch"], indirect=True)
 @pytest.mark.parametrize("order", [None, "LBHNC" if HAS_LAYOUTS else "HND"])
 def test_mixed_steps(fake, order):
@@ -98,6 +100,7 @@ def test_mixed_steps(fake, order):
     assert max(rig.run(step, pad_tokens=2) for step in steps) < 2e-2
 
 
+@pytest.mark.feature("CUDA graphs, FULL_DECODE_ONLY")
 @pytest.mark.parametrize("fake", REPLAYED, indirect=True)
 def test_graphs(fake):
     rig = rig_on(fake, [{}, {"sliding_window": 24}], mode=CUDAGraphMode.FULL_DECODE_ONLY)

@@ -35,6 +35,7 @@ def platform(request, monkeypatch):
     attnplug.refresh()
 
 
+@pytest.mark.feature("no kernel library", kind="selection")
 def test_vllms_selector_gets_the_built_in_backend(platform):
     from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: PLC0415 - of the installed version
 
@@ -50,6 +51,7 @@ def test_vllms_selector_gets_the_built_in_backend(platform):
     assert {one.partition("/")[0] for one in candidates} == {"torch"}
 
 
+@pytest.mark.feature("no kernel library", kind="selection")
 @pytest.mark.parametrize("fields", LAYERS.values(), ids=LAYERS)
 def test_it_is_selected_for_the_layers_of_models(platform, fields):
     requirements = facts.layer_requirements(

@@ -72,9 +72,17 @@ def compare(config, folder, prompts, found):
     return differing, worst
 
 
+@pytest.mark.feature("Phi-3-small, block-sparse")
 @pytest.mark.needs_engine
 @pytest.mark.slow
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "eager",
+    # The CPU platform makes mode 2 of mode 3.
+    [
+        pytest.param(True, id="eager"),
+        pytest.param(False, id="compiled", marks=pytest.mark.feature("torch.compile, mode 2")),
+    ],
+)
 @pytest.mark.parametrize(
     "pattern",
     [{}, {"blocksparse_homo_head_pattern": True, "blocksparse_num_local_blocks": 2}],
@@ -88,11 +96,13 @@ def test_greedy_tokens_are_those_of_plain_torch(tmp_path, plugin, pattern, eager
 
     assert "error" not in found, found["error"]
     assert compare(config, tmp_path / "model", prompts, found) == (0, pytest.approx(0, abs=1e-4))
+    assert found["mode"] == (0 if eager else 2)
     dense = {name for name, backend in found["backends"].items() if backend == "torch/sdpa"}
     assert dense == {"model.layers.1.self_attn.attn"}
     assert set(found["backends"].values()) == {"torch/sdpa", "masked_sparse/plain"}
 
 
+@pytest.mark.feature("Phi-3-small, block-sparse")
 @pytest.mark.needs_engine
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 1], ids=["one group per rank", "a replicated KV head"])
@@ -141,6 +151,7 @@ def test_dense_layers_alone_run_on_any_backend(tmp_path):
     assert compare(config, tmp_path / "model", prompts, found) == (0, pytest.approx(0, abs=1e-4))
 
 
+@pytest.mark.feature("Phi-3-small, block-sparse")
 @pytest.mark.needs_engine
 @pytest.mark.slow
 @pytest.mark.long

@@ -149,7 +149,13 @@ def rounded(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     ("name", "dtype"),
     [("fp8", torch.float8_e4m3fn), ("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)],
 )
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    "per_head",
+    [
+        pytest.param(False, marks=pytest.mark.feature("FP8 KV cache, scales per tensor")),
+        pytest.param(True, marks=pytest.mark.feature("FP8 KV cache, scales per head")),
+    ],
+)
 def test_8_bit_floats_have_the_scales_of_the_layer(name, dtype, per_head):
     scales = SCALES if not per_head else {"k": torch.tensor([0.03, 0.01]), "v": torch.tensor([0.02, 0.05])}
     rig = Rig([{}], kv_cache_dtype=name, scales=scales)
@@ -171,6 +177,7 @@ def check_quantized(rig, scales, dtype):
         rig.requests[request].len += count
 
 
+@pytest.mark.feature("FP8 KV cache, scales per tensor")
 def test_scales_that_are_known_after_loading_are_taken_over():
     scales = {"k": torch.tensor(1.0), "v": torch.tensor(1.0)}
     rig = Rig([{}], kv_cache_dtype="fp8", scales=scales)
@@ -180,6 +187,7 @@ def test_scales_that_are_known_after_loading_are_taken_over():
     check_quantized(rig, SCALES, torch.float8_e4m3fn)
 
 
+@pytest.mark.feature("FP8 KV cache, scales per tensor")
 def test_scales_that_come_as_other_tensors_are_taken_over():
     rig = Rig([{}], kv_cache_dtype="fp8")
     layer = rig.layers["layers.0"]

@@ -94,7 +94,13 @@ def test_a_blocked_backend(platform: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert facts.select(facts.layer_requirements(head_size=128, dtype="bfloat16"), ()).backend == "torch"
 
 
-@pytest.mark.parametrize("flag", sorted(selector.NOT_SERVED))
+def of_flag(flag: str) -> Any:
+    """Return the parameter of a flag, with the feature of vLLM that it is."""
+    name = {"use_mla": "MLA", "use_mm_prefix": "mm_prefix", "use_rswa": "R-SWA", "use_pcp": "PCP"}.get(flag)
+    return pytest.param(flag, marks=[pytest.mark.feature(name, kind="refused")] if name else [])
+
+
+@pytest.mark.parametrize("flag", [of_flag(flag) for flag in sorted(selector.NOT_SERVED)])
 def test_what_is_not_served_is_refused_by_name(hopper: Any, flag: str) -> None:
     (reason,) = ask((), **{flag: True})
     assert reason == selector.NOT_SERVED[flag]

@@ -11,21 +11,35 @@ import torch
 from hosts.vllm.tests.rig import ORDERS, Rig
 
 SLOPES = [2.0 ** -(head + 1) for head in range(4)]
-FEATURES = {
-    "plain": [{}],
-    "window beside full": [{}, {"sliding_window": 8}, {}],
-    "two windows": [{"sliding_window": 8}, {"sliding_window": 40}],
-    "soft cap": [{"logits_soft_cap": 3.0}, {"logits_soft_cap": 0.0}],
-    "sinks": [{"sinks": torch.tensor([0.5, -1.0, 2.0, -1e4])}, {"sinks": torch.zeros(4), "sliding_window": 20}],
-    "alibi": [{"alibi_slopes": SLOPES}],
-    "alibi of square roots": [{"alibi_slopes": SLOPES, "use_alibi_sqrt": True}, {"use_alibi_sqrt": False}],
-    "shared KV": [{}, {"kv_sharing_target_layer_name": "layers.0"}],
-    "all": [
-        {"sliding_window": 24, "logits_soft_cap": 5.0, "sinks": torch.ones(4)},
-        {"logits_soft_cap": 5.0, "sinks": torch.ones(4)},
-        {"kv_sharing_target_layer_name": "layers.1", "logits_soft_cap": 5.0, "sinks": torch.zeros(4)},
-    ],
+MIXED_WINDOWS = "sliding windows beside full layers in one KV-cache group"
+LAYERS = {
+    "plain": ([{}],),
+    "window beside full": ([{}, {"sliding_window": 8}, {}], MIXED_WINDOWS),
+    "two windows": ([{"sliding_window": 8}, {"sliding_window": 40}],),
+    "soft cap": ([{"logits_soft_cap": 3.0}, {"logits_soft_cap": 0.0}], "soft cap"),
+    "sinks": (
+        [{"sinks": torch.tensor([0.5, -1.0, 2.0, -1e4])}, {"sinks": torch.zeros(4), "sliding_window": 20}],
+        "sinks",
+    ),
+    "alibi": ([{"alibi_slopes": SLOPES}], "ALiBi"),
+    "alibi of square roots": ([{"alibi_slopes": SLOPES, "use_alibi_sqrt": True}, {"use_alibi_sqrt": False}], "ALiBi"),
+    "shared KV": ([{}, {"kv_sharing_target_layer_name": "layers.0"}], "KV sharing"),
+    "all": (
+        [
+            {"sliding_window": 24, "logits_soft_cap": 5.0, "sinks": torch.ones(4)},
+            {"logits_soft_cap": 5.0, "sinks": torch.ones(4)},
+            {"kv_sharing_target_layer_name": "layers.1", "logits_soft_cap": 5.0, "sinks": torch.zeros(4)},
+        ],
+        MIXED_WINDOWS,
+        "soft cap",
+        "sinks",
+        "KV sharing",
+    ),
 }
+"""The layers of a model, and the features that they show."""
+
+WALK = pytest.mark.feature("prefill", "chunked prefill", "mixed batches with one-token prompts last", "model runner V1")
+"""What every walk has: it begins with prompts of which the last has one token."""
 
 
 def walk(rig: Rig, steps: int = 6) -> float:
@@ -45,11 +59,16 @@ def walk(rig: Rig, steps: int = 6) -> float:
     return worst
 
 
-@pytest.mark.parametrize("layers", FEATURES.values(), ids=FEATURES)
+@WALK
+@pytest.mark.parametrize(
+    "layers",
+    [pytest.param(layers, id=name, marks=pytest.mark.feature(*shown)) for name, (layers, *shown) in LAYERS.items()],
+)
 def test_features_of_layers(layers):
     assert walk(Rig(layers)) < 1e-5
 
 
+@WALK
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("block_size", "kv_heads"), [(16, 2), (8, 1), (32, 4)])
 def test_orders_of_memory(order, block_size, kv_heads):
@@ -57,6 +76,7 @@ def test_orders_of_memory(order, block_size, kv_heads):
     assert walk(rig) < 1e-5
 
 
+@WALK
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps(seed):
     assert walk(Rig([{}, {"sliding_window": 12, "logits_soft_cap": 4.0}], seed=seed), steps=12) < 1e-5
@@ -70,6 +90,7 @@ def test_layers_of_one_agreement_share_a_builder():
     assert first.builder.state is second.builder.state
 
 
+@pytest.mark.feature("mixed batches with one-token prompts last")
 def test_a_prompt_of_one_token_behind_a_prefill():
     rig = Rig([{}])
     rig.add(3)
@@ -77,6 +98,21 @@ def test_a_prompt_of_one_token_behind_a_prefill():
     assert rig.run([(0, 1), (1, 30), (2, 1)]) < 1e-5
 
 
+@pytest.mark.feature("preemption")
+def test_a_preempted_request_is_prefilled_again():
+    rig = Rig([{}, {"sliding_window": 8}])
+    rig.add(2)
+    rig.run([(0, 37), (1, 20)])
+    former = rig.preempt(0)
+    (other,) = rig.add()
+    assert rig.run([(1, 1), (other, 40)]) < 1e-5
+    assert set(former) & set(rig.requests[other].blocks)
+    assert rig.run([(1, 1), (0, 30), (other, 1)]) < 1e-5
+    assert rig.run([(0, 8), (1, 1), (other, 1)]) < 1e-5
+    assert rig.requests[0].blocks != former
+
+
+@pytest.mark.feature("prefix caching")
 def test_prefix_caching_shares_blocks():
     rig = Rig([{}])
     rig.add(2)

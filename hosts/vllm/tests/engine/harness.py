@@ -50,7 +50,8 @@ class EngineServer:
         Run rounds of prompts through one engine; a round has `prompts`, and `max_tokens` if tokens are generated.
 
         Returns:
-            Of each round a list of outputs, the metrics and layers of the engine, and its log; or "error" and the log.
+            Of each round a list of outputs; the metrics, layers, model runner and log of the engine. Or "error" and
+            the log.
         """
         given = {
             "engine": {"model": str(model)} | ENGINE | engine,

@@ -74,7 +74,8 @@ def _results(given):
     engine = LLM(disable_log_stats=False, **given["engine"])
     run = _embed if given["pooling"] else _generate
     rounds = [run(engine, **each) for each in given["rounds"]]
-    return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine)}
+    runner = "V2" if engine.llm_engine.vllm_config.use_v2_model_runner else "V1"
+    return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine), "runner": runner}
 
 
 def _generate(engine, prompts, max_tokens):

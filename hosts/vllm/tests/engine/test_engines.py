@@ -20,7 +20,10 @@ from hosts.vllm.tests.engine import harness, models
 
 pytestmark = pytest.mark.needs_engine
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss")
+MIXED_WINDOWS = "sliding windows beside full layers in one KV-cache group"
+NAMES = ("llama", "mistral", "gemma2", "gpt_oss")
+SHOWN = {"gemma2": (MIXED_WINDOWS, "soft cap"), "gpt_oss": (MIXED_WINDOWS, "sinks")}
+DECODERS = [pytest.param(name, marks=pytest.mark.feature(*SHOWN.get(name, ()))) for name in NAMES]
 OWN, PLUGGED = "vLLM's own", "ATTNPLUG"
 # Of 32 tokens. vLLM frees those behind a window: where every layer has one, requests compete for fewer only.
 BLOCKS = {"mistral": 7}
@@ -31,8 +34,10 @@ GROWING = harness.prompts(20, 25, 23, 30, seed=6)
 SHARED = harness.prompts(66, 70, seed=7)
 FOLLOWING = [prompt + more for prompt, more in zip(SHARED, harness.prompts(9, 1, seed=8), strict=True)]
 LONGEST = max(MIXED, key=len)
-ROUNDS = (MIXED, GROWING, SHARED, FOLLOWING)
-TOKENS = (16, 100, 4, 16)
+# The second step has a decode, the end of a prefill, and a prompt of one token.
+LAST = harness.prompts(3, 70, 1, seed=9)
+ROUNDS = (MIXED, GROWING, LAST, SHARED, FOLLOWING)
+TOKENS = (16, 100, 4, 4, 16)
 TEXTS = harness.prompts(1, 5, 40, 17, 150, 1)
 
 
@@ -62,12 +67,13 @@ def _specification(name, attention):
     return {"rounds": rounds, "num_gpu_blocks_override": BLOCKS.get(name, 14), **backend, **environment}
 
 
-@pytest.fixture(params=[OWN, PLUGGED])
+@pytest.fixture(params=[pytest.param(OWN, marks=pytest.mark.feature(kind="reference")), PLUGGED])
 def attention(request):
     """Whose attention the engine has."""
     return request.param
 
 
+@pytest.mark.feature("prefill", "chunked prefill", "mixed batches with one-token prompts last")
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens_are_those_of_transformers(name, attention, results, folder):
     outputs = [each for given in results(name, attention)["rounds"] for each in given]
@@ -81,26 +87,32 @@ def test_greedy_tokens_are_those_of_transformers(name, attention, results, folde
     assert (differing, worst < TOLERANCE) == (0, True), worst
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.feature("preemption")
+@pytest.mark.parametrize("name", NAMES)
 def test_requests_were_preempted(name, attention, results):
     assert results(name, attention)["metrics"]["vllm:num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.feature("prefix caching")
+@pytest.mark.parametrize("name", NAMES)
 def test_shared_prefixes_were_not_computed_again(name, attention, results):
     *_, following = results(name, attention)["rounds"]
 
     assert [each["cached"] for each in following] == [64, 64]
 
 
-@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+@pytest.mark.feature("no kernel library", "model runner V1")
+@pytest.mark.parametrize("name", [*NAMES, "bert"])
 def test_every_layer_runs_on_what_was_chosen(name, attention, results):
-    layers = results(name, attention)["layers"]
+    found = results(name, attention)
+    layers = found["layers"]
     expected = ["CPU_ATTN", "None"] if attention == OWN else [PLUGGED, "torch/sdpa"]
 
     assert list(layers.values()) == [expected] * models.SIZES["num_hidden_layers"]
+    assert found["runner"] == "V1"
 
 
+@pytest.mark.feature("encoder-only models")
 def test_an_encoder_embeds_as_transformers_does(attention, results, folder):
     model = models.load(folder("bert"))
 

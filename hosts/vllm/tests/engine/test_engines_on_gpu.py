@@ -41,6 +41,12 @@ CASES = (
     ("flashinfer/fa3", "llama", "compiled", {}),
     ("flash_attn/fa4", "llama", "graphs", {}),
 )
+SHOWN = {
+    "eager": ("prefill", "prefix caching"),
+    "graphs": ("CUDA graphs, FULL_DECODE_ONLY",),
+    "compiled": ("CUDA graphs, FULL_AND_PIECEWISE", "torch.compile, mode 3"),
+    "gemma2": ("sliding windows beside full layers in one KV-cache group", "soft cap"),
+}
 INT8 = {"attnplug": {"kv_cache_dtype": "int8_k"}}
 PROMPTS = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
 TOKENS = 24
@@ -87,7 +93,14 @@ def errors(folder, outputs):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("backend", "name", "mode", "environment"), CASES)
+def with_features(backend, name, mode, environment):
+    """Return the parameters of a case, with the features of vLLM that it shows."""
+    runner = f"model runner V{1 + int(environment.get('VLLM_USE_V2_MODEL_RUNNER', 0))}"
+    features = (*SHOWN["eager"], *SHOWN[mode], *SHOWN.get(name, ()), runner)
+    return pytest.param(backend, name, mode, environment, marks=pytest.mark.feature(*dict.fromkeys(features)))
+
+
+@pytest.mark.parametrize(("backend", "name", "mode", "environment"), [with_features(*case) for case in CASES])
 def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, server, folder, own_error, record_property):
     given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend} | environment
     outputs = run(server, folder(name), "CUSTOM", mode, given)
@@ -100,6 +113,7 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
     assert float(error.mean()) <= 1.2 * own + 1e-3
 
 
+@pytest.mark.feature("FP8 KV cache, scales per tensor")
 @pytest.mark.parametrize(
     ("backend", "mode"),
     [("flash_attn/fa3_vllm", "eager"), ("flash_attn/fa3_vllm", "compiled"), ("flashinfer/fa2", "graphs")],
@@ -115,6 +129,7 @@ def test_fp8_keys_and_values_are_as_near_as_its_own(backend, mode, server, folde
     assert float(error.mean()) > 1.05 * exact, "an FP8 cache rounds more than bfloat16 does"
 
 
+@pytest.mark.feature("int8 KV cache, level 2")
 def test_int8_keys_are_near_float32(server, folder, own_error, record_property):
     """Int8 keys round by up to 1/254 of a row's largest, which bfloat16 does by 1/512 of each value."""
     given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": "int8_ixformer/triton"}
@@ -126,6 +141,7 @@ def test_int8_keys_are_near_float32(server, folder, own_error, record_property):
     assert float(error.mean()) <= 4 * own + 1e-3
 
 
+@pytest.mark.feature("Phi-3-small, block-sparse")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_phi_3_small_runs_on_block_sparse_kernels(tmp_path, eager, record_property):
     config = phi3_small.write_checkpoint(
