@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server():
     """The process that runs the engines."""
     from hosts.vllm.tests.engine import harness  # noqa: PLC0415 - it needs what comes with vLLM
@@ -15,7 +15,7 @@ def server():
     server.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """Return a function that returns the folder of a model."""
     from hosts.vllm.tests.engine import models  # noqa: PLC0415 - likewise

@@ -45,9 +45,17 @@ class EngineServer:
             text=True,
         )
 
-    def run(self, model, rounds, *, pooling=False, environment=None, **engine):
+    def run(self, model, rounds, *, pooling=False, environment=None, path=(), **engine):
         """
         Run rounds of prompts through one engine; a round has `prompts`, and `max_tokens` if tokens are generated.
+
+        Args:
+            model: Its folder.
+            rounds: What to run.
+            pooling: Whether the model embeds.
+            environment: Variables of the engine's processes.
+            path: Folders of PYTHONPATH, before all others.
+            engine: Further arguments of the engine.
 
         Returns:
             Of each round a list of outputs; the metrics, layers, model runner and log of the engine. Or "error" and
@@ -58,6 +66,7 @@ class EngineServer:
             "rounds": rounds,
             "pooling": pooling,
             "environment": environment or {},
+            "path": [str(each) for each in path],
         }
         self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()

@@ -48,6 +48,8 @@ def _run_here(given, write, log):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         os.environ.update(given["environment"])
+        sys.path[:0] = given["path"]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*given["path"], *filter(None, [os.environ.get("PYTHONPATH")])])
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
             json.dump(_results(given), pipe)
         _save_coverage()
