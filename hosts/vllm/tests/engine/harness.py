@@ -68,6 +68,18 @@ class EngineServer:
             "environment": environment or {},
             "path": [str(each) for each in path],
         }
+        return self._send(given)
+
+    def parse(self, arguments, *names):
+        """
+        Let vLLM parse arguments of `vllm serve`, beginning with the model.
+
+        Returns:
+            The values of these names as "parsed"; or "error" and the log.
+        """
+        return self._send({"arguments": arguments, "names": names, "environment": {}, "path": []})
+
+    def _send(self, given):
         self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -67,7 +67,7 @@ def save(name, folder):
     _strengthen(model)
     model.save_pretrained(folder)
     if name == "bert":
-        _tokenizer().save_pretrained(folder)
+        save_tokenizer(folder)
 
 
 def _strengthen(model):
@@ -83,10 +83,12 @@ def _auto(name):
     return transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
 
 
-def _tokenizer():
+def save_tokenizer(folder):
+    """Write a tokenizer with a word for each number to a folder."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))  # noqa: S106 - no password
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="w0", unk_token="w3")  # noqa: S106 - likewise
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="w0", unk_token="w3")  # noqa: S106 - likewise
+    tokenizer.save_pretrained(folder)
 
 
 def load(folder, **changes):

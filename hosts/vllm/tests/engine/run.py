@@ -1,11 +1,13 @@
 """
 Engines of vLLM, each in its own process. A line of stdin is a specification in JSON, one of stdout has its results.
+A specification with arguments has them parsed as `vllm serve` does, and nothing runs.
 
 Importing vLLM takes longer than a tiny engine does: it is imported once, and each engine runs in a fork.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -15,9 +17,14 @@ import traceback
 
 def main():
     """Serve until stdin ends."""
-    import vllm  # noqa: PLC0415 - attnplug's kit may collect this module where vLLM is not
+    # Here, once: each fork would import them again. attnplug's kit may collect this module where vLLM is not.
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - see above
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - likewise
+    from vllm.platforms import current_platform  # noqa: PLC0415 - likewise
 
-    del vllm
+    del LLM, SamplingParams, AsyncEngineArgs
+    if current_platform.is_cpu():
+        importlib.import_module("vllm.v1.worker.cpu_worker")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no result
     for line in sys.stdin:
@@ -51,7 +58,7 @@ def _run_here(given, write, log):
         sys.path[:0] = given["path"]
         os.environ["PYTHONPATH"] = os.pathsep.join([*given["path"], *filter(None, [os.environ.get("PYTHONPATH")])])
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
-            json.dump(_results(given), pipe)
+            json.dump(_parsed(**given) if "arguments" in given else _results(given), pipe)
         _save_coverage()
         status = 0
     except BaseException:  # noqa: BLE001 - it is printed, and the process ends
@@ -68,6 +75,16 @@ def _save_coverage():
         for measured in filter(None, [coverage.Coverage.current()]):
             measured.stop()
             measured.save()
+
+
+def _parsed(arguments, names, **_):
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - see above
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415 - likewise
+
+    parser = FlexibleArgumentParser()
+    parser.add_argument("model_tag")
+    found = AsyncEngineArgs.add_cli_args(parser).parse_args(arguments)
+    return {"parsed": {name: getattr(found, name) for name in names}}
 
 
 def _results(given):

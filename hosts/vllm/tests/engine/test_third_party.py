@@ -1,4 +1,4 @@
-"""A third party's plugin in vLLM: begun by `attnplug new`, edited, installed from its wheel, and without a line for vLLM."""
+"""A third party's plugin in vLLM: begun by `attnplug new`, edited, installed from its wheel, with no line for vLLM."""
 
 from __future__ import annotations
 
