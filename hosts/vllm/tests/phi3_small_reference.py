@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,6 +78,26 @@ def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> dict[str, A
     save_file({name: weight.to(dtype) for name, weight in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return config
+
+
+def prompts_of(*lengths: int, seed: int = 5) -> list[list[int]]:
+    """Return random prompts of these lengths."""
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, TINY["vocab_size"], (length,), generator=source).tolist() for length in lengths]
+
+
+def compare(
+    config: dict[str, Any], folder: Path, prompts: list[list[int]], outputs: list[dict[str, Any]]
+) -> tuple[int, float]:
+    """Return how many greedy tokens differ, each after the engine's own, and the largest difference of a logprob."""
+    weights, differing, worst = load_file(folder / "model.safetensors"), 0, 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output["tokens"]
+        expected = logits_of(config, weights, prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+        differing += int((expected.argmax(-1) != torch.tensor(tokens)).sum())
+        chosen = expected[range(len(tokens)), tokens]
+        worst = max(worst, float((chosen - torch.tensor(output["logprobs"])).abs().max()))
+    return differing, worst
 
 
 def logits_of(config: dict[str, Any], weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytest
 
 from attnplug.errors import SettingsError
 from attnplug_vllm import int8
+from hosts.vllm.tests.engine.harness import ENVIRONMENT
 from tests.backends.triton_on_cpu import run_interpreted
 
 HERE = Path(__file__).parent
@@ -23,14 +24,6 @@ ENGINE = {
     "max_num_seqs": 4,
     "attention_backend": "ATTNPLUG",
     "block_size": 16,
-}
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 

@@ -45,7 +45,7 @@ class EngineServer:
             text=True,
         )
 
-    def run(self, model, rounds, *, pooling=False, environment=None, path=(), **engine):
+    def run(self, model, rounds, *, pooling=False, environment=None, path=(), plugin=None, **engine):
         """
         Run rounds of prompts through one engine; a round has `prompts`, and `max_tokens` if tokens are generated.
 
@@ -55,11 +55,12 @@ class EngineServer:
             pooling: Whether the model embeds.
             environment: Variables of the engine's processes.
             path: Folders of PYTHONPATH, before all others.
+            plugin: One of the workspace whose Triton kernels run on the CPU, where the process interprets them.
             engine: Further arguments of the engine.
 
         Returns:
-            Of each round a list of outputs; the metrics, layers, model runner and log of the engine. Or "error" and
-            the log.
+            Of each round a list of outputs; the metrics, layers, model runner, mode of compilation and log of the
+            engine. Or "error" and the log.
         """
         given = {
             "engine": {"model": str(model)} | ENGINE | engine,
@@ -67,6 +68,7 @@ class EngineServer:
             "pooling": pooling,
             "environment": environment or {},
             "path": [str(each) for each in path],
+            "plugin": plugin,
         }
         return self._send(given)
 

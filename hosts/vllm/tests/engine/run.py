@@ -13,6 +13,9 @@ import os
 import sys
 import tempfile
 import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
 
 
 def main():
@@ -56,6 +59,8 @@ def _run_here(given, write, log):
         os.dup2(log.fileno(), 2)
         os.environ.update(given["environment"])
         sys.path[:0] = given["path"]
+        if given.get("plugin"):
+            _configure(given["plugin"])
         os.environ["PYTHONPATH"] = os.pathsep.join([*given["path"], *filter(None, [os.environ.get("PYTHONPATH")])])
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
             json.dump(_parsed(**given) if "arguments" in given else _results(given), pipe)
@@ -67,6 +72,15 @@ def _run_here(given, write, log):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _configure(name):
+    """Register a plugin of Triton kernels for the CPU, where its interpreter runs them."""
+    sys.path.append(str(ROOT))
+    from tests.backends.triton_on_cpu import skip_overflow_checks  # noqa: PLC0415 - on request only
+
+    importlib.import_module(f"plugins.{name}.tests.conftest").PLUGIN.configure()
+    skip_overflow_checks()
 
 
 def _save_coverage():
@@ -93,8 +107,9 @@ def _results(given):
     engine = LLM(disable_log_stats=False, **given["engine"])
     run = _embed if given["pooling"] else _generate
     rounds = [run(engine, **each) for each in given["rounds"]]
-    runner = "V2" if engine.llm_engine.vllm_config.use_v2_model_runner else "V1"
-    return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine), "runner": runner}
+    config = engine.llm_engine.vllm_config
+    made = {"runner": "V2" if config.use_v2_model_runner else "V1", "mode": int(config.compilation_config.mode)}
+    return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine), **made}
 
 
 def _generate(engine, prompts, max_tokens):

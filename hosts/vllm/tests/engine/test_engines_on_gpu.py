@@ -16,7 +16,6 @@ if find_spec("vllm") is None:
 
 from hosts.vllm.tests import phi3_small_reference as phi3_small
 from hosts.vllm.tests.engine import harness, models
-from hosts.vllm.tests.test_phi3_small import compare, prompts_of, run_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -143,7 +142,7 @@ def test_int8_keys_are_near_float32(server, folder, own_error, record_property):
 
 @pytest.mark.feature("Phi-3-small, block-sparse")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_phi_3_small_runs_on_block_sparse_kernels(tmp_path, eager, record_property):
+def test_phi_3_small_runs_on_block_sparse_kernels(server, tmp_path, eager, record_property):
     config = phi3_small.write_checkpoint(
         tmp_path / "model",
         torch_dtype="bfloat16",
@@ -151,11 +150,11 @@ def test_phi_3_small_runs_on_block_sparse_kernels(tmp_path, eager, record_proper
         blocksparse_block_size=64,
         max_position_embeddings=512,
     )
-    prompts = prompts_of(5, 300, 1, 170, 17)
+    prompts = phi3_small.prompts_of(5, 300, 1, 170, 17)
 
-    found = run_engine(
+    found = server.run(
         tmp_path / "model",
-        prompts,
+        [{"prompts": prompts, "max_tokens": 12}],
         environment={"VLLM_PLUGINS": "attnplug"},
         attention_backend="CUSTOM",
         dtype="bfloat16",
@@ -165,8 +164,9 @@ def test_phi_3_small_runs_on_block_sparse_kernels(tmp_path, eager, record_proper
     )
 
     assert "error" not in found, found["error"]
-    assert "blocksparse/triton" in found["backends"].values()
-    differing, worst = compare(config, tmp_path / "model", prompts, found)
-    record_property("tokens that differ", f"{differing} of {sum(map(len, found['tokens']))}")
+    assert "blocksparse/triton" in {candidate for _, candidate in found["layers"].values()}
+    (outputs,) = found["rounds"]
+    differing, worst = phi3_small.compare(config, tmp_path / "model", prompts, outputs)
+    record_property("tokens that differ", f"{differing} of {sum(len(each['tokens']) for each in outputs)}")
     record_property("largest error of a logprob", f"{worst:.4f}")
     assert worst < 0.25
