@@ -50,11 +50,13 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
             cudagraph_capture_sizes=[1, 2, 4, 8],
         ),
         scheduler_config=Names(
-            max_num_seqs=8,
-            max_num_batched_tokens=MAX_LEN,
+            max_num_seqs=options.get("max_num_seqs", 8),
+            max_num_batched_tokens=options.get("max_model_len", MAX_LEN),
             async_scheduling=options.get("async_scheduling", False),
         ),
-        model_config=Names(max_model_len=MAX_LEN, disable_cascade_attn=not options.get("cascade", False)),
+        model_config=Names(
+            max_model_len=options.get("max_model_len", MAX_LEN), disable_cascade_attn=not options.get("cascade", False)
+        ),
         cache_config=cache,
         speculative_config=speculative,
         parallel_config=Names(

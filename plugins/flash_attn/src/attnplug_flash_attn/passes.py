@@ -102,7 +102,10 @@ class Plan:
 
     @parts.default
     def _present(self) -> tuple[KernelPass, ...]:
-        return tuple(call for part in (self.decode, self.prefill) if part is not None for call in part.calls)
+        found = tuple([part for part in (self.decode, self.prefill) if part is not None])
+        if any(part.rest for part in found):
+            return tuple([call for part in found for call in part.calls])
+        return found
 
 
 def call_of(rows: Rows, num_splits: int) -> VarlenCall:

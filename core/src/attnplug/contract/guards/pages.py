@@ -225,14 +225,14 @@ class PageGuard:
     def _check_blocks(self, table: Tensor, keys: Tensor, first_keys: Tensor | None, lowest: int) -> int:
         """Return an upper bound of the used block numbers. Columns that a request does not use may hold anything."""
         if self._num_blocks is not None:
-            low, high = (int(end) for end in torch.aminmax(table))
+            low, high = extremes(table)
             if high < self._num_blocks and (
                 low >= lowest or (low == 0 and self._zeros_are_unused(table, keys, first_keys))
             ):
                 return high
         used = self._used(table.shape[1], keys, first_keys)
         entries = table * used
-        low, highest = (int(end) for end in torch.aminmax(entries))
+        low, highest = extremes(entries)
         if (
             low < 0
             or (lowest and int((entries - used).amin()) < 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -130,7 +131,7 @@ def _phase(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_to
     }
     if num_reqs == batch.num_reqs:
         # A batch of one phase keeps its own tensors and numbers: in a graph these are bounds, and frozen.
-        return Phase(**place, **{name: getattr(batch, name) for name in (*_KEPT, *_PER_REQUEST)})
+        return Phase(**place, **dict(zip(_WHOLE, _whole_of(batch), strict=True)))
     requests, starts = slice(first_req, first_req + num_reqs), slice(first_req, first_req + num_reqs + 1)
     rebased = host[starts] - first_token if first_token else host[starts]
     lens = batch.seq_lens_cpu
@@ -160,6 +161,10 @@ _PER_REQUEST = (
     "dcp_local_seq_lens",
     "dcp_local_seq_lens_cpu",
 )
+
+
+_WHOLE: Final = (*_KEPT, *_PER_REQUEST)
+_whole_of: Final = attrgetter(*_WHOLE)
 
 
 # --- machinery: query lengths, for guards and graphs ---
