@@ -64,11 +64,11 @@ def _run_here(given, write, log):
         os.environ["PYTHONPATH"] = os.pathsep.join([*given["path"], *filter(None, [os.environ.get("PYTHONPATH")])])
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
             json.dump(_parsed(**given) if "arguments" in given else _results(given), pipe)
-        _save_coverage()
         status = 0
     except BaseException:  # noqa: BLE001 - it is printed, and the process ends
         traceback.print_exc()
     finally:
+        _save_coverage()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
