@@ -88,6 +88,15 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
     assert found.features == {"acme.rope"}
 
 
+def test_a_file_of_format_2_has_ranges() -> None:
+    ranges = {"sliding_window": [1, 4096], "logits_soft_cap": [2.0, 50.0]}
+
+    found = parse_evidence({**GOOD, "format": 2, "ranges": ranges})
+
+    assert found.ranges == {"sliding_window": (1, 4096), "logits_soft_cap": (2.0, 50.0)}
+    assert parse_evidence({**GOOD, "ranges": ranges}).ranges is None
+
+
 def test_a_file_without_open_features_is_of_a_run_without_any() -> None:
     assert parse_evidence({name: value for name, value in GOOD.items() if name != "features"}).features == frozenset()
 
@@ -110,7 +119,16 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "its format is 2, and this core reads format 1"),
+        ({"format": 3}, "its format is 3, and this core reads formats 1 and 2"),
+        ({"format": 2}, "it has no 'ranges'"),
+        ({"format": 2, "ranges": [1]}, "ranges is [1], and it is an object"),
+        ({"format": 2, "ranges": {"seq_len": 9}}, "ranges has seq_len=9, and it is the smallest and the largest"),
+        ({"format": 2, "ranges": {"seq_len": [9, 1]}}, "ranges has seq_len=[9, 1]"),
+        ({"format": 2, "ranges": {"seq_len": [1, True]}}, "ranges has seq_len=[1, True]"),
+        ({"format": 2, "ranges": {"seq_len": [1.0, 1e999]}}, "ranges has seq_len=[1.0, inf]"),
+        ({"format": 2, "ranges": {"seq_len": [-1, 9]}}, "ranges has seq_len=[-1, 9]"),
+        ({"format": 2, "ranges": {"seq\x1b[31m": [1, 9]}}, "a field of ranges is 'seq\\x1b[31m', and it is one line"),
+        ({"format": 2, "ranges": {"seq_len": [1, 10**1001]}}, "and it is one line"),
         ({"format": True}, "its format is True"),
         ({"format": None}, "its format is None"),
         ({"backend": "acme"}, "`backend/variant`"),
@@ -154,7 +172,7 @@ def test_every_key_that_is_used_is_needed(key) -> None:
 def test_no_content_is_more_than_a_value_error(content) -> None:
     with suppress(ValueError):
         found = parse_evidence(content)
-        assert content["format"] == 1
+        assert content["format"] in (1, 2)
         assert found.id == content["backend"]
         assert {found.device: str(found.device)}
 

@@ -29,7 +29,7 @@ kv_cache_dtype = ["auto", "fp8_e4m3"]
 cudagraph = { max = "always" }
 phases = ["prefill", "decode"]
 dcp_size = { max = 8 }
-features = ["paged", "sliding_window", "sinks", "block_sparse", "acme.rope"]
+features = ["paged", "sliding_window", "attention_chunk", "logits_soft_cap", "sinks", "block_sparse", "acme.rope"]
 """
 HOPPER = Device.cuda("9.0", name="NVIDIA H200")
 OWN = "attnplug-acme 1.0"
@@ -59,7 +59,7 @@ def agreed(**wanted):
     return Agreement("acme", "default", requirements, *terms, requirements.kv_cache_dtype, requirements.cudagraph)
 
 
-def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None, features=()):
+def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None, features=(), ranges=None):
     return Evidence(
         "acme/default",
         distribution,
@@ -68,6 +68,7 @@ def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=No
         frozenset(served),
         unreached or {},
         features=frozenset(features),
+        ranges=ranges,
     )
 
 
@@ -119,6 +120,64 @@ def test_between_two_verified_sizes_nothing_is_inferred() -> None:
     (reported,) = unverified(evidence(*BASICS, ("head_size", 128), ("head_size", 9)), head_size=96)
 
     assert str(reported) == "head_size=96 (verified are 9, 64, 128)"
+
+
+RAN = {
+    "num_q_heads": (2, 64),
+    "num_kv_heads": (2, 32),
+    "gqa_ratio": (1, 8),
+    "sliding_window": (1, 64),
+    "logits_soft_cap": (2.0, 50.0),
+    "seq_len": (1, 2100),
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"sliding_window": 63}, []),
+        ({"sliding_window": 64, "logits_soft_cap": 2.0}, []),
+        ({"sliding_window": 4096}, ["sliding_window=4096 (verified up to 64)"]),
+        ({"logits_soft_cap": 1.0}, ["logits_soft_cap=1.0 (verified from 2.0)"]),
+        ({"num_q_heads": 32, "num_kv_heads": 8}, []),
+        ({"num_q_heads": 4, "num_kv_heads": 1}, ["num_kv_heads=1 (verified from 2)"]),
+        ({"num_q_heads": 32, "num_kv_heads": 2}, ["gqa_ratio=16 (verified up to 8)"]),
+        ({"num_q_heads": 128, "num_kv_heads": 16}, ["num_q_heads=128 (verified up to 64)"]),
+        ({"attention_chunk": 8}, ["attention_chunk=8 (no run had longer sequences)"]),
+        ({"head_size": 96}, ["head_size=96 (verified are 64, 128)"]),
+        ({"block_size": 32}, ["block_size=32 (verified is 16)"]),
+    ],
+)
+def test_between_two_values_of_a_range_all_are_verified(wanted, found) -> None:
+    known = evidence(*BASICS, ("head_size", 128), ("sliding_window", 9999), ("attention_chunk", 8), ranges=RAN)
+
+    assert [str(item) for item in unverified(known, **wanted)] == found
+
+
+def test_between_the_ranges_of_two_runs_nothing_is_inferred() -> None:
+    known = [evidence(*BASICS, ranges={**RAN, "sliding_window": ends}) for ends in ((4096, 4096), (1, 64), (60, 128))]
+
+    assert unverified(*known, sliding_window=100) == unverified(*known, sliding_window=4096) == ()
+    (between,) = unverified(*known, sliding_window=200)
+    assert str(between) == "sliding_window=200 (verified are 1 to 128, 4096)"
+    (above,) = unverified(*known, sliding_window=8192)
+    assert str(above) == "sliding_window=8192 (verified up to 4096)"
+
+
+def test_values_of_format_1_are_exact_beside_ranges() -> None:
+    first, second = evidence(*BASICS, ("sliding_window", 512)), evidence(*BASICS, ranges=RAN)
+
+    assert unverified(first, num_kv_heads=1, sliding_window=512) == ()
+    assert unverified(first, second, sliding_window=512) == ()
+    assert [item.field for item in unverified(first, second, num_kv_heads=1)] == ["num_kv_heads"]
+    (reported,) = unverified(first, second, sliding_window=256)
+    assert str(reported) == "sliding_window=256 (verified are 1 to 64, 512)"
+
+
+def test_heads_that_are_bound_later_are_not_looked_up() -> None:
+    late = agreed(num_q_heads=None, num_kv_heads=None, late=("num_q_heads", "num_kv_heads"))
+
+    assert find_unverified(candidate(), late, HOPPER, [evidence(*BASICS, ranges=RAN)]) == ()
 
 
 def test_only_the_requested_part_is_checked_name_by_name() -> None:

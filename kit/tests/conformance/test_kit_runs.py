@@ -62,7 +62,7 @@ def test_the_evidence_is_about_this_device(whole) -> None:
     folder, _ = whole
     evidence = json.loads((folder / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
 
-    assert evidence["format"] == 1
+    assert evidence["format"] == 2
     assert evidence["backend"] == "minimal/plain"
     assert evidence["command"].startswith("pytest --attn-device=cpu")
     assert "--attn-report" not in evidence["command"]
@@ -72,6 +72,8 @@ def test_the_evidence_is_about_this_device(whole) -> None:
     assert evidence["missing"] == []
     for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("seq_lens_cpu_kind", "absent")):
         assert {"field": name, "value": value} in evidence["served"]
+    assert evidence["ranges"]["query_len"][0] == evidence["ranges"]["num_reqs"][0] == 1
+    assert evidence["ranges"]["seq_len"][1] > 1024
     (unreached,) = evidence["unreached"]
     assert (unreached["field"], unreached["value"]) == ("features", "minimal.open_feature")
     assert "test it beside the kit" in unreached["because"]

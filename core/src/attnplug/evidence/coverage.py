@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
+from attnplug.evidence.ranges import HEADS, RANGES, shown
 from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.reason import Unverified
 from attnplug.request.fields import FIELDS, Names
@@ -17,6 +18,7 @@ from attnplug.request.fields import FIELDS, Names
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from attnplug.evidence.ranges import Interval
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
     from attnplug.request.device import Device
@@ -38,6 +40,8 @@ class Evidence:
         unreached: Declared pairs that the kit could not exercise there, with the reason.
         origin: The file, for messages.
         features: The open features of every request of the run: it shows nothing about requests without them.
+        ranges: The smallest and the largest value that ran, by field; None for a file of format 1, whose values are
+            exact.
     """
 
     id: str
@@ -48,6 +52,21 @@ class Evidence:
     unreached: Mapping[tuple[str, Any], str] = field(factory=dict)
     origin: str = ""
     features: frozenset[str] = frozenset()
+    ranges: Mapping[str, Interval] | None = None
+
+    def covers(self, name: str, value: Any) -> bool:
+        """Whether the run has exercised a value of a field: this very value, or of `RANGES` one on each side of it."""
+        if self.ranges is None or name not in RANGES:
+            return (name, hashable(value)) in self.served
+        ends = self.ranges.get(name)
+        return ends is not None and bool(ends[0] <= value <= ends[1])
+
+    def intervals(self, name: str) -> Iterator[Interval]:
+        """Yield what the run verifies of a field of `RANGES`."""
+        if self.ranges is None:
+            yield from ((value, value) for field, value in self.served if field == name and type(value) in (int, float))
+        elif name in self.ranges:
+            yield self.ranges[name]
 
     def counts_for(self, distribution: str, device: Device) -> bool:
         """Whether it shows anything about a distribution, version included, on a device."""
@@ -82,8 +101,8 @@ def find_unverified(
     """
     Return what of an agreement no evidence covers, in the order of the fields; nothing where all of it is verified.
 
-    A value is verified where a run of the kit that passed, on such a device and of the same version, has exercised this
-    very value. Between two verified sizes nothing is inferred.
+    A value is verified where a run of the kit that passed, on such a device and of the same version, has exercised it.
+    Between two verified sizes nothing is inferred; fields of `RANGES` are verified between two values of one run.
 
     Args:
         candidate: The candidate.
@@ -97,11 +116,11 @@ def find_unverified(
     counting = [evidence for evidence in ran if evidence.features <= requested]
     if not counting:
         return (_other_features(device, ran) if ran else _nothing(candidate, device, known),)
-    served = frozenset[tuple[str, Any]]().union(*(evidence.served for evidence in counting))
+    has_heads = any(evidence.ranges is not None for evidence in counting)
     return tuple(
-        Unverified(name, _plain(name, value), _because(name, value, served, counting))
-        for name, value in _declared_part(candidate, agreement, device)
-        if (name, hashable(value)) not in served
+        Unverified(name, _plain(name, value), _because(name, value, counting))
+        for name, value in _needing_evidence(candidate, agreement, device, has_heads=has_heads)
+        if not any(evidence.covers(name, value) for evidence in counting)
     )
 
 
@@ -129,9 +148,11 @@ def _plain_device(device: Device) -> str:
     return f"{device.type}:{device.compute_capability}" if device.compute_capability else device.type
 
 
-def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -> Iterator[tuple[str, Any]]:
+def _needing_evidence(
+    candidate: Candidate, agreement: Agreement, device: Device, *, has_heads: bool
+) -> Iterator[tuple[str, Any]]:
     """
-    Yield what is requested of fields that the variant declares, a list name by name.
+    Yield what is requested of fields that the variant declares, a list name by name, and of heads if runs have them.
 
     Nothing else needs evidence: an undeclared field is served at its neutral value only, or is declared open, which
     means that no kernel depends on it.
@@ -144,9 +165,13 @@ def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -
         **{name: getattr(agreement, name) for name in TERMS},
         **device.facts(),
     }
+    besides = {"features"}
+    if has_heads:
+        facts["gqa_ratio"] = wanted.gqa_ratio
+        besides |= {*HEADS}
     for name, item in FIELDS.items():
         value = facts.get(name)
-        if value is None or name in _MATCHED or (name not in declared and name != "features"):
+        if value is None or name in _MATCHED or (name not in declared and name not in besides):
             continue
         if isinstance(item.domain, Names):
             yield from ((name, (each,)) for each in value)
@@ -159,13 +184,18 @@ def _plain(name: str, value: Any) -> Any:
     return value[0] if isinstance(domain, Names) else domain.dump(value)
 
 
-def _because(name: str, value: Any, served: frozenset[tuple[str, Any]], counting: Sequence[Evidence]) -> str:
+def _because(name: str, value: Any, counting: Sequence[Evidence]) -> str:
     """Say what is verified of the field instead."""
     unreached = {item: because for evidence in counting for item, because in evidence.unreached.items()}
     exact = unreached.get((name, hashable(value)))
     if exact is not None:
         return exact
-    verified = sorted((each for field, each in served if field == name), key=_place)
+    intervals = [each for evidence in counting for each in evidence.intervals(name)] if name in RANGES else []
+    if intervals:
+        return shown(value, intervals)
+    verified = sorted({each for evidence in counting for field, each in evidence.served if field == name}, key=_place)
+    if verified and name in RANGES:
+        return "no run had longer sequences"
     if verified:
         return f"verified {'is' if len(verified) == 1 else 'are'} {', '.join(map(_text, verified))}"
     return next((why for (field, _), why in unreached.items() if field == name), "no test has requested it")

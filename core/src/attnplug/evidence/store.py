@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ from attnplug.request.files import read_bytes
 
 if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
+    from attnplug.evidence.ranges import Interval
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.reason import Unverified
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 FOLDER: Final = "evidence"
 """The folder beside an ``attnplug.toml`` in which a plugin ships its evidence."""
 
-FORMAT: Final = 1
-"""The version of the files that this core reads."""
+FORMATS: Final = (1, 2)
+"""The versions of the files that this core reads: the first has no ranges, so that its values are exact."""
 
 _LARGEST: Final = 4 * 2**20
 """Bytes of a file that are read at most; the kit writes some ten thousand."""
@@ -42,6 +44,8 @@ _MOST: Final = 1000
 
 _LONGEST: Final = 1000
 """Characters of a text at most: it is shown in one line."""
+
+_ENDS: Final = ([int, int], [float, float])
 
 _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
 
@@ -181,8 +185,10 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
     if not isinstance(data, Mapping):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - like everything else that is wrong with a file
     found = data.get("format")
-    if type(found) is not int or found != FORMAT:
-        raise ValueError(f"its format is {reprlib.repr(found)}, and this core reads format {FORMAT}")
+    if type(found) is not int or found not in FORMATS:
+        raise ValueError(
+            f"its format is {reprlib.repr(found)}, and this core reads formats {' and '.join(map(str, FORMATS))}"
+        )
     id_, distribution, passed = _of(data, "backend", str), _of(data, "distribution", str), _of(data, "passed", bool)
     if not all(id_.partition("/")):
         raise ValueError(f"backend is {id_!r}, and it is `backend/variant`")
@@ -197,6 +203,7 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
         {_pair(item, "unreached"): _of(item, "because", str) for item in _of(data, "unreached", list)},
         origin,
         frozenset(_names(data, "features")),
+        None if found == FORMATS[0] else _ranges(_of(data, "ranges", Mapping)),
     )
 
 
@@ -219,6 +226,16 @@ def _names(data: Mapping[str, Any], name: str) -> list[str]:
             raise ValueError(f"{name} holds {reprlib.repr(each)}, and each is a text")  # noqa: TRY004 - likewise
         _check_line(name, each)
     return names
+
+
+def _ranges(data: Mapping[str, Any]) -> dict[str, Interval]:
+    """Return the smallest and the largest value by field."""
+    for name, value in data.items():
+        _check_line("a field of ranges", name)
+        if not isinstance(value, list) or [*map(type, value)] not in _ENDS or not 0 <= value[0] <= value[1] < inf:
+            raise ValueError(f"ranges has {name}={reprlib.repr(value)}, and it is the smallest and the largest number")
+        _check_line(f"ranges of {name}", str(value))
+    return {name: (low, high) for name, (low, high) in data.items()}
 
 
 def _check_line(name: str, text: str) -> None:

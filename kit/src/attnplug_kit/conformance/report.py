@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from attnplug.request import FIELDS, Names, Table
 from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.oracle import tolerance
+from attnplug_kit.oracle.exercised import Exercised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 EXERCISED: Final = "attnplug exercised"
 ERROR: Final = "attnplug error"
+RAN: Final = "attnplug ran"
 SUBJECT: Final = "attnplug subject"
 """The names of the properties that tests add to pytest's report."""
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The version of the files that the kit writes."""
 
 
@@ -116,6 +118,7 @@ class SubjectReport:
         served: The declared values that a passed test exercised.
         missing: Those within reach that none exercised, and those that are refused in every request.
         errors: The largest and the mean error by dtype, cache dtype and result, beside the tolerance.
+        ran: What the comparisons of all passed tests exercised.
     """
 
     subject: Subject
@@ -123,6 +126,7 @@ class SubjectReport:
     served: tuple[Capability, ...]
     missing: tuple[Capability, ...]
     errors: Sequence[Mapping[str, Any]] = field(factory=tuple)
+    ran: Exercised = field(factory=Exercised)
 
     @property
     def fraction(self) -> float:
@@ -133,6 +137,13 @@ class SubjectReport:
     def within_reach(self) -> int:
         """How many declared values are within reach."""
         return len(self.served) + len(self.missing)
+
+    @property
+    def further(self) -> tuple[Capability, ...]:
+        """The sizes that ran besides the served values, of fields that are declared."""
+        declared = ((name, size) for name, sizes in sorted(self.ran.sizes.items()) for size in sorted(sizes))
+        found = (Capability(name, size) for name, size in declared if name in self.subject.supports)
+        return tuple(item for item in found if item not in self.served)
 
     @property
     def outcomes(self) -> Mapping[str, int]:
@@ -160,7 +171,8 @@ class SubjectReport:
             "versions": versions(self.subject),
             "passed": self.passed,
             "fraction": self.fraction,
-            "served": [_plain(item) for item in self.served],
+            "served": [_plain(item) for item in (*self.served, *self.further)],
+            "ranges": self.ran.to_dict()["ranges"],
             "missing": [_plain(item) for item in self.missing],
             "unreached": [{**_plain(item.capability), "because": item.because} for item in unreached],
             "errors": [dict(error) for error in self.errors],
@@ -181,7 +193,10 @@ def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> Subject
     within_reach = (*declared.specs, *(item.capability for item in declared.unserved))
     served = tuple(item for item in declared.specs if text_of(item.field, item.value) in exercised)
     missing = tuple(item for item in within_reach if item not in served)
-    return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found))
+    ran = Exercised()
+    for text in (text for one in found if one.passed for name, text in one.user_properties if name == RAN):
+        ran.merge(json.loads(str(text)))
+    return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found), ran)
 
 
 def subject_of(report: pytest.TestReport) -> str | None:
@@ -240,12 +255,15 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
     if report.subject.features:
         yield f"every request has features={', '.join(report.subject.features)}"
     yield f"declared values exercised: {len(report.served)} of {report.within_reach} ({report.fraction:.0%})"
-    for name, text in _by_field(report.served):
+    for name, text in _by_field((*report.served, *report.further)):
         yield f"  {name:<18} {text}"
     for name, text in _by_field(report.missing):
         yield f"  not exercised: {name}={text}"
     for item in field_values_of(report.subject).unreached:
         yield f"  out of reach: {item.capability}: {item.because}"
+    yield "compared with the oracle, the smallest to the largest:"
+    for name, (low, high) in sorted(report.ran.ranges.items()):
+        yield f"  {name:<18} {low} to {high}"
     yield f"  {'dtype':<10} {'cache':<10} {'result':<8} {'max error':>10} {'mean error':>10} {'atol':>9} {'rtol':>9}"
     for error in report.errors:
         yield (

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from attnplug.request import Device
-from attnplug_kit.conformance.report import SUBJECT, SubjectReport, lines_of, report_of, subject_of
+from attnplug_kit.conformance.report import RAN, SUBJECT, SubjectReport, lines_of, report_of, subject_of
 from attnplug_kit.conformance.subject import Subject, find_subjects
+from attnplug_kit.oracle.exercised import Exercised, observing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from attnplug_kit.conformance.tier import LeftOut
@@ -54,6 +55,15 @@ class Reporter:
             name = json.dumps(data, sort_keys=True)
             self._subjects[name] = subject
             item.user_properties.append((SUBJECT, name))
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Add to the report of a test what its comparisons with the oracle exercised."""
+        ran = Exercised()
+        with observing(ran.add):
+            yield
+        if ran.ranges:
+            item.user_properties.append((RAN, json.dumps(ran.to_dict(), sort_keys=True)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the report of a test's call, or of the phase that failed or skipped it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug.contract import Limits
 from attnplug_kit.oracle.closeness import assert_close
+from attnplug_kit.oracle.exercised import passed
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
     if backend.agreement.requirements.return_lse:
         expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
         assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)
+    passed(backend, scene)
 
 
 def padded_for(case: Case, spare: int) -> Case:

@@ -1,0 +1,110 @@
+"""What comparisons record: ranges of what passed, and nothing of what failed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from attrs import evolve
+
+import attnplug
+from attnplug_kit.conformance import report, reporter
+from attnplug_kit.conformance.reporter import Reporter
+from attnplug_kit.conformance.subject import find_subjects
+from attnplug_kit.oracle import Case, check, compare, materialize, run
+from attnplug_kit.oracle.exercised import Exercised, observing
+
+SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
+CASE = Case(query_lens=(1, 5, 0), context_lens=(40, 0, 9), num_q_heads=6, num_kv_heads=2, block_size=4)
+
+
+def backend_of(case):
+    return attnplug.load(case.requirements(), "cpu", backend="torch/sdpa")
+
+
+def exercised(*cases):
+    found = Exercised()
+    with observing(found.add):
+        for case in cases:
+            check(backend_of(case), materialize(case))
+    return found
+
+
+def test_a_batch_has_lengths_requests_and_heads() -> None:
+    found = exercised(CASE)
+
+    highest = found.ranges.pop("block_number")[1]
+    assert found.to_dict() == {
+        "ranges": {
+            "decode_query_len": [1, 1],
+            "gqa_ratio": [3, 3],
+            "num_kv_heads": [2, 2],
+            "num_q_heads": [6, 6],
+            "num_reqs": [3, 3],
+            "num_tokens": [6, 6],
+            "query_len": [1, 5],
+            "seq_len": [5, 41],
+        },
+        "sizes": {"block_size": [4], "head_size": [16], "head_size_v": [16]},
+    }
+    used = materialize(CASE).block_table[:2]
+    assert highest == max(used[0, :11].max(), used[1, :2].max())
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk"])
+def test_a_window_counts_with_longer_sequences_only(field) -> None:
+    found = exercised(*(evolve(CASE, **{field: value}) for value in (40, 7, 41, 500)))
+
+    assert found.ranges[field] == (7, 40)
+
+
+def test_a_block_size_counts_with_more_than_one_block() -> None:
+    assert exercised(evolve(CASE, block_size=64)).sizes.get("block_size") is None
+    assert exercised(evolve(CASE, block_size=40)).sizes["block_size"] == {40}
+
+
+def test_a_comparison_that_fails_records_nothing() -> None:
+    backend, scene, found = backend_of(CASE), materialize(CASE), Exercised()
+    ran = run(backend, scene)
+    ran.output[0] += 1
+
+    with observing(found.add), pytest.raises(AssertionError):
+        compare(ran, backend, scene)
+
+    assert found.ranges == {}
+
+
+def test_nothing_is_recorded_behind_the_test() -> None:
+    found = exercised(CASE)
+    before = found.to_dict()
+
+    check(backend_of(CASE), materialize(evolve(CASE, context_lens=(90, 0, 9))))
+
+    assert found.to_dict() == before
+
+
+def of_test(outcome: str, *cases: Case) -> pytest.TestReport:
+    """Return the report of a test that compares these cases."""
+    item = SimpleNamespace(user_properties=[])
+    wrapper = Reporter(None, "pytest", complete=True).pytest_runtest_call(item)
+    next(wrapper)
+    for case in cases:
+        check(backend_of(case), materialize(case))
+    assert next(wrapper, None) is None
+    return pytest.TestReport("test", ("", 0, ""), {}, outcome, None, "call", user_properties=item.user_properties)
+
+
+def test_the_evidence_has_the_ranges_of_the_tests_that_passed(tmp_path) -> None:
+    window = evolve(CASE, sliding_window=30, head_size=48)
+    reports = [of_test("passed", CASE), of_test("passed", window), of_test("failed", evolve(window, sliding_window=2))]
+    found = report.report_of(SUBJECT, reports)
+
+    reporter._write(tmp_path, "pytest", [found])
+
+    written = json.loads((tmp_path / "evidence-torch-sdpa.json").read_text("utf-8"))
+    assert written["format"] == 2
+    assert written["ranges"]["sliding_window"] == [30, 30]
+    assert written["ranges"]["seq_len"] == [5, 41]
+    assert {"field": "head_size", "value": 48} in written["served"]
+    assert "  seq_len            5 to 41" in list(report.lines_of(found))
