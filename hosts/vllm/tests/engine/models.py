@@ -34,6 +34,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 128,
 }
+_BLOOM = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
 _ENCODER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range", "pad_token_id")
 
 CONFIGS = {
@@ -53,6 +54,10 @@ CONFIGS = {
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters=YARN,
+    ),
+    # With ALiBi, and no other positions.
+    "bloom": lambda: transformers.BloomConfig(
+        **{name: SIZES[name] for name in _BLOOM}, n_layer=SIZES["num_hidden_layers"], n_head=4
     ),
     "bert": lambda: transformers.BertConfig(
         **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512

@@ -68,10 +68,12 @@ def _run_here(given, write, log):
     except BaseException:  # noqa: BLE001 - it is printed, and the process ends
         traceback.print_exc()
     finally:
-        _save_coverage()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            _save_coverage()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
 
 def _configure(name):

@@ -21,13 +21,14 @@ from hosts.vllm.tests.engine import harness, models
 pytestmark = pytest.mark.needs_engine
 
 MIXED_WINDOWS = "sliding windows beside full layers in one KV-cache group"
-NAMES = ("llama", "mistral", "gemma2", "gpt_oss")
-SHOWN = {"gemma2": (MIXED_WINDOWS, "soft cap"), "gpt_oss": (MIXED_WINDOWS, "sinks")}
+NAMES = ("llama", "mistral", "gemma2", "gpt_oss", "bloom")
+SHOWN = {"gemma2": (MIXED_WINDOWS, "soft cap"), "gpt_oss": (MIXED_WINDOWS, "sinks"), "bloom": ("ALiBi",)}
 DECODERS = [pytest.param(name, marks=pytest.mark.feature(*SHOWN.get(name, ()))) for name in NAMES]
 OWN, PLUGGED = "vLLM's own", "ATTNPLUG"
 # Of 32 tokens. vLLM frees those behind a window: where every layer has one, requests compete for fewer only.
 BLOCKS = {"mistral": 7}
 TOLERANCE = 1e-4  # of logprobs; float32 gives about 2e-5 on either backend
+ROUGH = {"bloom": 1e-2}  # transformers approximates its GELU and vLLM does not: 2e-3 on either backend
 
 MIXED = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
 GROWING = harness.prompts(20, 25, 23, 30, seed=6)
@@ -84,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(name, attention, results, folde
     assert [len(each["tokens"]) for each in outputs] == [
         n for n, some in zip(TOKENS, ROUNDS, strict=True) for _ in some
     ]
-    assert (differing, worst < TOLERANCE) == (0, True), worst
+    assert (differing, worst < ROUGH.get(name, TOLERANCE)) == (0, True), worst
 
 
 @pytest.mark.feature("preemption")
