@@ -138,3 +138,26 @@ def test_query_heads_share_key_heads_in_order() -> None:
     result = attend(torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), value, scale=1.0)
 
     assert result.output.flatten().tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_spread_is_the_deviation_of_the_output_by_that_of_the_weights() -> None:
+    """Against many outputs whose weights have random relative errors."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(rows, 1, 8) for rows in (2, 30, 30))
+    result = attend(query, key, value, scale=0.4)
+    weights = torch.exp(0.4 * query[:, 0].double() @ key[:, 0].double().T - result.lse)
+    weights[0, 29] = 0.0  # causal
+    errors = torch.randn(4000, 2, 30, dtype=torch.float64)
+    outputs = (weights * (1 + 1e-3 * errors)) @ value[:, 0].double()
+
+    assert torch.allclose(outputs.std(0), 1e-3 * result.spread[:, 0], rtol=0.1)
+    seen = value[:, 0].double().square().sum(0).sqrt()
+    assert torch.allclose(result.peak[1, 0], weights[1].max() * seen)
+
+
+def test_no_key_leaves_the_sink() -> None:
+    result = attend(torch.zeros(2, 2, 4), torch.zeros(0, 1, 4), torch.zeros(0, 1, 4), scale=1.0, sinks=torch.ones(2))
+
+    assert torch.equal(result.output, torch.zeros(2, 2, 4, dtype=torch.float64))
+    assert result.lse.isinf().all()
+    assert torch.equal(result.lse_with_sink, torch.ones(2, 2, dtype=torch.float64))

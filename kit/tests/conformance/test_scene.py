@@ -10,13 +10,14 @@ from attrs import evolve
 from hypothesis import given
 
 import attnplug
-from attnplug.contract import PAD_SLOT_ID
+from attnplug.contract import PAD_SLOT_ID, torch_dtype
 from attnplug.errors import NotNegotiatedError
 from attnplug_kit.oracle import (
     CANARY,
     FEATURES,
     Case,
     assert_close,
+    assert_output,
     cases,
     check,
     check_replays,
@@ -194,6 +195,41 @@ def test_closeness_names_the_worst_element() -> None:
         assert_close(wrong.fill_(torch.nan), exact, dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"shape \(3, 2\)"):
         assert_close(wrong.T, exact, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("context", [3, 1100])
+def test_an_output_of_zeros_is_wrong_at_any_length(dtype: str, context: int) -> None:
+    scene = materialize(Case(query_lens=(1, 9), context_lens=(context, context), dtype=dtype))
+    exact = scene.expected().output
+    rounded = exact.to(torch_dtype(dtype))
+
+    assert_output(rounded, scene)
+    assert_output(rounded[1:], scene, rows=slice(1, None))
+    with pytest.raises(AssertionError, match=r"output: (\d+) of 640 elements differ") as caught:
+        assert_output(torch.zeros_like(rounded), scene)
+    assert int(str(caught.value).split()[1]) > 0.9 * 640
+
+
+def test_an_error_of_all_elements_is_wrong() -> None:
+    """Half the tolerance of each element: no element shows it, and their mean does."""
+    scene = materialize(Case(query_lens=(1, 9), context_lens=(1100, 300), dtype="bfloat16"))
+    exact = scene.expected()
+    error = tolerance(torch.bfloat16).spread * exact.spread / 2
+
+    with pytest.raises(AssertionError, match=r"output: all 640 elements are within .* in the mean: more than rounding"):
+        assert_output((exact.output + error).float().bfloat16(), scene)
+
+
+def test_integer_weights_have_the_tolerance_of_their_largest() -> None:
+    scene = materialize(Case(query_lens=(1,), context_lens=(1100,), kv_cache_dtype="int8", dtype="float16"))
+    exact = scene.expected()
+    within = exact.output + tolerance(torch.float16, byte_weights=True).peak * exact.peak * 0.1
+
+    assert_output(within.half(), scene)
+    assert_output(within.half(), scene, wider=2.0)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_output((exact.output + 0.05 * exact.peak).half(), scene)
 
 
 @pytest.mark.parametrize("what", ["output", "lse"])

@@ -12,7 +12,7 @@ from attrs import evolve
 from attnplug.ops import merge_attention_states
 from attnplug_kit.conformance.serving import plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs
-from attnplug_kit.oracle import CANARY, assert_close, materialize, tolerance
+from attnplug_kit.oracle import CANARY, assert_close, assert_output, materialize, tolerance
 from attnplug_kit.oracle.attention import FULL_PATTERN
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def _require_merged(subject: Subject, **fields: Any) -> None:
     output, lse = merge_attention_states(*states, sink_in_b="sinks" in fields)
     exact, dtype = whole.expected(), whole.queries[0].dtype
     try:
-        assert_close(output, exact.output, dtype=dtype, scale=2 * whole.largest_value)
-        assert_close(lse, exact.lse_with_sink, dtype=dtype, what="lse", scale=2)
+        assert_output(output.to(dtype), whole, wider=2.0)
+        assert_close(lse, exact.lse_with_sink, dtype=dtype, what="lse")
     except AssertionError as error:
         raise AssertionError(f"{subject}: two parts of the keys do not merge to the whole: {error}") from error
 

@@ -22,7 +22,7 @@ several agreements in one state.
 
 from attnplug_kit.oracle.attention import OracleResult, attend, seen_by
 from attnplug_kit.oracle.case import FEATURES, Case, cases, random_case
-from attnplug_kit.oracle.closeness import Tolerance, assert_close, tolerance
+from attnplug_kit.oracle.closeness import Tolerance, assert_close, assert_output, tolerance
 from attnplug_kit.oracle.host_memory import bind_pool, untouched
 from attnplug_kit.oracle.replaying import check_replays, check_replays_without_build, check_shared_state
 from attnplug_kit.oracle.rounding import by_channel, nearest, paged_tensors
@@ -49,6 +49,7 @@ __all__ = [
     "SceneRunner",
     "Tolerance",
     "assert_close",
+    "assert_output",
     "attend",
     "bind_pool",
     "by_channel",

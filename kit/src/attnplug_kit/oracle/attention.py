@@ -1,6 +1,8 @@
 """
 Reference attention in float64: one request and one head at a time, short enough to be verified by reading.
 
+It computes the spread of each result besides, which says how much rounding may change it.
+
 It shares no code with any backend, and is slow. Block-sparse patterns are those of Phi-3-small: local blocks, and
 vertical blocks at a stride that shifts from head to head.
 """
@@ -30,11 +32,18 @@ class OracleResult:
         lse: ``(queries, num_q_heads)`` float64, natural log-sum-exp of the scores without the sink; -inf for such a
             row.
         lse_with_sink: The same with the sink; equal to `lse` where there is none.
+        spread: As `output`: ``sqrt(sum((weight * value) ** 2))`` over the keys. It is the standard deviation of the
+            output, in units of that of the weights' relative errors, where these are independent with mean 0 (the model
+            of Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019).
+        peak: As `output`: the largest weight times ``sqrt(sum(value ** 2))``, the same for errors that are relative to
+            the largest weight, as those of integer weights are.
     """
 
     output: Tensor
     lse: Tensor
     lse_with_sink: Tensor
+    spread: Tensor
+    peak: Tensor
 
 
 def attend(  # noqa: PLR0913 - every feature of attention is one argument
@@ -88,8 +97,12 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     distance = (queries[:, None] - positions[None, :]).abs().double()
 
     output = torch.zeros(num_queries, num_q_heads, value.shape[2], dtype=torch.float64)
+    spread, peak = output.clone(), output.clone()
     lse = torch.full((num_queries, num_q_heads), -torch.inf, dtype=torch.float64)
     lse_with_sink = lse.clone()
+    if not len(positions):  # nothing to attend to but a sink
+        lse_with_sink = lse if sinks is None else sinks.double().expand_as(lse).clone()
+        return OracleResult(output, lse, lse_with_sink, spread, peak)
     for head in range(num_q_heads):
         keys, values = key[:, head // group].double(), value[:, head // group].double()
         scores = scale * (query[:, head].double() @ keys.T)
@@ -104,17 +117,15 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         if block_sparse is not None:
             heads = {"num_q_heads": num_q_heads, "num_kv_heads": key.shape[1]}
             mine = visible & seen_by(head, block_sparse, **heads, queries=queries, keys=positions)
-        for row in range(num_queries):
-            seen = mine[row]
-            if seen.any():
-                lse[row, head] = torch.logsumexp(scores[row, seen], 0)
-            lse_with_sink[row, head] = lse[row, head]
-            if sinks is not None:
-                lse_with_sink[row, head] = torch.logaddexp(lse[row, head], sinks[head].double())
-            if seen.any():
-                weights = torch.exp(scores[row, seen] - lse_with_sink[row, head])
-                output[row, head] = weights @ values[seen]
-    return OracleResult(output, lse, lse_with_sink)
+        lse[:, head] = torch.logsumexp(scores.masked_fill(~mine, -torch.inf), 1)
+        lse_with_sink[:, head] = lse[:, head]
+        if sinks is not None:
+            lse_with_sink[:, head] = torch.logaddexp(lse[:, head], sinks[head].double())
+        weights = torch.exp(scores - lse_with_sink[:, head, None]).masked_fill(~mine, 0.0)
+        output[:, head] = weights @ values
+        spread[:, head] = (weights.square() @ values.square()).sqrt()
+        peak[:, head] = weights.amax(1, keepdim=True) * (mine.double() @ values.square()).sqrt()
+    return OracleResult(output, lse, lse_with_sink, spread, peak)
 
 
 def _visible(

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug.contract import Limits
-from attnplug_kit.oracle.closeness import assert_close
+from attnplug_kit.oracle.closeness import assert_close, assert_output
 from attnplug_kit.oracle.exercised import passed
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
@@ -144,14 +144,7 @@ def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
         AssertionError: They differ.
     """
     exact, dtype, scaled = scene.expected(), ran.output.dtype, scene.rounding is not None
-    assert_close(
-        ran.output,
-        exact.output,
-        dtype=dtype,
-        scale=scene.largest_value,
-        scaled_keys=scaled,
-        byte_weights=scene.has_byte_weights,
-    )
+    assert_output(ran.output, scene)
     if backend.agreement.requirements.return_lse:
         expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
         assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)

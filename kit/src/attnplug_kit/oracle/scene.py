@@ -37,6 +37,8 @@ CANARY: Final = 12288.0
 
 _POISONED_BYTE: Final = 99
 
+_RESULTS: Final = ("output", "lse", "lse_with_sink", "spread", "peak")
+
 _SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
 
@@ -140,8 +142,8 @@ class Scene:
         if not self._results:
             keys, values = self.seen
             parts = [self._expected(request, keys[request], values[request]) for request in range(len(self.queries))]
-            joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("output", "lse", "lse_with_sink"))
-            self._results.append(OracleResult(*joined))
+            joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _RESULTS}
+            self._results.append(OracleResult(**joined))
         return self._results[0]
 
     def _expected(self, request: int, keys: Tensor, values: Tensor) -> OracleResult:
