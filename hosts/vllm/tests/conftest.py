@@ -8,7 +8,6 @@ Which tests run here: those marked `needs_vllm` beside vLLM, those marked `needs
 from __future__ import annotations
 
 import os
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,9 +27,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    """Skip what needs another vLLM than is installed. Each test begins like a process of vLLM: without layers."""
-    if pools := sys.modules.get("attnplug_vllm.cache"):  # a failure of the test before may hold layers
-        pools._LAYERS.clear()
+    """Skip what needs another vLLM than is installed."""
     if (marker := item.get_closest_marker("needs_vllm")) and (reason := _lacks_vllm(*marker.args)):
         pytest.skip(reason)
     if item.get_closest_marker("needs_engine") and (reason := _lacks_vllm() or _lacks_engine()):

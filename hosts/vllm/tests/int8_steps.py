@@ -6,6 +6,8 @@ Int8 KV caches in pools of vLLM: steps with hand-made metadata, the kernels in T
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -15,7 +17,7 @@ import attnplug
 from attnplug.contract import Batch, Layer, Limits
 from attnplug.errors import CacheError, LayerError
 from attnplug_int8_ixformer.value_scales import ValueScales
-from attnplug_vllm import int8
+from attnplug_vllm import facts, int8
 from hosts.vllm.tests.rig import Rig
 from plugins.int8_ixformer.tests.conftest import PLUGIN
 from tests.backends.triton_on_cpu import MARKS, skip_overflow_checks
@@ -172,7 +174,8 @@ def test_scales_stay_where_graphs_read_them():
 @pytest.mark.usefixtures("scales")
 def test_layers_of_two_page_sizes_are_refused_at_start():
     rig = rig_of("int8", layers=[{}])
-    skipped = rig.make_layer({"kv_cache_dtype": "auto"}, {})
+    with patch.object(facts, "current_config", lambda: rig.config):
+        rig.layers["layers.1"] = skipped = rig.make_layer({"kv_cache_dtype": "auto"}, {})
     assert skipped.impl.requirements.kv_cache_dtype == "bfloat16"
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.bfloat16)
     with pytest.raises(CacheError, match="leave --kv-cache-dtype-skip-layers out"):

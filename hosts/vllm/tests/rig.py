@@ -32,6 +32,10 @@ CPU = torch.device("cpu")
 CHOICE = ("torch/sdpa",)
 
 
+class Compilation(Names):
+    """VLLM's compilation configuration: unlike its base, it can be referenced weakly."""
+
+
 def config_of(layers: dict[str, Any], **options: Any) -> Any:
     """Return as much of vLLM's configuration as an attention backend reads."""
     drafts = options.get("drafts", 0)
@@ -44,7 +48,7 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
     if HAS_LAYOUTS:
         cache.kv_cache_layout = options.get("order")
     return Names(
-        compilation_config=Names(
+        compilation_config=Compilation(
             static_forward_context=layers,
             cudagraph_mode=options.get("mode"),
             cudagraph_capture_sizes=[1, 2, 4, 8],

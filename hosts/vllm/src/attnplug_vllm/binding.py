@@ -69,7 +69,7 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
     """
     if not impl.requirements.paged:
         return impl.selection
-    terms = terms_of(layers_of(impl.choice))
+    terms = terms_of(layers_of(impl.choice, config))
     form, kv_layout = resolved_terms(order_of(config, terms), terms)
     changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
     if layer.head_size_v != impl.head_size:

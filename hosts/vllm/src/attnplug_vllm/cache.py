@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
@@ -47,12 +47,20 @@ ORDERS: Final[Mapping[Terms, tuple[str, ...]]] = {
 }
 """vLLM's orders of memory in which a pool has a form and a layout, those that keep a layer's blocks together first."""
 
-_LAYERS: Final[WeakSet[Any]] = WeakSet()
+_newest: ref[Any] | None = None
+"""The compilation configuration of the engine whose layers were made last."""
 
 
-def enlist(layer: Any) -> None:
-    """Count a layer among those whose pools vLLM lays out; it has `choice`, `selection` and `requirements`."""
-    _LAYERS.add(layer)
+def enter_engine(config: Any) -> None:
+    """
+    Take an engine for the one that vLLM is making. Where vLLM asks a backend about pools, it does not always say for
+    which engine, but it makes one after the other.
+
+    Args:
+        config: The configuration that a layer is made under; None outside of an engine.
+    """
+    global _newest  # noqa: PLW0603 - vLLM's backends are classes of the process
+    _newest = None if config is None else ref(config.compilation_config)
 
 
 class CacheMembers:
@@ -109,9 +117,20 @@ class CacheMembers:
         return (0, *moved) if terms[0] == "joint" else (1, 0, *moved[1:])
 
 
-def layers_of(choice: tuple[str, ...]) -> list[Any]:
-    """Return the layers of this process that have a KV cache and were made for a choice."""
-    return [layer for layer in _LAYERS if layer.choice == choice and layer.requirements.paged]
+def layers_of(choice: tuple[str, ...], config: Any = None) -> list[Any]:
+    """
+    Return the layers of one engine that have a KV cache and were made for a choice.
+
+    Args:
+        choice: The identifiers of the candidates that may be chosen.
+        config: The engine's configuration; None is the current one, or that of the engine whose layers were made last.
+    """
+    config = facts.current_config() if config is None else config
+    newest = None if _newest is None else _newest()
+    compilation = newest if config is None else config.compilation_config
+    layers = {} if compilation is None else compilation.static_forward_context
+    impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values()]
+    return [one for one in impls if getattr(one, "choice", None) == choice and one.requirements.paged]
 
 
 def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl
 from attnplug.contract import Layer
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError
 from attnplug_vllm import facts
-from attnplug_vllm.cache import bind_pool, enlist
+from attnplug_vllm.cache import bind_pool, enter_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,7 +115,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self._attend: Any = None
         self._known_sinks: Tensor | None = None
         self._width = 0
-        enlist(self)
+        enter_engine(facts.current_config())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.selection.id}, {self.binding and self.binding.attn.layer.name!r})"
