@@ -150,6 +150,22 @@ def test_pages_that_vllm_sizes(dtype, option, content):
     assert walk(rig) < 0.12
 
 
+@pytest.mark.skipif(HAS_LAYOUTS, reason="pages are as large as needed from 0.32 on")
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize(
+    ("dtype", "option", "count"), [("int8", "auto", 1), ("int8", int8.WIDER, 0), ("int8_k", "auto", 0)]
+)
+def test_pages_with_unused_room_are_warned_of_once(dtype, option, count, monkeypatch):
+    said = []
+    monkeypatch.setattr(int8._log, "warning", lambda text, *values: said.append(text % values))
+    int8.warn_of_unused_room.cache_clear()  # other tests have such pages
+    assert walk(rig_of(dtype, option=option)) < 0.12
+    assert len(said) == count
+    needed, allocated = LEVELS["int8"], 4 * SIZE
+    assert all(f"{needed} of the {allocated} bytes" in text for text in said)
+    assert all(text.endswith("--kv-cache-dtype int8_per_token_head") for text in said)
+
+
 @pytest.mark.usefixtures("scales")
 def test_a_layer_reads_the_cache_that_it_shares():
     rig = rig_of("int8", layers=[{}, {"kv_sharing_target_layer_name": "layers.0"}])

@@ -100,7 +100,10 @@ class CacheMembers:
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Return the logical shape of a layer's pool (before 0.32)."""
-        form, _ = terms_of(layers_of(cls.choice))[0]
+        layers = layers_of(cls.choice)
+        form, _ = terms_of(layers)[0]
+        if cache_dtype_str == "auto" and any(one.requirements.kv_cache_dtype == "int8" for one in layers):
+            int8.warn_of_unused_room(head_size)
         # vLLM's own int8 format has a scale of four bytes behind each key and each value, which pages may use.
         content = head_size + (4 if form == pages.FORM and cache_dtype_str == int8.WIDER else 0)
         return pool_shape(form, num_blocks, block_size, num_kv_heads, content)

@@ -16,6 +16,8 @@ The key ``features`` beside it requests what vLLM has no option for, such as the
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import SettingsError
@@ -31,6 +33,8 @@ SECTION: Final = "attnplug"
 
 WIDER: Final = "int8_per_token_head"
 """vLLM's own int8 format, by which vLLM 0.26 makes pages that have room for level 1."""
+
+_log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
 _FIX: Final = 'pass --additional-config \'{"attnplug": {"kv_cache_dtype": "int8"}}\', or leave it out'
 
@@ -103,6 +107,24 @@ def features(config: Any) -> tuple[str, ...]:
             'pass "features": ["int8_ixformer.calibrate"], or leave it out',
         )
     return tuple(named)
+
+
+@cache
+def warn_of_unused_room(head_size: int) -> None:
+    """
+    Warn, once in a process, that vLLM 0.26 makes 16-bit pages for level 1, which needs about half of each.
+
+    Args:
+        head_size: Of keys and of values.
+    """
+    _log.warning(
+        "attnplug: an int8 KV cache of level 1 needs %d of the %d bytes per token and KV head that vLLM allocates for "
+        "--kv-cache-dtype auto, and the rest stays unused. Pass this option beside --additional-config: "
+        "--kv-cache-dtype %s",
+        2 * head_size + 4,
+        4 * head_size,
+        WIDER,
+    )
 
 
 def _section(config: Any) -> Mapping[str, Any]:
