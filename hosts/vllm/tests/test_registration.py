@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,6 +126,33 @@ def test_other_names_are_vllms_own_business(enum: Any) -> None:
     assert not hasattr(enum, "ATTNPLUG_NOPE")
     assert not hasattr(enum, "NOPE")
     assert enum["FLASH_ATTN"] is enum.FLASH_ATTN
+
+
+@pytest.mark.parametrize("table", ["nothing", "of another kind", "fixed"])
+def test_without_pythons_table_vllm_says_what_it_says(enum: Any, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meta(type):
+        """An enum that keeps its members elsewhere."""
+
+        def __getattr__(cls, name: str) -> Any:
+            if name == "_member_map_" and table == "of another kind":
+                return MappingProxyType(enum._member_map_)
+            if name == "_member_map_" and table == "nothing":
+                raise AttributeError(name)
+            return getattr(enum, name)
+
+        def __setattr__(cls, name: str, value: Any) -> None:
+            raise AttributeError(f"{name} is fixed")
+
+        def __getitem__(cls, name: str) -> Any:
+            return enum[name]
+
+    monkeypatch.setattr(registration, "members", lambda: Meta("Enum", (), {}))
+    registration.register()
+    name = names.own_name(())
+    assert enum[name].get_class().get_name() == name
+    with pytest.raises(ValueError, match="Unknown attention backend: 'ATTNPLUG_NOPE'"):
+        enum["ATTNPLUG_NOPE"]
+    assert not hasattr(enum, "ATTNPLUG_NOPE")
 
 
 def test_registering_again_changes_nothing(enum: Any) -> None:

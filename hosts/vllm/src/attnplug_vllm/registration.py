@@ -10,6 +10,7 @@ A candidate that cannot run here has no name, so that vLLM does not offer it. Na
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import logging
 from typing import TYPE_CHECKING, Any, Final
@@ -57,7 +58,7 @@ def register() -> None:
             _add(enum, name)
     else:
         _claim(enum, SLOT)
-    enum._member_map_ = _Names.over(enum)
+    _explain_missing(enum)
 
 
 def choices() -> dict[str, tuple[str, ...]]:
@@ -131,17 +132,24 @@ class UnknownNameError(UnknownBackendError, AttributeError):
 class _Names(dict[str, Any]):
     """The members of vLLM's enum, by name. A name of ours that is not among them is an error with the reason."""
 
-    @classmethod
-    def over(cls, enum: Any) -> _Names:
-        """Return the members of an enum in this form."""
-        found = enum._member_map_
-        return found if isinstance(found, cls) else cls(found)
-
     def __missing__(self, name: str) -> Any:
         if isinstance(name, str) and is_own_name(name):
             error = refusal(name)
             raise UnknownNameError(error.problem, error.expected, error.fix)
         raise KeyError(name)
+
+
+def _explain_missing(enum: Any) -> None:
+    """
+    Let the lookup of a name without a backend say why there is none.
+
+    Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is Python's
+    own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.
+    """
+    table = getattr(enum, "_member_map_", None)
+    if isinstance(table, dict) and not isinstance(table, _Names):
+        with contextlib.suppress(AttributeError, TypeError):
+            enum._member_map_ = _Names(table)
 
 
 def _add(enum: Any, name: str) -> None:
