@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -153,6 +153,20 @@ def test_without_pythons_table_vllm_says_what_it_says(enum: Any, table: str, mon
     with pytest.raises(ValueError, match="Unknown attention backend: 'ATTNPLUG_NOPE'"):
         enum["ATTNPLUG_NOPE"]
     assert not hasattr(enum, "ATTNPLUG_NOPE")
+
+
+@pytest.mark.parametrize(("device", "count"), [("xpu", 1), ("npu", 1), ("cuda", 0), ("cpu", 0), ("", 0)])
+def test_a_platform_without_foreign_backends_is_warned_of_once(
+    device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    registration._warn_of_platform.cache_clear()
+    monkeypatch.setattr(facts, "_platform", lambda: SimpleNamespace(device_type=device))
+    monkeypatch.setattr(registration._log, "warning", lambda text, *values: said.append(text % values))
+    registration.register()
+    registration.register()
+    assert len(said) == count
+    assert all(f"platform '{device}'" in text and "Leave --attention-backend out" in text for text in said)
 
 
 def test_registering_again_changes_nothing(enum: Any) -> None:

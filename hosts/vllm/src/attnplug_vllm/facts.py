@@ -56,6 +56,11 @@ _loaded: Final[set[tuple[str, Requirements]]] = set()
 # What vLLM says
 
 
+def platform_name() -> str:
+    """Return the device type of vLLM's platform: cuda for ROCm too; empty where vLLM has no platform."""
+    return str(_platform().device_type or "")
+
+
 def device_kind() -> tuple[tuple[str, str], ...]:
     """Return the device type and its vendor, as (field, value) pairs; nothing where vLLM has no platform."""
     current = _platform()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
@@ -42,6 +43,9 @@ __all__ = [
 
 _log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
+_PLATFORMS: Final = frozenset({"", "cpu", "cuda"})
+"""vLLM's device types whose selectors take a foreign backend; ROCm's is cuda, and without a device it is empty."""
+
 
 def register() -> None:
     """
@@ -59,6 +63,7 @@ def register() -> None:
     else:
         _claim(enum, SLOT)
     _explain_missing(enum)
+    _warn_of_platform(facts.platform_name())
 
 
 def choices() -> dict[str, tuple[str, ...]]:
@@ -150,6 +155,17 @@ def _explain_missing(enum: Any) -> None:
     if isinstance(table, dict) and not isinstance(table, _Names):
         with contextlib.suppress(AttributeError, TypeError):
             enum._member_map_ = _Names(table)
+
+
+@cache
+def _warn_of_platform(name: str) -> None:
+    """Warn, once in a process, of a platform of vLLM that runs no backend of attnplug, whatever is registered."""
+    if name not in _PLATFORMS:
+        _log.warning(
+            "The attention backends of attnplug have no effect here: vLLM's CUDA, ROCm and CPU platforms run them, and "
+            "the platform %r refuses or ignores their names. Leave --attention-backend out",
+            name,
+        )
 
 
 def _add(enum: Any, name: str) -> None:
