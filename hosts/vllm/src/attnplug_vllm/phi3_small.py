@@ -286,11 +286,10 @@ class Phi3SmallForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc] # vLLM 
         """
         params, loaded = dict(self.named_parameters()), set()
         for name, weight in weights:
-            if "rotary_emb.inv_freq" in name or (name == "lm_head.weight" and self.config.tie_word_embeddings):
-                continue
-            if is_pp_missing_parameter(name, self):
-                continue
-            loaded.add(_load(params, name, weight, self.config))
+            is_derived = "rotary_emb.inv_freq" in name or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+            if not is_derived and not is_pp_missing_parameter(name, self):
+                _load(params, name, weight, self.config)
+                loaded.add(name)
         return loaded
 
 
@@ -312,18 +311,15 @@ def choose_backend(vllm_config: VllmConfig) -> None:
         )
 
 
-def _load(params: dict[str, nn.Parameter], name: str, weight: torch.Tensor, config: Any) -> str:
-    """Copy one tensor of the checkpoint; return its name."""
+def _load(params: dict[str, nn.Parameter], name: str, weight: torch.Tensor, config: Any) -> None:
+    """Copy one tensor of the checkpoint, whole or part by part."""
     if name not in params:
         raise RequirementsError(
             f"the checkpoint has {name!r}",
             "Phi-3-small has no such parameter",
             "load a checkpoint of Phi3SmallForCausalLM without adapters",
         )
-    loader = getattr(params[name], "weight_loader", default_weight_loader)
-    if QKV in name or UP in name:
-        for part, shard in split_fused(name, weight, config):
-            loader(params[name], part, shard)
-    else:
-        loader(params[name], weight)
-    return name
+    load = getattr(params[name], "weight_loader", default_weight_loader)
+    is_fused = QKV in name or UP in name
+    for part in split_fused(name, weight, config) if is_fused else [(weight,)]:
+        load(params[name], *part)
