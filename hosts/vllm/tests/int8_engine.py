@@ -6,29 +6,39 @@ import json
 import sys
 
 
+def observed(worker):
+    """Return the value scales of a worker's KV heads: what a user runs on each rank."""
+    from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - the user's code, not the host's
+    from attnplug_vllm import implementations  # noqa: PLC0415 - likewise
+
+    return ValueScales.observed(implementations(worker).values())
+
+
 def main() -> None:
     """Generate greedily, and print tokens, logprobs, blocks, and the backend and memory of each layer."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - as in the other programs
 
+    from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - likewise
     from attnplug_vllm import implementations  # noqa: PLC0415 - likewise
     from plugins.int8_ixformer.tests.conftest import PLUGIN  # noqa: PLC0415 - likewise
     from tests.backends.triton_on_cpu import skip_overflow_checks  # noqa: PLC0415 - likewise
 
     given = json.loads(sys.argv[1])
-    PLUGIN.configure()
-    skip_overflow_checks()
+    if given["interpreted"]:
+        PLUGIN.configure()
+        skip_overflow_checks()
     engine = LLM(skip_tokenizer_init=True, enforce_eager=True, **given["engine"])
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=5, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=given["max_tokens"], logprobs=5, ignore_eos=True, detokenize=False
+    )
     prompts = [{"prompt_token_ids": each} for each in given["prompts"]]
     outputs = [each.outputs[0] for each in engine.generate(prompts, greedy, use_tqdm=False)]
 
-    def save(worker):
-        from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - the user's code, not the host's
-
-        ValueScales.observed(implementations(worker).values()).save(given["save"])
-
     if given["save"]:
-        engine.collective_rpc(save)
+        ValueScales.of_ranks(engine.collective_rpc(observed)).save(given["save"])
+    if engine.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
+        print(json.dumps({}))  # noqa: T201 - layers are in other processes
+        return
     (impls,) = engine.collective_rpc(implementations)
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
     found = {

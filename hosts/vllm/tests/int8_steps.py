@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
@@ -54,11 +55,17 @@ def scales(tmp_path, monkeypatch):
     table, slots = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.arange(TOKENS, TOKENS + 64)
     step = builder.build(Batch.from_lengths([64], [64], block_table=table, slot_mapping=slots))
     for impl in impls:
-        rows = [4 * torch.ones(64, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-        impl.forward(*rows, backend.make_cache(5, impl=impl), step, torch.empty(64, HEADS * SIZE))
+        rows = [4 * torch.ones(64, heads, SIZE) for heads in (HEADS, KV_HEADS)]
+        values = largest(int(impl.layer.name[-1])).expand(64, KV_HEADS, SIZE).to(torch.bfloat16)
+        impl.forward(*rows, values, backend.make_cache(5, impl=impl), step, torch.empty(64, HEADS * SIZE))
     ValueScales.observed(impls).save(tmp_path / "scales.safetensors")
     monkeypatch.setenv("ATTNPLUG_OPT_INT8_IXFORMER__VALUE_SCALES", str(tmp_path / "scales.safetensors"))
     PLUGIN.configure()  # settings are read once
+
+
+def largest(index):
+    """Return the largest values of a layer, ``(num_kv_heads, head_size)``: others for each layer and head."""
+    return (4.0 + torch.arange(KV_HEADS, dtype=torch.float32).view(-1, 1) + index).expand(KV_HEADS, SIZE)
 
 
 def rig_of(dtype, *, option=None, layers=({}, {}), **further):
@@ -78,9 +85,9 @@ def rig_of(dtype, *, option=None, layers=({}, {}), **further):
     if option == int8.WIDER:
         described["kv_quant_mode"] = KVQuantMode.INT8_PER_TOKEN_HEAD
     return Rig(
-        list(layers), num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=TOKENS, choice=(),
-        kv_cache_dtype=option, described=described, dtype=torch.bfloat16, cache_dtype=option, additional_config=section,
-        **further,
+        list(layers), head_size=SIZE, block_size=TOKENS, choice=(), kv_cache_dtype=option, described=described,
+        dtype=torch.bfloat16, cache_dtype=option, additional_config=section,
+        **{"num_heads": HEADS, "num_kv_heads": KV_HEADS} | further,
     )  # fmt: skip
 
 
@@ -184,6 +191,25 @@ def test_scales_stay_where_graphs_read_them():
     rig.add(1)
     assert rig.run([(4, 3)]) < 0.12
     assert layer.impl._cache["v_scale"] is before
+
+
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize(("heads", "ranks"), [(1, 2), (1, 4)], ids=["a head each", "two ranks a head"])
+def test_ranks_read_their_heads_of_one_file(heads, ranks, monkeypatch):
+    for rank in range(ranks):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: rank)  # noqa: B023 - called here
+        rig = rig_of("int8", num_heads=2, num_kv_heads=heads, tp_size=ranks)
+        assert walk(rig) < 0.12
+        for index, layer in enumerate(rig.layers.values()):
+            head = rank * KV_HEADS // ranks
+            assert torch.equal(layer.impl._cache["v_scale"], largest(index)[head : head + 1] / 127)
+
+
+@pytest.mark.usefixtures("scales")
+def test_a_file_of_other_ranks_is_refused_at_start(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    with pytest.raises(LayerError, match=rf"(?s)\({KV_HEADS}, {SIZE}\).*\(4, {SIZE}\) float32, of 2 ranks together"):
+        rig_of("int8", num_kv_heads=2, tp_size=2)
 
 
 @pytest.mark.skipif(not int8.takes_dtypes(), reason="layers have a KV cache dtype of this kind from 0.33 on")

@@ -65,6 +65,7 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
         speculative_config=speculative,
         parallel_config=Names(
             decode_context_parallel_size=options.get("dcp_size", 1),
+            tensor_parallel_size=options.get("tp_size", 1),
             use_ubatching=options.get("use_ubatching", False),
             cp_kv_cache_interleave_size=options.get("dcp_interleave", 1),
         ),

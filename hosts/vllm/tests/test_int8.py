@@ -159,14 +159,16 @@ def test_steps_in_pools_of_vllm():
     run_interpreted(Path(__file__).with_name("int8_steps.py"))
 
 
-def run_engine(folder, prompts, *, save=None, environment=None, **engine):
-    """Run prompts through an engine in a process whose Triton kernels are interpreted; return what it printed."""
+def run_engine(folder, prompts, *, save=None, environment=None, interpreted=True, max_tokens=6, **engine):
+    """Run prompts through an engine in a process, with Triton kernels interpreted or none; return what it printed."""
     given = {"engine": {"model": str(folder)} | ENGINE | engine, "prompts": prompts, "save": save}
+    given |= {"interpreted": interpreted, "max_tokens": max_tokens}
     done = subprocess.run(
         [sys.executable, str(HERE / "int8_engine.py"), json.dumps(given)],
         env=os.environ
         | ENVIRONMENT
-        | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         | (environment or {}),
         capture_output=True,
         text=True,
@@ -176,19 +178,46 @@ def run_engine(folder, prompts, *, save=None, environment=None, **engine):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.feature("int8 KV cache, level 1", "int8 KV cache, level 2")
-@pytest.mark.needs_engine
-@pytest.mark.slow
-@pytest.mark.long
-def test_an_engine_calibrates_and_runs_on_both_levels(tmp_path):
+def write_model(folder):
+    """Write a small model with two KV heads; return prompts."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = transformers.LlamaConfig(**sizes, **heads, initializer_range=0.2, max_position_embeddings=128)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    prompts = [torch.randint(3, 128, (length,)).tolist() for length in (40, 3, 17)]
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return [torch.randint(3, 128, (length,)).tolist() for length in (40, 3, 17)]
+
+
+@pytest.mark.needs_engine
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_calibrate_one_file(tmp_path):
+    from safetensors.torch import load_file  # noqa: PLC0415 - beside vLLM
+
+    prompts, options = write_model(tmp_path / "model"), {"attnplug": {"features": ["int8_ixformer.calibrate"]}}
+    found = []
+    for ranks in (1, 2):
+        scales = tmp_path / f"scales-{ranks}.safetensors"
+        run_engine(
+            tmp_path / "model", prompts, save=str(scales), interpreted=False, max_tokens=1,
+            tensor_parallel_size=ranks, additional_config=options,
+        )  # fmt: skip
+        found.append(load_file(scales))
+    alone, joined = found
+    assert alone.keys() == joined.keys()
+    # Ranks add in another order: a value differs by some roundings of bfloat16.
+    assert all(scales.shape == (2, 32) and scales.allclose(joined[name], rtol=0.03) for name, scales in alone.items())
+    assert not any(scales[0].allclose(scales[1], rtol=0.3) for scales in alone.values())
+
+
+@pytest.mark.feature("int8 KV cache, level 1", "int8 KV cache, level 2")
+@pytest.mark.needs_engine
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_engine_calibrates_and_runs_on_both_levels(tmp_path):
+    prompts = write_model(tmp_path / "model")
     scales = str(tmp_path / "scales.safetensors")
 
     plain = run_engine(

@@ -8,7 +8,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device
-from attnplug.contract import GraphShape, Layer, Limits
+from attnplug.contract import GraphShape, Layer, Limits, Parallel
 from attnplug.errors import LayerError, PluginLoadError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
@@ -108,7 +108,7 @@ def test_absmax_of_all_steps_is_saved_and_loaded(tmp_path):
 
     expected = values.float().abs().amax(0) / 127
     assert torch.equal(impl.absmax, values.float().abs().amax(0))
-    assert torch.equal(load_layer(tmp_path / "scales", "layer", 2, 32), expected)
+    assert torch.equal(load_layer(tmp_path / "scales", "layer", 2, 32, Parallel()), expected)
     assert values.isfinite().all()  # padding holds NaN
 
 

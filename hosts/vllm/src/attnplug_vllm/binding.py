@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from attnplug.contract import Limits, Parallel
+from attnplug.contract import Limits
 from attnplug.errors import NotNegotiatedError
 from attnplug_vllm import facts, pages
 from attnplug_vllm.cache import ORDERS, check_pool, layers_of, resolved_terms, terms_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug import Selection
-    from attnplug.contract import AttentionImpl, Backend, State
+    from attnplug.contract import AttentionImpl, Backend, Parallel, State
     from attnplug_vllm.cache import Terms
 
 
@@ -184,14 +184,12 @@ def limits_of(backend: Backend, spec: Any, config: Any) -> Limits:
 
 def parallel_of(config: Any, impl: LayerImpl) -> Parallel:
     """Return the ranks that share the model."""
+    if impl.dcp_world_size == 1:
+        return impl.parallel
     from vllm.distributed import parallel_state  # noqa: PLC0415 - needs vLLM's process groups
 
-    tp_size = getattr(config.parallel_config, "tensor_parallel_size", 1)
-    tp = {"tp_size": tp_size, "tp_rank": parallel_state.get_tensor_model_parallel_rank()} if tp_size > 1 else {}
-    if impl.dcp_world_size == 1:
-        return Parallel(**tp)
-    return Parallel(
-        **tp,
+    return evolve(
+        impl.parallel,
         dcp_rank=impl.dcp_rank,
         dcp_size=impl.dcp_world_size,
         dcp_interleave=config.parallel_config.cp_kv_cache_interleave_size,

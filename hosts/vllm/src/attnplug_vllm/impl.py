@@ -9,7 +9,7 @@ import torch
 from attrs import define
 from vllm.v1.attention.backend import AttentionImpl
 
-from attnplug.contract import Layer
+from attnplug.contract import Layer, Parallel
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError
 from attnplug_vllm import facts
 from attnplug_vllm.cache import bind_pool, enter_engine
@@ -50,6 +50,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
         requirements: What the layer requests, its block size aside.
         selection: The decision.
+        parallel: The ranks of tensor parallelism that the layer is on.
         binding: What the builder bound it to; None before.
         shared: The state that its builder shares with those of other layers; None before.
     """
@@ -106,6 +107,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
             block_sparse=block_sparse,
             **facts.engine_fields(),
         )
+        self.parallel = _tensor_parallel()
         self.selection = facts.choose(self.requirements, self.choice)
         self.binding: Binding | None = None
         self.shared: SharedState | None = None
@@ -243,6 +245,17 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self.take_pool(layer, pool)
 
 
+def _tensor_parallel() -> Parallel:
+    """Return the ranks of the model whose layers vLLM is making: a drafter may have other ranks than its target."""
+    config = facts.current_config()
+    size = 1 if config is None else config.parallel_config.tensor_parallel_size
+    if size == 1:
+        return Parallel()
+    from vllm.distributed import parallel_state  # noqa: PLC0415 - needs vLLM's process groups
+
+    return Parallel(tp_size=size, tp_rank=parallel_state.get_tensor_model_parallel_rank())
+
+
 def _refuse_further(further: Mapping[str, Any]) -> None:
     if further:
         raise NotNegotiatedError(
@@ -292,6 +305,7 @@ def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> 
         alibi_slopes=slopes,
         sinks=None if impl.sinks is None else impl.sinks.detach(),
         kv_sharing_target=impl.kv_sharing_target_layer_name,
+        parallel=impl.parallel,
         **scales_of(layer, backend),
     )
 

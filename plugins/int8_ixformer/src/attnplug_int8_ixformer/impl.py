@@ -38,7 +38,7 @@ class Int8Impl(AttentionImpl):
         path = str(self.agreement.options["value_scales"])
         self._value_scales: Tensor | None = None
         if backend.level == 1 and path and layer.kv_sharing_target is None and layer.name != LAYER:
-            self._value_scales = load_layer(path, layer.name, self.num_kv_heads, self.head_size)
+            self._value_scales = load_layer(path, layer.name, self.num_kv_heads, self.head_size, layer.parallel)
 
     @property
     def plan_key(self) -> Hashable:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attnplug.contract import Parallel
 from attnplug.errors import LayerError
 from attnplug_int8_ixformer.observer import ObserverImpl
 
@@ -34,9 +35,11 @@ class ValueScales:
 
     Attributes:
         layers: ``(num_kv_heads, head_size)`` float32 by layer name, positive and finite.
+        parallel: The ranks that share the KV heads. A file has those of all ranks.
     """
 
     layers: Mapping[str, Tensor]
+    parallel: Parallel = field(factory=Parallel)
 
     def __attrs_post_init__(self) -> None:
         for name, scales in self.layers.items():
@@ -53,10 +56,11 @@ class ValueScales:
         Raises:
             LayerError: A layer is not of level 0, or observed no value, or one that is NaN or infinite.
         """
-        found = {}
+        found, parallel = {}, Parallel()
         for impl in impls:
             if impl.layer.kv_sharing_target is not None:
                 continue
+            parallel = impl.layer.parallel
             name, absmax = impl.layer.name, _observed(impl)
             if not absmax.any():
                 raise LayerError(
@@ -67,15 +71,42 @@ class ValueScales:
             _check_finite(name, absmax)
             scales = absmax / _STEPS
             found[name] = torch.where(scales >= _SMALLEST, scales, _ABSMAX_OF_ZEROS / _STEPS)
-        return cls(found)
+        return cls(found, parallel)
+
+    @classmethod
+    def of_ranks(cls, shares: Iterable[ValueScales]) -> ValueScales:
+        """
+        Return the scales of a model that was calibrated under tensor parallelism: each layer with the KV heads of all
+        ranks. Where several ranks have the same KV head, it has a row for each of them.
+
+        Args:
+            shares: What each rank observed. Ranks of a pipeline have different layers.
+
+        Raises:
+            LayerError: A layer lacks a rank, or has one twice.
+        """
+        found: dict[str, list[tuple[Parallel, Tensor]]] = {}
+        for share in shares:
+            for name, scales in share.layers.items():
+                found.setdefault(name, []).append((share.parallel, scales))
+        for name, parts in found.items():
+            parts.sort(key=lambda part: part[0].tp_rank)
+            _check_ranks(name, [parallel for parallel, _ in parts])
+        return cls({name: torch.cat([scales for _, scales in parts]) for name, parts in found.items()})
 
     def save(self, path: Path | str) -> None:
         """
         Write a safetensors file, atomically.
 
         Raises:
-            LayerError: There are no scales, or the folder does not exist.
+            LayerError: There are no scales, or those of one rank of several, or the folder does not exist.
         """
+        if self.parallel.tp_size > 1:
+            raise LayerError(
+                f"value scales of rank {self.parallel.tp_rank} of {self.parallel.tp_size} cannot be saved alone",
+                "a file has the KV heads of all ranks of tensor parallelism, and each rank loads its own",
+                "collect what ValueScales.observed returns on each rank, and save ValueScales.of_ranks of it",
+            )
         target = Path(path)
         if not self.layers or not target.parent.is_dir():
             raise LayerError(
@@ -102,9 +133,16 @@ class ValueScales:
         return cls({name: _read(path, name) for name in _names(path)})
 
 
-def load_layer(path: Path | str, name: str, num_kv_heads: int, head_size: int) -> Tensor:
+def load_layer(path: Path | str, name: str, num_kv_heads: int, head_size: int, parallel: Parallel) -> Tensor:
     """
-    Return the scales of one layer, ``(num_kv_heads, head_size)`` float32 on the CPU, and read no other layer's.
+    Return one rank's scales of one layer, ``(num_kv_heads, head_size)`` float32 on the CPU; read no other layer's.
+
+    Args:
+        path: The file, with all KV heads of the model.
+        name: The layer.
+        num_kv_heads: Those of this rank.
+        head_size: Of a value head.
+        parallel: The ranks.
 
     Raises:
         LayerError: The file is missing or has another format, lacks the layer, or has scales of another shape or
@@ -118,11 +156,18 @@ def load_layer(path: Path | str, name: str, num_kv_heads: int, head_size: int) -
             "calibrate with this model in this host: layers are found by the host's names",
         )
     scales = _read(path, name)
-    check_scales(name, scales, (num_kv_heads, head_size), f"{str(path)!r}")
-    return scales
+    total, copies = num_kv_heads * parallel.tp_size, 1
+    saved = len(scales) if scales.ndim else 0
+    if num_kv_heads == 1 and 0 < saved < total and total % saved == 0:  # several ranks have the same KV head
+        total, copies = saved, parallel.tp_size // saved
+    check_scales(name, scales, (total, head_size), f"{str(path)!r}", parallel)
+    first = parallel.tp_rank // copies * num_kv_heads
+    return scales[first : first + num_kv_heads]
 
 
-def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) -> None:
+def check_scales(
+    name: str, scales: Tensor, shape: tuple[int, ...], where: str, parallel: Parallel | None = None
+) -> None:
     """
     Check the value scales of one layer.
 
@@ -131,6 +176,7 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
         scales: The scales.
         shape: ``(num_kv_heads, head_size)``.
         where: Their source, for the message.
+        parallel: The ranks that share them, for the message.
 
     Raises:
         LayerError: They have another shape or dtype, or one is not positive and finite.
@@ -138,8 +184,8 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
     if tuple(scales.shape) != shape or scales.ndim != 2 or scales.dtype != torch.float32:
         raise LayerError(
             f"in {where}, layer {name!r} has value scales of shape {tuple(scales.shape)} and {scales.dtype}",
-            f"they are (num_kv_heads, head_size) = {shape} float32",
-            "calibrate with the same model and as many ranks: each rank saves its own KV heads",
+            f"they are (num_kv_heads, head_size) = {shape} float32" + _shared(parallel),
+            "calibrate with the same model; a file has the KV heads of all ranks, as ValueScales.of_ranks returns them",
         )
     invalid = ~(scales.isfinite() & (scales >= _SMALLEST))
     if invalid.any():
@@ -150,6 +196,21 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
             "a scale is positive and finite, and normal in float32: 1.2e-38 or more",
             "calibrate again, and save what attnplug_int8_ixformer.value_scales.ValueScales.observed returns",
         )
+
+
+def _check_ranks(name: str, ranks: list[Parallel]) -> None:
+    """Check that a layer was observed on each rank, once; they are in order."""
+    size = ranks[0].tp_size
+    if [rank.tp_rank for rank in ranks] != list(range(size)) or any(rank.tp_size != size for rank in ranks):
+        raise LayerError(
+            f"layer {name!r} has value scales of the ranks {', '.join(f'{r.tp_rank} of {r.tp_size}' for r in ranks)}",
+            f"each of the {size} ranks of tensor parallelism has some of its KV heads",
+            "pass what ValueScales.observed returned on each rank, once",
+        )
+
+
+def _shared(parallel: Parallel | None) -> str:
+    return f", of {parallel.tp_size} ranks together" if parallel is not None and parallel.tp_size > 1 else ""
 
 
 def _observed(impl: AttentionImpl) -> Tensor:

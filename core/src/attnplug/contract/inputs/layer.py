@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from attrs import field, frozen
 
+from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LayerError, shown
 from attnplug.request.fields import FIELDS
 
@@ -67,6 +68,8 @@ class Layer:
         output_block_scale: Where the output's block scales are written, for formats that have them.
         cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), in the phases for
             which the implementation leaves the choice; None is its own way.
+        parallel: The ranks that share the model. A backend that reads values of all heads of the model, such as a
+            calibration, takes those of this rank: ranks have consecutive KV heads, or several have the same one.
         extra: Values of open features, by the feature's name: tables of a fused rotary embedding, say. Only
             features that were requested.
     """
@@ -95,6 +98,7 @@ class Layer:
     output_scale: Tensor | None = None
     output_block_scale: Tensor | None = None
     cache_write: str | None = None
+    parallel: Parallel = field(factory=Parallel)
     extra: Mapping[str, Any] = field(factory=dict)
 
     @property
