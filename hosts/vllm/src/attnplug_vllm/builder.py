@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -73,10 +74,18 @@ class Part:
         """Return the metadata of these layers, in the buffers of a graph that vLLM may replay."""
         graph = self.graph_of(batch) if self.graphs else None
         if graph is None and batch.slot_mapping_cpu is not None and self.backend.agreement.requirements.kv_sharing:
-            # They write nothing. vLLM's fast prefill leaves out queries of such layers, and not their slots.
-            unwritten = torch.full_like(batch.slot_mapping_cpu, PAD_SLOT_ID)
+            unwritten = self.slots_of(batch.slot_mapping_cpu)
             batch = evolve(batch, slot_mapping=unwritten, slot_mapping_cpu=unwritten)
         return self.builder.build(batch, fast=fast, graph=graph)
+
+    def slots_of(self, slots: Tensor) -> Tensor:
+        """
+        Return the slots that these layers write: those of vLLM, or on the CPU none where they share a KV cache.
+
+        vLLM's fast prefill leaves out queries of such layers, and not their slots, which are compared on the CPU.
+        """
+        shares = slots.is_cpu and self.backend.agreement.requirements.kv_sharing
+        return torch.full_like(slots, PAD_SLOT_ID) if shares else slots
 
     def graph_of(self, batch: Batch) -> GraphBuffers | None:
         """
@@ -185,13 +194,19 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         common = metadata.common.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
         others = {other.agreement: other for other in metadata.parts.values() if other.graph is None}
         if self._lacks_pools or any(part.backend.agreement not in others for part in self.parts):
-            return self.build(0, common)
-        slots = _first(slot_mapping, common.num_actual_tokens)
-        parts = {
-            part.backend: part.builder.update_block_table(others[part.backend.agreement], blk_table, slots)
-            for part in self.parts
-        }
-        return self._metadata(parts, common)
+            # Not `self.build`: the batch is already what a wrapper of vLLM makes of it.
+            parts = GroupBuilder.build(self, 0, common).parts
+        else:
+            slots = _first(slot_mapping, common.num_actual_tokens)
+            parts = {
+                part.backend: part.builder.update_block_table(
+                    others[part.backend.agreement], blk_table, part.slots_of(slots)
+                )
+                for part in self.parts
+            }
+        found = copy(metadata)  # of the wrapper's class, with what it has added
+        vars(found).update(vars(self._metadata(parts, common)))
+        return found
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *facts: Any, **further: Any) -> bool:
         """Whether a shared prefix is attended to once (before 0.32): what else vLLM passes, the agreements have."""
