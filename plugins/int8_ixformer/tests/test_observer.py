@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attrs import evolve
@@ -128,6 +130,23 @@ def test_dummy_batches_are_not_recorded():
     impl.forward(query, key, value, backend.make_cache(3), metadata, torch.empty(2, 128, dtype=torch.bfloat16))
 
     assert not impl.absmax.any()
+
+
+@pytest.mark.parametrize("unwritten", [[2, 3], [0, 1, 2, 3]], ids=["padding", "a dummy step"])
+def test_rows_without_a_slot_are_not_recorded(unwritten):
+    backend = load()
+    impl = backend.make_impl(materialize(CASE).layer())
+    query, key, value = (torch.ones(4, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    value[unwritten] = float("nan")  # memory of former steps
+    slots = torch.arange(16, 20)
+    slots[unwritten] = -1
+    # Of a batch on a GPU nothing else says so: neither counts nor flags, and no lengths on the CPU.
+    step = SimpleNamespace(batch=SimpleNamespace(dummy=False, num_actual_tokens=4, slot_mapping=slots), inner=None)
+    impl.inner = SimpleNamespace(host_writes=(), forward=lambda *call, lse: None)
+
+    impl.run(query, key, value, None, step, torch.empty(4, 128), None)
+
+    assert torch.equal(impl.absmax, torch.full((2, 32), float(len(unwritten) < 4)))
 
 
 def test_workspace_of_the_inner_backend(monkeypatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from attrs import frozen
 
-from attnplug.contract import AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder
+from attnplug.contract import PAD_SLOT_ID, AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder
 from attnplug_int8_ixformer import inner
 
 if TYPE_CHECKING:
@@ -71,11 +71,20 @@ class ObserverImpl(AttentionImpl):
         batch = metadata.batch
         if key is not None and value is not None:
             if not batch.dummy:  # warm-up and capture run on zeros
-                rows = value[: batch.num_actual_tokens]
-                torch.maximum(self.absmax, rows.abs().amax(0).float(), out=self.absmax)
+                torch.maximum(self.absmax, _written(value, batch).abs().amax(0).float(), out=self.absmax)
             if self.inner.host_writes:
                 self.inner.write_kv(key, value, kv_cache, cast("Tensor", batch.slot_mapping))
         self.inner.forward(query, key, value, kv_cache, metadata.inner, output, lse=lse)
+
+
+def _written(value: Tensor, batch: Batch) -> Tensor:
+    """
+    Return the values of a step, zero where a row goes to no slot.
+
+    On a GPU a host may count padded rows as tokens, and runs dummy steps that look like others: their slots tell.
+    """
+    rows, slots = value[: batch.num_actual_tokens], batch.slot_mapping
+    return rows if slots is None else rows.masked_fill((slots[: len(rows)] == PAD_SLOT_ID).view(-1, 1, 1), 0)
 
 
 class ObserverBuilder(MetadataBuilder):
