@@ -59,7 +59,9 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
             async_scheduling=options.get("async_scheduling", False),
         ),
         model_config=Names(
-            max_model_len=options.get("max_model_len", MAX_LEN), disable_cascade_attn=not options.get("cascade", False)
+            max_model_len=options.get("max_model_len", MAX_LEN),
+            disable_cascade_attn=not options.get("cascade", False),
+            enable_cumem_allocator=options.get("enable_cumem_allocator", False),
         ),
         cache_config=cache,
         speculative_config=speculative,

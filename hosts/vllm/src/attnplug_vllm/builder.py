@@ -125,6 +125,9 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         context = vllm_config.compilation_config.static_forward_context
         self._layers = {name: context[name] for name in layer_names}
         self.parts = tuple(self._make_parts())
+        # Memory that vLLM 0.26 discards while it sleeps: it makes builders where it allocates KV caches.
+        in_pool = bool(vllm_config.model_config.enable_cumem_allocator)
+        self._bindings_in_pool = [layer.impl.binding for layer in self._layers.values()] if in_pool else []
         requested = [part.backend.agreement.requirements for part in self.parts]
         self._is_paged, self._causal = bool(requested[0].paged), bool(requested[0].causal)
         self._is_exact = all(one.seq_lens_cpu_kind == "exact" for one in requested)
@@ -132,7 +135,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=min(r.decode_query_len for r in requested) > 1)
         # A microbatch is cut out of a step into new tensors; all other steps are in the runner's own, which never move.
         self._owns_inputs = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
-        self._lacks_pools = self._is_paged
+        self._lacks_pools = self._is_paged or in_pool
         finalize(self, _release, [ref(layer.impl) for layer in self._layers.values()]).atexit = False
 
     def __repr__(self) -> str:
@@ -205,7 +208,8 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
                 for part in self.parts
             }
         found = copy(metadata)  # of the wrapper's class, with what it has added
-        vars(found).update(vars(self._metadata(parts, common)))
+        for name, value in vars(self._metadata(parts, common)).items():
+            setattr(found, name, value)
         return found
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *facts: Any, **further: Any) -> bool:
@@ -228,7 +232,13 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             yield Part(backend, backend.make_builder(impls, share_state(backend, names, spec, config)))
 
     def _take_pools(self) -> None:
-        """Bind the pools with the first step, which vLLM runs after it has made them."""
+        """Bind the pools with the first step, which vLLM runs after it has made them, and outside of their memory."""
+        if self._bindings_in_pool:
+            for impl in (layer.impl for layer in self._layers.values()):
+                if impl.binding in self._bindings_in_pool:  # another microbatch's builder may have replaced it
+                    impl.binding = None
+            self._bindings_in_pool = []
+            self.parts = tuple(self._make_parts())
         for layer in self._layers.values():
             pool = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
             if pool.numel():

@@ -259,7 +259,15 @@ _CONFIGURATION: Final = (
     *_called("vllm.config:CUDAGraphMode.separate_routine"),
     *_read(
         "vllm.config:ModelConfig",
-        *("disable_cascade_attn", "dtype", "hf_config", "hf_text_config", "max_model_len", "use_mla"),
+        *(
+            "disable_cascade_attn",
+            "dtype",
+            "enable_cumem_allocator",
+            "hf_config",
+            "hf_text_config",
+            "max_model_len",
+            "use_mla",
+        ),
     ),
     *_called("vllm.config:ModelConfig.get_head_size"),
     *_called("vllm.config:ModelConfig.get_num_attention_heads", "parallel_config"),
