@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnplug.contract import Batch
-from attnplug.contract.inputs.phase import _of_shape, padded_query_lens, uniform_query_lens
+from attnplug.contract.inputs.phase import _of_shape, packed_query_lens, uniform_query_lens
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
@@ -46,7 +46,7 @@ def test_numbers_that_contradict_the_starts_find_none(lens, numbers):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 4), st.integers(0, 3))
 def test_padding_at_the_end_is_no_query(lens, bound, spare):
     batch = evolve(Batch.from_lengths(lens), max_query_len=bound, num_actual_tokens=sum(lens) + spare)
-    found = padded_query_lens(batch)
+    found = packed_query_lens(batch, batch.query_start_loc_cpu)
 
     running = [length for length in lens if length]
     comes_last = lens == running + [0] * (len(lens) - len(running))
@@ -60,7 +60,7 @@ def test_padding_at_the_end_is_no_query(lens, bound, spare):
 )
 def test_starts_that_are_wrong_before_the_last_are_no_padding(starts):
     batch = evolve(Batch.from_lengths([1, 1, 0, 0]), query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32))
-    assert padded_query_lens(batch) is None
+    assert packed_query_lens(batch, batch.query_start_loc_cpu) is None
 
 
 def test_a_host_copy_that_is_missing_or_of_another_form_finds_none():

@@ -103,7 +103,7 @@ class Part:
 def addresses(batch: Batch) -> tuple[int, ...]:
     """Return where the tensors of a batch are that a graph reads."""
     tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, batch.dcp_local_seq_lens)
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above

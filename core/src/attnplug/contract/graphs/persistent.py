@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OPTIONAL = ("encoder_seq_lens", "dcp_local_seq_lens")
 _READ = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_OPTIONAL)
 _read_of = attrgetter(*_READ)
-_LENGTHS = ("seq_lens", *_OPTIONAL)
+_LENGTHS = {name: f"{name}_cpu" for name in ("seq_lens", *_OPTIONAL)}
 
 
 class PersistentInputs:
@@ -73,10 +73,11 @@ class PersistentInputs:
             "query_start_loc_cpu": _extended(batch.query_start_loc_cpu, reqs + 1, tokens),
             "num_computed_tokens_cpu": _extended(batch.num_computed_tokens_cpu, reqs, 0),
         }
-        for name in _LENGTHS:
-            if getattr(batch, name) is not None:
-                fields[name] = _put(views[name], getattr(batch, name), 0)
-                fields[f"{name}_cpu"] = _extended(getattr(batch, f"{name}_cpu"), reqs, 0)
+        for name, mirror in _LENGTHS.items():
+            lens = getattr(batch, name)
+            if lens is not None:
+                fields[name] = _put(views[name], lens, 0)
+                fields[mirror] = _extended(getattr(batch, mirror), reqs, 0)
         table, slots = batch.block_table, batch.slot_mapping
         if table is not None:
             table = _put_table(views["block_table"], table)

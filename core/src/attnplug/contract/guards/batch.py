@@ -27,7 +27,7 @@ from attnplug.contract.guards.normalize import (
 )
 from attnplug.contract.guards.pages import PageGuard
 from attnplug.contract.inputs.batch import Batch
-from attnplug.contract.inputs.phase import BatchSplit, count_decodes, padded_query_lens, uniform_query_lens
+from attnplug.contract.inputs.phase import BatchSplit, count_decodes, packed_query_lens
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -263,12 +263,9 @@ class BatchGuard:
         shape = (batch.num_reqs + 1,)
         check_index("query_start_loc", batch.query_start_loc, shape, torch.int32, self._device_type)
         host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
-        uniform = uniform_query_lens(batch)
-        if uniform is not None:
-            return batch, uniform, batch.max_query_len
-        padded = padded_query_lens(batch)
-        if padded is not None:
-            tokens, lens = padded
+        found = packed_query_lens(batch, host)
+        if found is not None:
+            tokens, lens = found
             return with_exact_queries(batch, tokens, batch.max_query_len), lens, batch.max_query_len
         starts: list[int] = host.tolist()
         lens = host.diff()

@@ -126,7 +126,7 @@ class Batch:
 
     @encoder_seq_lens_cpu.default
     def _own_encoder_seq_lens(self) -> Tensor | None:
-        return _mirror("encoder_seq_lens", self.encoder_seq_lens)
+        return None if self.encoder_seq_lens is None else _mirror("encoder_seq_lens", self.encoder_seq_lens)
 
     @max_encoder_seq_len.default
     def _longest_encoder(self) -> int | None:
@@ -138,11 +138,11 @@ class Batch:
 
     @dcp_local_seq_lens_cpu.default
     def _own_dcp_local_seq_lens(self) -> Tensor | None:
-        return _mirror("dcp_local_seq_lens", self.dcp_local_seq_lens)
+        return None if self.dcp_local_seq_lens is None else _mirror("dcp_local_seq_lens", self.dcp_local_seq_lens)
 
     @key_start_loc_cpu.default
     def _own_key_start_loc(self) -> Tensor | None:
-        return _mirror("key_start_loc", self.key_start_loc)
+        return None if self.key_start_loc is None else _mirror("key_start_loc", self.key_start_loc)
 
     @classmethod
     def from_lengths(

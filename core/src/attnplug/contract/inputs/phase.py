@@ -211,25 +211,30 @@ def uniform_query_lens(batch: Batch) -> Tensor | None:
     return _lens_if_equal(host, num_reqs, query_len, num_reqs)
 
 
-def padded_query_lens(batch: Batch) -> tuple[int, Tensor] | None:
+def packed_query_lens(batch: Batch, host: Tensor) -> tuple[int, Tensor] | None:
     """
     Return the query tokens, and the query lengths, if all of these are `max_query_len` but for requests without a query
     at the end; else None.
 
     Args:
-        batch: A batch whose numbers and CPU copy of `query_start_loc` are of the right types and sizes.
+        batch: A batch whose numbers are of the right type.
+        host: The CPU copy of its `query_start_loc`, of the right form.
 
     Returns:
         The tokens, and ``(num_reqs,)`` int32 on the CPU, kept from step to step: it is read only.
     """
-    host, query_len = batch.query_start_loc_cpu, batch.max_query_len
-    if host is None or query_len < 1:
+    num_reqs, query_len, tokens = batch.num_reqs, batch.max_query_len, batch.num_actual_tokens
+    if query_len < 1:
         return None
+    if num_reqs * query_len == tokens:
+        lens = _lens_if_equal(host, num_reqs, query_len, num_reqs)
+        if lens is not None:
+            return tokens, lens
     tokens = int(host[-1])
     running = tokens // query_len
-    if not 0 < running <= batch.num_reqs or running * query_len != tokens or tokens > batch.num_actual_tokens:
+    if not 0 < running <= num_reqs or running * query_len != tokens or tokens > batch.num_actual_tokens:
         return None
-    lens = _lens_if_equal(host, batch.num_reqs, query_len, running)
+    lens = _lens_if_equal(host, num_reqs, query_len, running)
     return None if lens is None else (tokens, lens)
 
 
