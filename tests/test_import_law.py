@@ -75,7 +75,7 @@ TENSOR_FREE = {
 PUBLIC = {
     "attnplug",
     *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "dense", "engines")),
-    *("attnplug.errors", "attnplug.manifest"),
+    *("attnplug.errors", "attnplug.evidence", "attnplug.manifest"),
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGES = [
     "attnplug",
-    *(f"attnplug.{name}" for name in ("contract", "dense", "manifest", "models", "negotiation", "request")),
+    *(f"attnplug.{name}" for name in ("contract", "dense", "evidence", "manifest", "models", "negotiation", "request")),
 ]
 
 

@@ -14,6 +14,7 @@ from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.subject import find_subjects
 from attnplug_kit.oracle import Case, check, compare, materialize, run
 from attnplug_kit.oracle.exercised import Exercised, observing
+from attnplug_kit.unexercised import unexercised
 
 SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
 CASE = Case(query_lens=(1, 5, 0), context_lens=(40, 0, 9), num_q_heads=6, num_kv_heads=2, block_size=4)
@@ -108,3 +109,37 @@ def test_the_evidence_has_the_ranges_of_the_tests_that_passed(tmp_path) -> None:
     assert written["ranges"]["seq_len"] == [5, 41]
     assert {"field": "head_size", "value": 48} in written["served"]
     assert "  seq_len            5 to 41" in list(report.lines_of(found))
+
+
+def test_what_no_test_exercised_has_a_device_and_a_command() -> None:
+    lines = list(report.lines_of(report.report_of(SUBJECT, [])))
+
+    run_it = "      pytest --pyargs attnplug_kit --attn-backend=torch/sdpa --attn-report=report"
+    at = lines.index("  to exercise compute_capability=7.5, on a CUDA device of compute capability 7.5:")
+    assert lines[at + 1] == run_it
+    (rest,) = [line for line in lines if line.startswith("  to exercise head_size=1, 1024, ")]
+    assert "; sinks=True; " in rest
+    assert lines[lines.index(rest) + 1] == run_it
+
+
+def test_an_open_feature_is_exercised_by_an_option() -> None:
+    found = unexercised("acme/fast", "features", ("acme.rope",), "test it beside the kit", features=("acme.bias",))
+
+    assert found.command == (
+        "pytest --pyargs attnplug_kit --attn-backend=acme/fast "
+        "--attn-feature=acme.bias --attn-feature=acme.rope --attn-report=report"
+    )
+
+
+@pytest.mark.parametrize(
+    ("because", "where", "has_command"),
+    [
+        ("the kit requests sizes up to 1024", "", False),
+        ("requires compute capability 8.9; the device has 8.0", "a device that serves it", True),
+        ("", "", True),
+    ],
+)
+def test_a_reason_says_whether_another_run_helps(because, where, has_command) -> None:
+    found = unexercised("acme/fast", "head_size", 2048, because)
+
+    assert (found.where, bool(found.command)) == (where, has_command)

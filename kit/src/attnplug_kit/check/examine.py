@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.errors import ManifestError, RequestError
 from attnplug.manifest import CONTRACT_API, MANIFEST, Manifest, locate
 from attnplug.request import parse_toml
+from attnplug_kit.check.exercised import find_unexercised
 from attnplug_kit.check.names import OtherBackend, check_names, other_backends
 from attnplug_kit.check.project import PYPROJECT, EntryPoint, Project, check_module, check_project, check_wheel
 from attnplug_kit.check.report import Finding, Report
@@ -19,6 +20,8 @@ from attnplug_kit.check.tolerant import TolerantReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from attnplug_kit.unexercised import Unexercised
 
 _LINE: Final = re.compile(r"at line (\d+)")
 
@@ -56,13 +59,15 @@ class _Check:
         self.files: list[str] = []
         self.names: list[str] = []
         self.findings: list[Finding] = []
+        self.unexercised: list[Unexercised] = []
 
     def report(self) -> Report:
         """Return all of them, in the order of the files and lines."""
         order = {path: place for place, path in enumerate(self.files)}
         found = dict.fromkeys(self.findings)
         ordered = sorted(found, key=lambda f: (order.get(f.path, len(order)), f.path, f.line or 0))
-        return Report(tuple(self.files), tuple(dict.fromkeys(self.names)), tuple(ordered))
+        names = tuple(dict.fromkeys(self.names))
+        return Report(tuple(self.files), names, tuple(ordered), tuple(dict.fromkeys(self.unexercised)))
 
     def project(self, path: Path) -> None:
         """Check a project."""
@@ -91,12 +96,12 @@ class _Check:
             self.findings.append(_missing(project, point, manifest, root))
             return
         self.findings += check_wheel(project, manifest, package)
-        self.manifest(manifest, project.name, point, root / package if (root / package).is_dir() else file)
+        self.manifest(manifest, project, point, root / package if (root / package).is_dir() else file)
 
     def manifest(
-        self, path: Path, distribution: str | None, point: EntryPoint | None = None, package: Path | None = None
+        self, path: Path, project: Project | None, point: EntryPoint | None = None, package: Path | None = None
     ) -> None:
-        """Check a manifest, with its distribution, entry point and package if it belongs to a project."""
+        """Check a manifest, with its entry point and package if it belongs to a project."""
         read = self.toml(path, "the manifest", "a TOML 1.0 document")
         if read is None:
             return
@@ -109,7 +114,7 @@ class _Check:
             return
         self.findings += reader.findings
         self.names += [] if point else [manifest.name]
-        self.findings += check_names(manifest, text, distribution, self.others)
+        self.findings += check_names(manifest, text, project.name if project else None, self.others)
         self.findings += check_requires(manifest, text)
         self.findings += _check_api(manifest, text)
         if point is not None and point.name != manifest.name:
@@ -119,6 +124,7 @@ class _Check:
         if not reader.findings:
             self.findings += check_rules(manifest, text)
             self.findings += check_preferences(manifest, text)
+            self.unexercised += find_unexercised(manifest, project.distribution if project else None)
 
     def toml(self, path: Path, what: str, form: str) -> tuple[str, dict[str, Any]] | None:
         """Return the text and the data of a file, or record why it cannot be read."""

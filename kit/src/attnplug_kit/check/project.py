@@ -72,6 +72,12 @@ class Project:
         name = self.table("project").get("name") or self.table("tool", "poetry").get("name")
         return name if isinstance(name, str) else ""
 
+    @property
+    def distribution(self) -> str | None:
+        """The distribution with its version; None if a build computes the version."""
+        version = self.table("project").get("version") or self.table("tool", "poetry").get("version")
+        return f"{self.name} {version}" if self.name and isinstance(version, str) else None
+
     def table(self, *keys: str) -> Mapping[str, Any]:
         """Return a table; an empty one if it does not exist."""
         found: Any = self.data

@@ -8,11 +8,13 @@ import attrs
 from attrs import frozen
 
 from attnplug.commands import STYLES, console, escaped, is_terminal, say, wrapped
+from attnplug_kit.unexercised import lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug.errors import ManifestError
+    from attnplug_kit.unexercised import Unexercised
 
 _INDENT: Final = "    "
 
@@ -65,11 +67,13 @@ class Report:
         files: The files that were checked.
         backends: The names of the backends.
         findings: The problems and the notes, by file and line.
+        unexercised: The declared values that no evidence beside a manifest covers.
     """
 
     files: tuple[str, ...]
     backends: tuple[str, ...]
     findings: tuple[Finding, ...]
+    unexercised: tuple[Unexercised, ...] = ()
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -88,6 +92,7 @@ class Report:
             "backends": list(self.backends),
             "problems": [attrs.asdict(finding) for finding in self.problems],
             "notes": [attrs.asdict(finding) for finding in self.notes],
+            "unexercised": [item.to_dict() for item in self.unexercised],
         }
 
     def summary(self) -> str:
@@ -99,9 +104,16 @@ class Report:
 
 
 def show(report: Report) -> None:
-    """Write a report to the terminal: problems before notes, and the summary last."""
+    """Write a report to the terminal: problems before notes, then what no run exercised, and the summary last."""
     for finding in (*report.problems, *report.notes):
         say("\n".join(finding.lines()))
+        say()
+    for variant in dict.fromkeys(item.variant for item in report.unexercised):
+        say(escaped(f"{variant}, not exercised by the conformance kit:"))
+        for line in lines_of(item for item in report.unexercised if item.variant == variant):
+            say(escaped(f"{_INDENT}{line}"))  # not wrapped: commands are copied
+    if any(item.command for item in report.unexercised):
+        say("then move report/evidence-*.json to evidence/VARIANT-DEVICE.json beside the manifest")
         say()
     if is_terminal():
         console().print(report.summary(), style=STYLES["broken" if report.problems else "ready"])

@@ -9,13 +9,15 @@ from collections import Counter
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from packaging.requirements import Requirement
 
 from attnplug.request import FIELDS, Names, Table
 from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.oracle import tolerance
 from attnplug_kit.oracle.exercised import Exercised
+from attnplug_kit.unexercised import Unexercised, unexercised
+from attnplug_kit.unexercised import lines_of as lines_of_unexercised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -146,6 +148,21 @@ class SubjectReport:
         return tuple(item for item in found if item not in self.served)
 
     @property
+    def unexercised(self) -> tuple[Unexercised, ...]:
+        """The declared values that were not exercised, and can be: how, and on which device."""
+        declared, subject = field_values_of(self.subject), self.subject
+        contradicted = {item.capability for item in declared.unserved}
+        reasons = {item.capability: item.because for item in declared.unreached}
+        reasons |= {item: "" for item in self.missing if item not in contradicted}
+        has_capabilities = any(item.field == "compute_capability" for item in reasons)
+        found = [
+            unexercised(subject.id, item.field, item.value, because, features=subject.features, facts=_known_of(item))
+            for item, because in reasons.items()
+            if not (has_capabilities and item == Capability("device_type", "cuda"))
+        ]
+        return tuple(evolve(item, because="") for item in found if item.command)
+
+    @property
     def outcomes(self) -> Mapping[str, int]:
         """The number of tests by outcome."""
         return Counter(test["outcome"] for test in self.tests)
@@ -217,6 +234,11 @@ def versions(subject: Subject) -> dict[str, str]:
     return found
 
 
+def _known_of(capability: Capability) -> dict[str, str]:
+    """Return what is known besides of a device with a value."""
+    return {"device_type": "cuda"} if capability.field == "compute_capability" else {}
+
+
 def _plain(capability: Capability) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(text_of(capability.field, capability.value))
     return plain
@@ -261,6 +283,8 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
         yield f"  not exercised: {name}={text}"
     for item in field_values_of(report.subject).unreached:
         yield f"  out of reach: {item.capability}: {item.because}"
+    for line in lines_of_unexercised(report.unexercised):
+        yield f"    {line}" if line.startswith(" ") else f"  to exercise {line}"
     yield "compared with the oracle, the smallest to the largest:"
     for name, (low, high) in sorted(report.ran.ranges.items()):
         yield f"  {name:<18} {low} to {high}"

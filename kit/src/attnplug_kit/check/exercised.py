@@ -1,0 +1,99 @@
+"""Which declared values no evidence of a plugin covers: no file beside its manifest, of the version that is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnplug.evidence import FOLDER, hashable, read_folder
+from attnplug.manifest import IsRequested, Range
+from attnplug.request import FIELDS, Level, Names
+from attnplug_kit.unexercised import Unexercised, command_of, device_of, unexercised
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from attnplug.evidence import Evidence
+    from attnplug.manifest import Constraint, Manifest, Variant
+
+
+def find_unexercised(manifest: Manifest, distribution: str | None) -> Iterator[Unexercised]:
+    """
+    Yield the declared values of each variant that no passed run has exercised.
+
+    Args:
+        manifest: The manifest.
+        distribution: The distribution with its version, whose runs count; None if that is unknown, and all count.
+    """
+    known = [each for each in read_folder(Path(manifest.path).parent / FOLDER).evidence if each.passed]
+    for variant in manifest.variants:
+        name = f"{manifest.name}/{variant.name}"
+        ours = [evidence for evidence in known if evidence.id == name]
+        runs = [evidence for evidence in ours if distribution in (None, evidence.distribution)]
+        if runs:
+            yield from _of_devices(name, variant, runs)
+            yield from _of_values(name, variant, runs)
+        else:
+            others = ", ".join(sorted({evidence.distribution for evidence in ours}))
+            because = f"the evidence is of {others}" if others else ""
+            for device in _devices(variant):
+                command = command_of(name, _needed_features(variant), str(device["device_type"]))
+                yield Unexercised(name, "", None, device_of(device), command, because)
+
+
+def _devices(variant: Variant) -> Iterator[Mapping[str, Any]]:
+    """Yield the devices that a variant declares, by what it declares of them."""
+    supports = variant.supports
+    vendors = supports["vendor"].choices() if "vendor" in supports else (None,)
+    for kind in supports["device_type"].choices():
+        is_cuda = kind == "cuda" and "compute_capability" in supports
+        for capability in supports["compute_capability"].choices() if is_cuda else (None,):
+            for vendor in vendors:
+                yield {"device_type": kind, "compute_capability": capability, "vendor": vendor}
+
+
+def _of_devices(name: str, variant: Variant, runs: Sequence[Evidence]) -> Iterator[Unexercised]:
+    for device in _devices(variant):
+        wanted = {field: value for field, value in device.items() if value is not None}
+        if not any(_is_on(evidence, wanted) for evidence in runs):
+            field = list(wanted)[1 if len(wanted) > 1 else 0]  # the capability if there is one, or else the vendor
+            yield unexercised(name, field, wanted[field], features=_needed_features(variant), facts=wanted)
+
+
+def _is_on(evidence: Evidence, wanted: Mapping[str, Any]) -> bool:
+    facts = evidence.device.facts()
+    return all(
+        facts.get(field) is not None and FIELDS[field].domain.allows(value, facts[field])
+        for field, value in wanted.items()
+    )
+
+
+def _of_values(name: str, variant: Variant, runs: Sequence[Evidence]) -> Iterator[Unexercised]:
+    reasons = {item: because for evidence in runs for item, because in evidence.unreached.items()}
+    for field in (field for field, item in FIELDS.items() if field in variant.supports and item.kind != "device"):
+        for value in _values(field, variant.supports[field]):
+            if not any(evidence.covers(field, value) for evidence in runs):
+                because = reasons.get((field, hashable(value)), "")
+                yield unexercised(name, field, value, because, features=_needed_features(variant))
+    for feature in variant.features:
+        if not any(feature in evidence.features for evidence in runs):
+            yield unexercised(name, "features", feature)
+
+
+def _needed_features(variant: Variant) -> tuple[str, ...]:
+    """Return the open features of a variant if a rule refuses requests without any."""
+    needs, has_none = IsRequested("features", requested=True), IsRequested("features", requested=False)
+    refuses = any(needs in rule.need or (has_none in rule.when and not rule.need) for rule in variant.rules)
+    return variant.features if refuses else ()
+
+
+def _values(field: str, constraint: Constraint) -> tuple[Any, ...]:
+    """Return what a run of the kit exercises at least: each value of a list, and the ends of a range."""
+    item = FIELDS[field]
+    if isinstance(item.domain, Names):
+        return tuple(dict.fromkeys((name,) for choice in constraint.choices() for name in choice))
+    if isinstance(item.domain, Level):
+        return tuple(value for value in item.domain.values if value != item.neutral and constraint.allows(value))
+    highest = [part.max for part in constraint.alternatives if isinstance(part, Range) and part.max is not None]
+    ends = (*constraint.choices(), *map(constraint.nearest, highest))
+    return tuple(dict.fromkeys(v for v in ends if v != item.neutral or field == "kv_cache_dtype"))
