@@ -1,4 +1,4 @@
-"""Which declared values no evidence of a plugin covers: no file beside its manifest, of the version that is checked."""
+"""Declared values that no evidence covers: no file beside the manifest, of the version that is checked."""
 
 from __future__ import annotations
 

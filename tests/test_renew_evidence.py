@@ -1,0 +1,97 @@
+"""The command that runs the kit again for shipped evidence: its variants, its files, and nothing of a failed run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnplug import Device
+from tools import renew_evidence
+from tools.renew_evidence import Target, named, place, renew, shipped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MANIFEST = """\
+api = "1.0"
+backend = { name = "acme", summary = "an example" }
+supports = { device_type = ["cpu", "cuda"], dtype = "bfloat16", head_size = 64 }
+[variants.fast]
+[variants.slow]
+"""
+H200 = Device.cuda("9.0", name="NVIDIA H200")
+RUN = """\
+import json, pathlib, sys
+evidence = json.loads(sys.argv[2])
+pathlib.Path(sys.argv[1], "evidence-acme-fast.json").write_text(sys.argv[2])
+print("FAILED test_a" if not evidence["passed"] else "", "3 passed", sep="\\n")
+"""
+
+
+def evidence(device=H200, variant="fast", **changes):
+    plain = {"format": 2, "backend": f"acme/{variant}", "distribution": "attnplug-acme 1.0", "device": device.to_dict()}
+    return {**plain, "passed": True, "features": [], "served": [], "ranges": {}, "unreached": [], **changes}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "plugins" / "acme" / "src" / "attnplug_acme"
+    (folder / "evidence").mkdir(parents=True)
+    (folder / "attnplug.toml").write_text(MANIFEST, "utf-8")
+    return folder / "evidence"
+
+
+@pytest.fixture
+def run_of(monkeypatch):
+    """Make the kit a process that writes this evidence."""
+
+    def use(found) -> None:
+        def command(_: Target, report: str) -> list[str]:
+            return [sys.executable, "-c", RUN, report, json.dumps(found)]
+
+        monkeypatch.setattr(renew_evidence, "_command", command)
+
+    return use
+
+
+def test_files_of_this_device_are_renewed(tmp_path: Path, package: Path) -> None:
+    (package / "fast-h200.json").write_text(json.dumps(evidence(features=["acme.rope"])), "utf-8")
+    (package / "slow-cpu.json").write_text(json.dumps(evidence(Device.cpu(), "slow")), "utf-8")
+
+    assert [*shipped(tmp_path, H200)] == [Target("acme/fast", package / "fast-h200.json", ("acme.rope",))]
+    assert [*shipped(tmp_path, Device.cpu())] == [Target("acme/slow", package / "slow-cpu.json")]
+
+
+def test_a_variant_without_a_file_gets_one_by_its_name(tmp_path: Path, package: Path) -> None:
+    assert [*named(tmp_path, ["acme/slow"], H200)] == [Target("acme/slow", package / "slow-h200.json")]
+    assert [*named(tmp_path, ["acme/slow"], Device.cpu())] == [Target("acme/slow", package / "slow-cpu.json")]
+    with pytest.raises(SystemExit, match="no manifest of this workspace has the variant 'acme/fats'"):
+        [*named(tmp_path, ["acme/fats"], H200)]
+
+
+def test_a_run_that_passed_is_written_and_placed(tmp_path: Path, package: Path, run_of) -> None:
+    run_of(evidence())
+    target, out = Target("acme/fast", package / "fast-h200.json"), tmp_path / "out"
+
+    assert renew(target, out).endswith(": 3 passed")
+    assert not target.file.exists()
+    assert [*place(tmp_path, out)] == [target.file]
+    assert json.loads(target.file.read_text("utf-8")) == evidence()
+
+
+def test_a_run_that_failed_writes_nothing(package: Path, run_of) -> None:
+    run_of(evidence(passed=False))
+    target = Target("acme/fast", package / "fast-h200.json")
+
+    assert renew(target, None) == "acme/fast: not renewed: 3 passed\n  FAILED test_a"
+    assert not target.file.exists()
+
+
+def test_the_command_is_the_kit_with_the_features_of_the_file(package: Path) -> None:
+    command = renew_evidence._command(Target("acme/fast", package / "fast-h200.json", ("acme.rope",)), "report")
+
+    assert command[1:3] == ["-m", "pytest"]
+    assert command[-3:] == ["--attn-backend=acme/fast", "--attn-feature=acme.rope", "--attn-report=report"]
