@@ -160,7 +160,7 @@ def _serve(options: argparse.Namespace) -> int:
     config = engine.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     ready = {
-        "attention": sorted({repr(getattr(layer.impl, "selection", type(layer.impl).__name__)) for layer in layers}),
+        "attention": sorted({_name_of(layer.impl) for layer in layers}),
         "graphs": str(config.compilation_config.cudagraph_mode),
         "tokens of the KV cache": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
     }
@@ -168,6 +168,10 @@ def _serve(options: argparse.Namespace) -> int:
     for line in sys.stdin:
         print(json.dumps(_run(engine, prompts[line.strip()], *LOADS[line.strip()])), file=answers, flush=True)
     return 0
+
+
+def _name_of(impl: Any) -> str:
+    return str(impl.selection.id) if hasattr(impl, "selection") else type(impl).__name__
 
 
 def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -241,9 +245,9 @@ def _write_scales(folder: Path) -> Path:
     from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - likewise
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    scales = torch.full((config["num_key_value_heads"], config["head_dim"]), 0.01)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(config["num_hidden_layers"])]
-    ValueScales(dict.fromkeys(names, scales)).save(path := folder / "scales.safetensors")
+    sizes = config["num_key_value_heads"], config["head_dim"]
+    ValueScales({name: torch.full(sizes, 0.01) for name in names}).save(path := folder / "scales.safetensors")
     return path
 
 

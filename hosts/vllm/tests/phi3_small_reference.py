@@ -76,7 +76,9 @@ def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> dict[str, A
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config["torch_dtype"])
     save_file({name: weight.to(dtype) for name, weight in weights.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    # The published configuration leaves out what is true.
+    written = {name: value for name, value in config.items() if name != "tie_word_embeddings" or not value}
+    (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
     return config
 
 

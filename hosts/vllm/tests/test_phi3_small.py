@@ -112,6 +112,11 @@ def test_a_checkpoint_needs_no_code_of_its_own(configs, tmp_path):
     assert found.rope_parameters["original_max_position_embeddings"] == 128
 
 
+def test_embeddings_are_tied_where_the_configuration_does_not_say(configs):
+    assert configs.Phi3SmallConfig().tie_word_embeddings is True
+    assert configs.Phi3SmallConfig(tie_word_embeddings=False).tie_word_embeddings is False
+
+
 def test_the_width_of_a_configuration_without_one(configs):
     assert configs.Phi3SmallConfig().intermediate_size == 14336
     assert configs.Phi3SmallConfig(ff_intermediate_size=None, ff_dim_multiplier=4).intermediate_size == 11008

@@ -51,6 +51,7 @@ class Phi3SmallConfig(PretrainedConfig):  # type: ignore[no-untyped-call] # its 
         mup_width_multiplier: float | None = 8.0,
         mup_embedding_multiplier: float | None = 10.0,
         mup_attn_multiplier: float = 1.0,
+        tie_word_embeddings: bool = True,
         **rest: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -81,6 +82,9 @@ class Phi3SmallConfig(PretrainedConfig):  # type: ignore[no-untyped-call] # its 
         self.mup_width_multiplier = mup_width_multiplier
         self.mup_embedding_multiplier = mup_embedding_multiplier
         self.mup_attn_multiplier = mup_attn_multiplier
+        self.tie_word_embeddings = (
+            tie_word_embeddings  # transformers 5 has no default for it; the published file leaves it out
+        )
         super().__init__(**rest)
 
     @property
