@@ -16,6 +16,7 @@ from attnplug_kit.conformance import (
     InputSensitivity,
     LateValues,
     LogSumExp,
+    Models,
     Purity,
     Refusals,
     Stepping,
@@ -32,6 +33,10 @@ class TestBatches(Batches):
 
 class TestCapabilities(Capabilities):
     """`Capabilities`, for the backend of the command line."""
+
+
+class TestModels(Models):
+    """`Models`, for the backend of the command line."""
 
 
 class TestRefusals(Refusals):

@@ -22,6 +22,7 @@ from attnplug_kit.conformance.graphs import Graphs
 from attnplug_kit.conformance.input_sensitivity import InputSensitivity
 from attnplug_kit.conformance.late import LateValues
 from attnplug_kit.conformance.log_sum_exp import LogSumExp
+from attnplug_kit.conformance.models import Models
 from attnplug_kit.conformance.purity import Purity
 from attnplug_kit.conformance.refusals import Refusals
 from attnplug_kit.conformance.stepping import Stepping
@@ -38,6 +39,7 @@ __all__ = [
     "InputSensitivity",
     "LateValues",
     "LogSumExp",
+    "Models",
     "Purity",
     "Refusals",
     "Stepping",
@@ -49,6 +51,7 @@ class Conformance(
     Basic,
     Batches,
     Capabilities,
+    Models,
     Refusals,
     InputSensitivity,
     CacheWrites,
