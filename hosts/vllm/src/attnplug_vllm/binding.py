@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, evolve, field
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from attnplug.contract import Limits
 from attnplug.errors import NotNegotiatedError
-from attnplug_vllm import facts, pages
+from attnplug_vllm import advice, facts, pages
 from attnplug_vllm.cache import ORDERS, check_pool, layers_of, resolved_terms, terms_of
 from attnplug_vllm.impl import Binding, LayerImpl, contract_layer
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from attnplug import Selection
     from attnplug.contract import AttentionImpl, Backend, Parallel, State
     from attnplug_vllm.cache import Terms
+
+
+_KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+"""The classes of vLLM's descriptions of pools that are served."""
 
 
 @define(eq=False)
@@ -64,14 +68,17 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
         config: vLLM's configuration.
 
     Raises:
-        NotNegotiatedError: The candidate refuses the block size.
+        NotNegotiatedError: The candidate refuses the block size, or vLLM's description is of another attention.
         NoBackendError: It refuses what only the layer says: the size of its values, or scales per head.
     """
     if not impl.requirements.paged:
         return impl.selection
+    _check_kind(spec)
     terms = terms_of(layers_of(impl.choice, config))
     form, kv_layout = resolved_terms(order_of(config, terms), terms)
     changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
+    if getattr(spec, "non_causal", False):  # vLLM says so in each batch, too
+        changes["causal"] = False
     if layer.head_size_v != impl.head_size:
         changes["head_size_v"] = layer.head_size_v
     if layer._k_scale.numel() > 1:  # noqa: SLF001 - vLLM keeps a layer's scales there
@@ -87,6 +94,17 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
     if _may_cascade(config) and not facts.reasons(requested.evolve(cascade=True), own):
         requested = requested.evolve(cascade=True)
     return facts.select(requested, own).bind(block_size=spec.block_size)
+
+
+def _check_kind(spec: Any) -> None:
+    """Check that a pool is of attention that is served here: vLLM's selector does not say what some layers add."""
+    kind = type(spec).__name__
+    if kind not in _KINDS:
+        raise NotNegotiatedError(
+            f"vLLM describes the KV cache of these layers as {kind}",
+            f"attnplug-vllm serves {', '.join(_KINDS)}: other kinds have masks or keys that no batch shows it",
+            advice.OWN,
+        )
 
 
 def _may_cascade(config: Any) -> bool:

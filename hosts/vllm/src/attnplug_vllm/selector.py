@@ -59,6 +59,7 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
         asked: The fields of vLLM's ``AttentionSelectorConfig``, and ``device_capability``.
         choice: The candidates that may be chosen; empty leaves it to attnplug.
     """
+    asked = _of_model() | dict(asked)  # the selector of an earlier version leaves some of it out
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
     if asked.get("use_mla") or asked.get("use_sparse"):
         return found  # the other fields describe another kind of attention then
@@ -128,17 +129,10 @@ def check_model(choice: facts.Choice) -> None:
     Raises:
         NoBackendError: It cannot.
     """
-    config = facts.current_config()
-    if config.model_config is None:
+    model = facts.current_config().model_config
+    if model is None:
         return
-    parallel = config.parallel_config
-    asked = {
-        "use_mla": config.model_config.use_mla,
-        "use_mm_prefix": getattr(config.model_config, "is_mm_prefix_lm", False),
-        "use_rswa": getattr(config.model_config, "rswa_window", None) is not None,
-        "use_pcp": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "use_adaptive_verification": getattr(config.speculative_config, "enable_adaptive_verification", False),
-    }
+    asked = {"use_mla": model.use_mla} | _of_model()
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
     if not found:
         return
@@ -147,6 +141,20 @@ def check_model(choice: facts.Choice) -> None:
         "; ".join(found),
         advice.OWN,
     )
+
+
+def _of_model() -> dict[str, Any]:
+    """Return what the current configuration says of the model, in the words of vLLM's selector; empty without one."""
+    config = facts.current_config()
+    model = getattr(config, "model_config", None)
+    if model is None:
+        return {}
+    return {
+        "use_mm_prefix": getattr(model, "is_mm_prefix_lm", False),
+        "use_rswa": getattr(model, "rswa_window", None) is not None,
+        "use_pcp": getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1,
+        "use_adaptive_verification": getattr(config.speculative_config, "enable_adaptive_verification", False),
+    }
 
 
 def block_sizes(choice: facts.Choice) -> list[int | Range]:
