@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace as Names
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
@@ -11,7 +13,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import create_e
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from attnplug.errors import NotNegotiatedError
+from attnplug.errors import NotNegotiatedError, RequirementsError
 from attnplug_kit.oracle import attend
 from attnplug_vllm import selector
 from attnplug_vllm.builder import make_builder_class
@@ -43,6 +45,13 @@ def test_reference_windows_are_refused_where_the_selector_does_not_say(window, r
     found = selector.validate(asked, CHOICE)
     assert len(found) == reasons
     assert all("R-SWA" in text for text in found)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_k"])
+def test_int8_pages_are_refused_beside_a_connector(dtype):
+    section, connector = {"attnplug": {"kv_cache_dtype": dtype}}, Names(is_kv_transfer_instance=True)
+    with pytest.raises(RequirementsError, match=rf"(?s)KV connector.*'{dtype}'.*leave --kv-transfer-config out"):
+        Rig([{}], additional_config=section, kv_transfer_config=connector)
 
 
 def test_a_window_may_be_the_kind():

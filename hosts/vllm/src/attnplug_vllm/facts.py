@@ -141,10 +141,20 @@ def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirem
     else:
         found.setdefault("paged", True)
         found["kv_cache_dtype"] = cache_dtype(found.get("kv_cache_dtype", "auto"))
+        if found.get("kv_cache_form") == CONNECTED and found["kv_cache_dtype"] in int8.DTYPES:
+            _refuse_connected(found["kv_cache_dtype"])
     late = [name for name in ("num_q_heads", "num_kv_heads") if name not in found]
     if found.get("paged") and "block_size" not in found:
         late.append("block_size")
     return attnplug.Requirements(**found, late=tuple(late))
+
+
+def _refuse_connected(name: str) -> None:
+    raise RequirementsError(
+        f"a KV connector was configured in vLLM, and kv_cache_dtype={name!r}",
+        "a connector may take the heads of a block apart, whose int8 keys have their scales elsewhere in the block",
+        "leave --kv-transfer-config out, or the int8 KV cache",
+    )
 
 
 def cache_dtype(name: str) -> str:
