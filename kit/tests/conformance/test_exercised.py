@@ -47,7 +47,7 @@ def test_a_batch_has_lengths_requests_and_heads() -> None:
             "query_len": [1, 5],
             "seq_len": [5, 41],
         },
-        "sizes": {"block_size": [4], "head_size": [16], "head_size_v": [16]},
+        "sizes": {"block_size": [4], "head_size": [16]},
     }
     used = materialize(CASE).block_table[:2]
     assert highest == max(used[0, :11].max(), used[1, :2].max())
@@ -63,6 +63,11 @@ def test_a_window_counts_with_longer_sequences_only(field) -> None:
 def test_a_block_size_counts_with_more_than_one_block() -> None:
     assert exercised(evolve(CASE, block_size=64)).sizes.get("block_size") is None
     assert exercised(evolve(CASE, block_size=40)).sizes["block_size"] == {40}
+
+
+def test_a_size_of_values_counts_where_it_differs() -> None:
+    assert "head_size_v" not in exercised(evolve(CASE, head_size_v=16)).sizes
+    assert exercised(evolve(CASE, head_size_v=24)).sizes["head_size_v"] == {24}
 
 
 def test_a_comparison_that_fails_records_nothing() -> None:

@@ -107,6 +107,8 @@ def _sizes(backend: Backend, scene: Scene) -> Iterator[tuple[str, int]]:
     """Yield sizes; that of blocks where a request has more than one of them."""
     wanted, case = backend.agreement.requirements, scene.case
     yield "head_size", wanted.head_size
-    yield "head_size_v", wanted.head_size_v or wanted.head_size
+    size_v = wanted.head_size_v
+    if size_v is not None and size_v != wanted.head_size:  # equal sizes show nothing about different ones
+        yield "head_size_v", size_v
     if wanted.paged and any(keys > case.block_size for _, keys in _running(scene)):
         yield "block_size", case.block_size
