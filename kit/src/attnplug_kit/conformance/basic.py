@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from attrs import evolve
-
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import plain, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle import materialize
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle import Dense
 
 
 def _declared_by_all(subject: Subject) -> Any:
@@ -30,13 +25,14 @@ class Basic(Tier):
     """Plain attention: dtypes, head sizes, query heads per KV head, pages and layouts, batches of each kind."""
 
     @over(_declared_by_all)
-    def test_plain_attention(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_plain_attention(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Each declared dtype, size and layout gives the oracle's output."""
-        serve(subject, point, record, point.case(seed=1))
+        spec = draw(point, many_heads=True)
+        serve(subject, spec, record, spec.case(seed=1))
 
-    def test_mixed_batch(self, subject: Subject, record: Record) -> None:
+    def test_mixed_batch(self, subject: Subject, draw: Draw, record: Record) -> None:
         """Decodes come first, then prefills, and each row of the output belongs to its token."""
-        spec = plain(subject)
+        spec = draw(plain(subject), many_heads=True)
         serve(subject, spec, record, spec.case(seed=2, query_lens=(1, 1, 1, 9, 21), context_lens=(40, 3, 17, 0, 25)))
 
     def test_one_token(self, subject: Subject, record: Record) -> None:
@@ -44,11 +40,12 @@ class Basic(Tier):
         spec = plain(subject)
         serve(subject, spec, record, spec.case(seed=3, query_lens=(1,), context_lens=(0,)))
 
-    def test_rows_of_wider_tensors(self, subject: Subject) -> None:
+    def test_rows_of_wider_tensors(self, subject: Subject, draw: Draw) -> None:
         """Tensors may have strides: rows of a fused projection, and a block table as wide as the engine's."""
-        scene = materialize(plain(subject).case(seed=6))
-        runner = runner_for(subject, plain(subject), scene)
-        call = _wider(runner.call(scene))
+        spec = draw(plain(subject))
+        scene = materialize(spec.case(seed=6, strides="rows"))
+        runner = runner_for(subject, spec, scene)
+        call = runner.call(scene)
         runner.forward(call, runner.builder.build(call.batch))
         runner.compare(call, scene, f"{subject}: rows of wider tensors")
 
@@ -64,32 +61,13 @@ class Basic(Tier):
             raise AssertionError(f"{subject}: a profiling run, without metadata and cache, raised {error!r}") from error
 
     @needs(phases=("decode",))
-    def test_decodes_alone(self, subject: Subject, record: Record) -> None:
+    def test_decodes_alone(self, subject: Subject, draw: Draw, record: Record) -> None:
         """A batch may have no prefills."""
-        spec = plain(subject, phases=("decode",))
+        spec = draw(plain(subject, phases=("decode",)))
         serve(subject, spec, record, spec.case(seed=4, query_lens=(1, 1, 1), context_lens=(0, 64, 31)))
 
     @needs(phases=("prefill",))
-    def test_prefills_alone(self, subject: Subject, record: Record) -> None:
+    def test_prefills_alone(self, subject: Subject, draw: Draw, record: Record) -> None:
         """A batch may have no decodes."""
-        spec = plain(subject, phases=("prefill",))
+        spec = draw(plain(subject, phases=("prefill",)))
         serve(subject, spec, record, spec.case(seed=5, query_lens=(2, 33, 17), context_lens=(0, 5, 16)))
-
-
-def _wider(call: Dense) -> Dense:
-    """Return a call whose rows are parts of wider ones, and whose block table has unused columns."""
-    names = ("query", "key", "value", "output", "lse")
-    changed: dict[str, Any] = {name: _strided(rows) for name in names if (rows := getattr(call, name)) is not None}
-    table = call.batch.block_table
-    if table is not None:
-        missing = torch.full_like(table, int(table.max()) + 10**6)  # blocks that do not exist
-        wide = torch.cat([table, missing, missing], 1)[:, :-1]
-        on_cpu = wide if wide.device.type == "cpu" else None
-        changed["batch"] = evolve(call.batch, block_table=wide, block_table_cpu=on_cpu)
-    return evolve(call, **changed)
-
-
-def _strided(rows: Tensor) -> Tensor:
-    flat = rows.flatten(1)
-    wide = torch.cat([torch.full_like(flat, torch.nan), flat, flat], 1)
-    return wide[:, flat.shape[1] : 2 * flat.shape[1]].view(rows.shape)

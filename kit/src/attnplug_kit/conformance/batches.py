@@ -13,7 +13,7 @@ from attnplug_kit.conformance.serving import plain, require, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle import CANARY, Paged, materialize
 from attnplug_kit.oracle.padding import with_bounds, with_padded_requests
-from attnplug_kit.oracle.rounding import paged_tensors
+from attnplug_kit.oracle.rounding import as_bytes, paged_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import Batch
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -56,17 +57,17 @@ class Batches(Tier):
     """What hosts may pass besides decodes that come first, exact numbers, and K/V in every call."""
 
     @over(_orders)
-    def test_any_order(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_any_order(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Decodes may come behind prefills, and between them."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         if spec.fields.get("phases") == ("decode",):
             pytest.skip(f"{subject}: it serves no prefills, behind which decodes could come")
         serve(subject, spec, record, spec.case(seed=81, **point))
 
     @over(_padded)
-    def test_padding(self, subject: Subject, point: Any) -> None:
+    def test_padding(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Counts may be upper bounds, and the last requests padding: neither is read, and neither is written."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         scene = materialize(spec.case(seed=82))
         runner = runner_for(subject, spec, scene)
         exact, call = runner.call(scene), runner.call(scene)
@@ -82,22 +83,23 @@ class Batches(Tier):
             require(all(same), f"{what}: the KV cache differs from that of a step without")
 
     @over(_kv_in_cache)
-    def test_calls_without_kv(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_calls_without_kv(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """A call without K/V reads the KV cache and writes nothing, also after one with K/V on the same metadata."""
-        scene = materialize(point.case(83))
-        runner = runner_for(subject, point, scene)
+        spec = draw(point)
+        scene = materialize(spec.case(83))
+        runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
         metadata = runner.builder.build(call.batch)
         runner.forward(call, metadata)
-        runner.compare(call, scene, f"{subject} with {point}: a call with K/V")
+        runner.compare(call, scene, f"{subject} with {spec}: a call with K/V")
         before = [_blocks(pages).clone() for pages in _pages(call)]
         slotless = runner.builder.build(evolve(call.batch, slot_mapping=None, slot_mapping_cpu=None))
         for what, built in (("", metadata), (" and slots", slotless)):
             later = _without_kv(call)
             runner.forward(later, built)
             changed = [not torch.equal(_blocks(now), was) for now, was in zip(_pages(later), before, strict=True)]
-            require(not any(changed), f"{subject} with {point}: a call without K/V{what} has written the KV cache")
-            runner.compare(later, scene, f"{subject} with {point}: a call without K/V{what}")
+            require(not any(changed), f"{subject} with {spec}: a call without K/V{what} has written the KV cache")
+            runner.compare(later, scene, f"{subject} with {spec}: a call without K/V{what}")
         record.served(runner.backend)
 
 
@@ -113,4 +115,4 @@ def _pages(call: Dense) -> list[Tensor]:
 
 def _blocks(pages: Tensor) -> Tensor:
     """Return the bytes of all blocks but the null block, which padding may write: NaN equals NaN among them."""
-    return pages[1:].contiguous().view(torch.uint8)
+    return as_bytes(pages[1:])

@@ -10,16 +10,19 @@ import pytest
 import torch
 from attrs import evolve
 
+from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle import SceneRunner, materialize
+from attnplug_kit.oracle.padding import with_inexact_lens, with_wider_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -55,50 +58,50 @@ def _layer_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
 class Building(Tier):
     """Metadata: built once per step, from this step's batch, without side effects."""
 
-    def test_build_mutates_nothing(self, subject: Subject) -> None:
+    def test_build_mutates_nothing(self, subject: Subject, draw: Draw) -> None:
         """The tensors of a batch are the same after a build."""
-        runner, (scene,) = _runner(subject, 1)
+        runner, (scene,) = _runner(draw, subject, 1)
         batch = runner.call(scene).batch
         before = _copies(batch.to_dict())
         runner.builder.build(batch)
         _require_same(before, batch.to_dict(), f"{subject}: build changed")
 
-    def test_forward_mutates_no_input(self, subject: Subject) -> None:
+    def test_forward_mutates_no_input(self, subject: Subject, draw: Draw) -> None:
         """Queries, keys, values, the batch and the layer's tensors are the same after a forward."""
-        runner, (scene,) = _runner(subject, 1)
+        runner, (scene,) = _runner(draw, subject, 1)
         call = runner.call(scene)
         inputs = {"query": call.query, "key": call.key, "value": call.value, **call.batch.to_dict()}
         before = _copies(inputs)
         runner.forward(call, runner.builder.build(call.batch))
         _require_same(before, inputs, f"{subject}: forward changed its input")
 
-    def test_step_after_step(self, subject: Subject) -> None:
+    def test_step_after_step(self, subject: Subject, draw: Draw) -> None:
         """Each step reads its own pages, also after a step of the same lengths."""
-        runner, scenes = _runner(subject, 3)
+        runner, scenes = _runner(draw, subject, 3)
         for step, scene in enumerate(scenes, 1):
             runner.compare(runner.run(scene).call, scene, f"{subject}: step {step} of one builder")
 
-    def test_build_ahead(self, subject: Subject) -> None:
+    def test_build_ahead(self, subject: Subject, draw: Draw) -> None:
         """Building another step changes nothing for a step that was built before."""
-        runner, scenes = _runner(subject, 2)
+        runner, scenes = _runner(draw, subject, 2)
         calls = [runner.call(scene) for scene in scenes]
         built = [runner.builder.build(call.batch) for call in calls]
         for call, metadata, scene in zip(calls, built, scenes, strict=True):
             runner.forward(call, metadata)
             runner.compare(call, scene, f"{subject}: a step that was built before another one")
 
-    def test_forward_twice(self, subject: Subject) -> None:
+    def test_forward_twice(self, subject: Subject, draw: Draw) -> None:
         """Several layers use the metadata of one build."""
-        runner, (scene,) = _runner(subject, 1)
+        runner, (scene,) = _runner(draw, subject, 1)
         call = runner.call(scene)
         metadata = runner.builder.build(call.batch)
         for _ in range(2):
             runner.forward(call, metadata)
             runner.compare(call, scene, f"{subject}: a layer after another one")
 
-    def test_step_in_reused_tensors(self, subject: Subject) -> None:
+    def test_step_in_reused_tensors(self, subject: Subject, draw: Draw) -> None:
         """A host may write the next step into the tensors of the last one: their addresses identify no batch."""
-        runner, (scene, other) = _runner(subject, 2)
+        runner, (scene, other) = _runner(draw, subject, 2)
         call = runner.run(scene).call
         after = runner.call(other)
         if runner.backend.device.type == "cuda":
@@ -111,18 +114,19 @@ class Building(Tier):
         runner.forward(after, runner.builder.build(evolve(after.batch, **held)))
         runner.compare(after, other, f"{subject}: a step in the tensors of the step before")
 
-    def test_fast_build(self, subject: Subject) -> None:
+    def test_fast_build(self, subject: Subject, draw: Draw) -> None:
         """A fast build plans the same attention."""
-        runner, (scene,) = _runner(subject, 1)
+        runner, (scene,) = _runner(draw, subject, 1)
         call = runner.call(scene)
         runner.forward(call, runner.builder.build(call.batch, fast=True))
         runner.compare(call, scene, f"{subject}: a fast build")
 
     @over(_layer_inputs)
-    def test_layers_of_one_builder(self, subject: Subject, point: Any) -> None:
+    def test_layers_of_one_builder(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Layers that share the metadata of one build keep their own scale, sinks, slopes and cache."""
-        scenes = _two_layers(materialize(point.case(62)))
-        backend = load_for(subject, point, scenes[0].case)
+        spec = draw(point)
+        scenes = _two_layers(materialize(spec.case(62)))
+        backend = load_for(subject, spec, scenes[0].case)
         scales = backend.impl_class.static_scales
         layers = [each.layer(f"layer.{n}", backend.device, scales=scales) for n, each in enumerate(scenes)]
         runners = [SceneRunner(backend, each, layer=layer) for each, layer in zip(scenes, layers, strict=True)]
@@ -130,12 +134,12 @@ class Building(Tier):
         metadata = backend.make_builder([runner.impl for runner in runners], runners[0].state).build(calls[0].batch)
         for number, (runner, call, scene) in enumerate(zip(runners, calls, scenes, strict=True), 1):
             runner.forward(call, metadata)
-            runner.compare(call, scene, f"{subject} with {point}: layer {number} of a builder for two")
+            runner.compare(call, scene, f"{subject} with {spec}: layer {number} of a builder for two")
 
     @needs(paged=True)
-    def test_update_block_table(self, subject: Subject) -> None:
+    def test_update_block_table(self, subject: Subject, draw: Draw) -> None:
         """Metadata with another cache group's pages reads those, and the original still reads its own."""
-        runner, scenes = _runner(subject, 2, paged=True)
+        runner, scenes = _runner(draw, subject, 2, paged=True)
         calls = [runner.call(scene) for scene in scenes]
         original = runner.builder.build(calls[0].batch)
         before = _copies(original.batch.to_dict())
@@ -147,34 +151,34 @@ class Building(Tier):
             runner.compare(call, scene, f"{subject}: {'updated' if metadata is updated else 'original'} metadata")
 
     @over(_seq_lens_cpu_kinds)
-    def test_seq_lens_cpu_kind(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_seq_lens_cpu_kind(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Lengths of which the CPU has an upper bound, or nothing, are read on the device."""
-        scene = materialize(point.case(65))
-        runner = runner_for(subject, point, scene)
+        spec = draw(point)
+        scene = materialize(spec.case(65))
+        runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
-        absent = point.fields["seq_lens_cpu_kind"] == "absent"
-        bound = None if absent or call.batch.seq_lens_cpu is None else call.batch.seq_lens_cpu + 3
-        unknown: dict[str, Any] = {"key_start_loc_cpu": None} if call.batch.key_start_loc is not None else {}
-        batch = evolve(call.batch, seq_lens_cpu=bound, max_seq_len=call.batch.max_seq_len + 3, **unknown)
+        batch = with_inexact_lens(call.batch, spec.fields["seq_lens_cpu_kind"])
         runner.forward(call, runner.builder.build(batch))
-        runner.compare(call, scene, f"{subject} with {point}")
+        runner.compare(call, scene, f"{subject} with {spec}")
         record.served(runner.backend)
 
     @over(_query_lens_cpu_kinds)
-    def test_query_lens_cpu_kind(self, subject: Subject, point: Any) -> None:
+    def test_query_lens_cpu_kind(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Of a host that has the lengths of queries on the device alone, each build reads all lengths, and shows it."""
-        scene = materialize(point.case(69))
-        runner = runner_for(subject, point, scene)
-        require(runner.backend.agreement.reads_lengths, f"{subject} with {point}: the agreement reads no lengths")
+        spec = draw(point)
+        scene = materialize(spec.case(69))
+        runner = runner_for(subject, spec, scene)
+        require(runner.backend.agreement.reads_lengths, f"{subject} with {spec}: the agreement reads no lengths")
         call = runner.call(scene)
         more = {name: getattr(call.batch, name) + 3 for name in ("num_actual_tokens", "max_query_len", "max_seq_len")}
         absent: dict[str, Any] = dict.fromkeys(("query_start_loc_cpu", "seq_lens_cpu", "key_start_loc_cpu"))
-        runner.forward(call, runner.builder.build(evolve(call.batch, **absent, **more)))
-        runner.compare(call, scene, f"{subject} with {point}")
+        batch = with_wider_table(call.batch) if call.batch.block_table is not None else call.batch
+        runner.forward(call, runner.builder.build(evolve(batch, **absent, **more)))
+        runner.compare(call, scene, f"{subject} with {spec}")
 
-    def test_threads(self, subject: Subject) -> None:
+    def test_threads(self, subject: Subject, draw: Draw) -> None:
         """Threads with a builder each are independent."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         scenes = [materialize(spec.case(seed)) for seed in (66, 67, 68, 69)]
         backend = load_for(subject, spec, scenes[0].case)
 
@@ -186,9 +190,9 @@ class Building(Tier):
         with ThreadPoolExecutor(len(scenes)) as pool:
             list(pool.map(work, scenes))
 
-    def test_build_never_synchronizes(self, subject: Subject) -> None:
+    def test_build_never_synchronizes(self, subject: Subject, draw: Draw) -> None:
         """Neither build nor forward waits for the device."""
-        runner, scenes = _runner(subject, 2)
+        runner, scenes = _runner(draw, subject, 2, OF_HOSTS)
         if runner.backend.device.type != "cuda":
             pytest.skip(f"{subject}: {runner.backend.device.type} has no stream that anything could wait for")
         runner.run(scenes[0])  # compiles and loads
@@ -205,9 +209,9 @@ class Building(Tier):
             torch.cuda.set_sync_debug_mode("default")
         runner.compare(call, scenes[1], f"{subject}: a step without synchronization")
 
-    def test_build_while_a_step_runs(self, subject: Subject) -> None:
+    def test_build_while_a_step_runs(self, subject: Subject, draw: Draw) -> None:
         """The next step may be built while the device computes this one."""
-        runner, scenes = _runner(subject, 2)
+        runner, scenes = _runner(draw, subject, 2, OF_HOSTS)
         calls = [runner.call(scene) for scene in scenes]
         first = runner.builder.build(calls[0].batch)
         if runner.backend.device.type == "cuda":
@@ -218,9 +222,11 @@ class Building(Tier):
             runner.compare(call, scene, f"{subject}: a step that ran while the next one was built")
 
 
-def _runner(subject: Subject, count: int, **fields: Any) -> tuple[SceneRunner, list[Scene]]:
+def _runner(
+    draw: Draw, subject: Subject, count: int, keep: Collection[str] = (), **fields: Any
+) -> tuple[SceneRunner, list[Scene]]:
     """Return a layer, and scenes of equal lengths with other tokens in other pages."""
-    spec = plain(subject, **fields)
+    spec = draw(plain(subject, **fields), keep=keep)
     case = spec.case(61)
     scenes = [materialize(evolve(case, seed=61 + step)) for step in range(count)]
     return runner_for(subject, spec, scenes[0]), scenes

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import by_phase, is_narrow_float, torch_dtype
+from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
@@ -21,12 +22,14 @@ from attnplug_kit.oracle import (
     paged_tensors,
     untouched,
 )
+from attnplug_kit.oracle.rounding import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
@@ -52,8 +55,9 @@ class CacheWrites(Tier):
     """Writes go to the slots of the batch and nowhere else, and a request reads its own keys only."""
 
     @over(_caches)
-    def test_cache_is_as_agreed(self, subject: Subject, point: Any) -> None:
+    def test_cache_is_as_agreed(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A cache has the dtype and the blocks of the agreement, and its order of tokens and heads."""
+        point = draw(point, keep=OF_HOSTS)
         backend = load_for(subject, point, point.case(40))
         agreed, requirements = backend.agreement, backend.agreement.requirements
         dtypes = {"key": agreed.kv_cache_dtype, "value": agreed.kv_cache_dtype}
@@ -71,14 +75,16 @@ class CacheWrites(Tier):
             require(same, f"{what} have {' before '.join(order)} in memory, and the agreement has {agreed.kv_layout}")
 
     @over(_caches)
-    def test_written_slots(self, subject: Subject, point: Any) -> None:
+    def test_written_slots(self, subject: Subject, draw: Draw, point: Any) -> None:
         """New keys and values are written to their slots, and to no other slots."""
+        point = draw(point, keep=("kv_in_cache",))
         scene = materialize(point.case(41))
         _require_written(runner_for(subject, point, scene), scene)
 
     @over(_caches)
-    def test_slots_written_by_the_host(self, subject: Subject, point: Any) -> None:
+    def test_slots_written_by_the_host(self, subject: Subject, draw: Draw, point: Any) -> None:
         """The same for a host that writes the cache itself, before forward."""
+        point = draw(point, keep=("kv_in_cache",))
         scene = materialize(point.case(42))
         backend = load_for(subject, point, scene.case)
         if not {"host", "either"} & set(by_phase(backend.impl_class.cache_write).values()):
@@ -86,28 +92,29 @@ class CacheWrites(Tier):
         _require_written(SceneRunner(backend, scene, host_writes=True), scene)
 
     @over(_caches)
-    def test_copied_and_swapped_blocks(self, subject: Subject, point: Any) -> None:
+    def test_copied_and_swapped_blocks(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Copied and swapped blocks have the keys, values and scales of the source; other blocks stay the same."""
-        scene = materialize(point.case(46))
+        point = draw(point, keep=OF_HOSTS)
+        scene = materialize(point.case(46, query_lens=(5, 1, 30), context_lens=(30, 47, 0)))
         backend = load_for(subject, point, scene.case)
         cache = scene.paged(backend, backend.device, written=True).cache
         other = backend.make_cache(scene.num_blocks, device=backend.device)
-        before = {name: _bytes(pages).clone() for name, pages in paged_tensors(cache).items()}
+        before = {name: as_bytes(pages).clone() for name, pages in paged_tensors(cache).items()}
         backend.swap_blocks(cache, other, [(1, 2)])
         backend.copy_blocks([cache], {1: [2, 3]})
         for name, was in before.items():
             now, swapped = paged_tensors(cache)[name], paged_tensors(other)[name]
             expected = was[[0, 1, 1, 1, *range(4, len(was))]]
-            same = torch.equal(_bytes(swapped)[2], was[1])
+            same = torch.equal(as_bytes(swapped)[2], was[1])
             require(same, f"{subject}: swap_blocks did not copy the {name}s of a block")
-            same = torch.equal(_bytes(now), expected)
+            same = torch.equal(as_bytes(now), expected)
             require(same, f"{subject}: after copy_blocks, a block has the wrong {name}s")
 
     @needs(paged=True)
-    def test_requests_are_independent(self, subject: Subject) -> None:
+    def test_requests_are_independent(self, subject: Subject, draw: Draw) -> None:
         """NaN in the keys and values of one request reaches no row of another one."""
-        spec = plain(subject, paged=True)
-        scene = materialize(spec.case(43))
+        spec = draw(plain(subject, paged=True))
+        scene = materialize(spec.case(43, shared_blocks=0))
         backend = load_for(subject, spec, scene.case)
         poisoned = evolve(scene, keys=_poison(scene.keys), values=_poison(scene.values))
         clean, ran = SceneRunner(backend, scene).run(scene), SceneRunner(backend, poisoned).run(poisoned)
@@ -118,9 +125,9 @@ class CacheWrites(Tier):
         assert_output(clean.output[others], scene, rows=others)
         assert_output(ran.output[others], scene, rows=others)
 
-    def test_output_rows(self, subject: Subject) -> None:
+    def test_output_rows(self, subject: Subject, draw: Draw) -> None:
         """Rows of the batch are overwritten, whatever they held; rows beyond are not written."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         scene = materialize(spec.case(44))
         runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
@@ -131,12 +138,15 @@ class CacheWrites(Tier):
         require(bool((beyond == CANARY).all()), f"{subject}: output rows beyond the batch's tokens were written")
 
     @needs(paged=True)
-    def test_requests_without_tokens(self, subject: Subject) -> None:
-        """A padded request has no queries and no keys, and affects no other request."""
-        spec = plain(subject, paged=True)
-        scene = materialize(spec.case(45, query_lens=(1, 9, 0, 0), context_lens=(30, 4, 0, 0)))
-        ran = runner_for(subject, spec, scene).run(scene)
-        assert_output(ran.output, scene)
+    def test_requests_without_tokens(self, subject: Subject, draw: Draw) -> None:
+        """A request without queries and keys affects no other request: at the end, as padding, and elsewhere."""
+        spec = draw(plain(subject, paged=True))
+        runner = None
+        for order in ((0, 1, 2, 2), (2, 0, 2, 1), (2, 2, 1, 0)):
+            lens = {"query_lens": (1, 9, 0), "context_lens": (30, 4, 0)}
+            scene = materialize(spec.case(45, **{name: tuple(one[n] for n in order) for name, one in lens.items()}))
+            runner = runner or runner_for(subject, spec, scene)
+            runner.compare(runner.run(scene).call, scene, f"{subject} with {spec}: requests {order}, 2 without tokens")
 
 
 def _poison(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,14 +161,14 @@ def _require_written(runner: SceneRunner, scene: Scene) -> None:
     for rows in (call.key, call.value):
         if rows is not None:
             rows[tokens:] = 3.0  # so that a write of padding shows: free slots hold NaN, as padding rows do
-    before = {name: _bytes(pages).clone() for name, pages in paged_tensors(call.cache).items()}
+    before = {name: as_bytes(pages).clone() for name, pages in paged_tensors(call.cache).items()}
     runner.forward(call, runner.builder.build(call.batch))
     require(untouched(call.cache), f"{subject}: memory between the blocks was written, which belongs to the host")
     new = call.batch.slot_mapping[:tokens].cpu()  # type: ignore[index]
     expected = paged_tensors(scene.paged(runner.backend, written=True).cache)
     for name, was in before.items():
         now = paged_tensors(call.cache)[name]
-        _require_no_strays(_slots(_bytes(now)) != _slots(was), new, scene.case.block_size, f"{subject}: {name}s")
+        _require_no_strays(_slots(as_bytes(now)) != _slots(was), new, scene.case.block_size, f"{subject}: {name}s")
         pair = _slots(now.float().cpu())[new], _slots(expected[name].float())[new]
         close = torch.isclose(*pair, rtol=_rtol(name, now.dtype), atol=1.0 if now.dtype == torch.int8 else 0.0)
         require(bool(close.all()), f"{subject}: {int((~close).sum())} numbers of new {name}s are not in their slots")
@@ -177,11 +187,6 @@ def _require_no_strays(changed: Tensor, new: Tensor, block_size: int, what: str)
 def _rtol(name: str, dtype: torch.dtype) -> float:
     """Return a tolerance: a number between two others may be rounded to either, and a scale is a quotient."""
     return 2**-3 if is_narrow_float(dtype) else 2**-20 if name == "key scale" else 0.0
-
-
-def _bytes(pages: Tensor) -> Tensor:
-    """Return the bytes of pages, by which NaN equals NaN."""
-    return pages.contiguous().view(torch.uint8)
 
 
 def _slots(pages: Tensor) -> Tensor:

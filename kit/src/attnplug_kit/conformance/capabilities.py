@@ -10,6 +10,7 @@ from attrs import evolve
 
 from attnplug.contract import Limits
 from attnplug.request import FIELDS
+from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_specs
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for, serve
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -98,11 +100,12 @@ class Capabilities(Tier):
         require(not unserved, f"{subject}: declared, and refused in every request: {'; '.join(unserved)}")
 
     @over(_capabilities)
-    def test_capability(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_capability(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """A declared value gives the oracle's output, and its LSE if that is served."""
         for seed in (11, 12):
-            case = point.case(seed, gain=1.0 if seed % 2 else 4.0)
-            serve(subject, point, record, case if seed % 2 else case.reordered())
+            spec = draw(point, many_heads=True) if seed % 2 else point
+            case = spec.case(seed, gain=1.0 if seed % 2 else 4.0)
+            serve(subject, spec, record, case if seed % 2 else case.reordered())
 
     @over(_pairs)
     def test_pairs(self, subject: Subject, record: Record, point: Any) -> None:
@@ -110,13 +113,14 @@ class Capabilities(Tier):
         serve(subject, point, record, point.case(seed=21).reordered())
 
     @over(_long)
-    def test_long_sequences(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_long_sequences(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Many keys, which kernels split and merge, and more rows than a tile has, give the oracle's output."""
-        serve(subject, point, record, point.case(seed=23, **_many_keys(point)))
+        spec = draw(point)
+        serve(subject, spec, record, spec.case(seed=23, **_many_keys(spec)))
 
-    def test_split_kv_limit(self, subject: Subject) -> None:
+    def test_split_kv_limit(self, subject: Subject, draw: Draw) -> None:
         """With any split-KV limit that is supported, every key is attended to."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         scene = materialize(spec.case(26, **_many_keys(spec)))
         backend = load_for(subject, spec, scene.case)
         if not backend.supports_max_num_splits:
@@ -125,23 +129,24 @@ class Capabilities(Tier):
             runner = SceneRunner(backend, scene, limits=evolve(limits_of(scene), max_num_splits=limit))
             runner.compare(runner.run(scene).call, scene, f"{subject}: limits with max_num_splits={limit}")
 
-    def test_many_requests(self, subject: Subject, record: Record) -> None:
+    def test_many_requests(self, subject: Subject, draw: Draw, record: Record) -> None:
         """More requests than a warp has threads, with more KV heads than elsewhere if that is served."""
-        spec = field_values_of(subject).spec(num_kv_heads=_HEADS) or plain(subject)
+        spec = draw(field_values_of(subject).spec(num_kv_heads=_HEADS) or plain(subject))
         query_lens, context_lens = (*[1] * 36, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(40))
         serve(subject, spec, record, spec.case(seed=24, query_lens=query_lens, context_lens=context_lens))
 
     @over(_decode_query_lens)
-    def test_decodes_of_several_tokens(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_decodes_of_several_tokens(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """A batch of decodes of several tokens is causal within each."""
         longest = point.fields["decode_query_len"]
         lens: dict[str, Any] = {"query_lens": (longest, 1, longest), "context_lens": (33, 0, 7)}
-        serve(subject, point, record, point.case(seed=25, **lens))
+        spec = draw(point)
+        serve(subject, spec, record, spec.case(seed=25, **lens))
 
     @over(_batch_invariant)
-    def test_batch_invariant(self, subject: Subject, point: Any) -> None:
+    def test_batch_invariant(self, subject: Subject, draw: Draw, point: Any) -> None:
         """With batch invariance, a request has the same bits alone, in a small and a large batch, and at any place."""
-        _require_same_bits(subject, point, seed=22)
+        _require_same_bits(subject, draw(point, keep=OF_HOSTS), seed=22)
 
 
 def _require_same_bits(subject: Subject, spec: RequestSpec, seed: int) -> None:

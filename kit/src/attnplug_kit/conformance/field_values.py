@@ -247,7 +247,7 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
             for size in _preferred(subject, "head_size"):
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
                     own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
-                    yield RequestSpec.of({**common, **own, **fields})
+                    yield RequestSpec.of({**common, **own, **fields}, fields)
 
 
 def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from attnplug.contract import GraphShape
+from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.tier import Tier, over
@@ -17,6 +18,7 @@ from attnplug_kit.oracle import check_replays, check_replays_without_build, chec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -81,9 +83,10 @@ class Graphs(Tier):
     """CUDA graphs. Without CUDA a replay is the captured call, repeated with the same tensors and numbers."""
 
     @over(_levels)
-    def test_replays(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_replays(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
         level, spec = point
+        spec = draw(spec, keep=OF_HOSTS)
         uniform, steps, query_len = _uniform(subject, spec, level)
         _check(subject, uniform, steps, _REQUESTS * query_len)
         if level == "always" and not spec.fields.get("custom_mask"):  # whose graphs have one query length
@@ -91,16 +94,18 @@ class Graphs(Tier):
         record.exercised("cudagraph", level)
 
     @over(_plain_levels)
-    def test_prepared_replays(self, subject: Subject, point: Any) -> None:
+    def test_prepared_replays(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A graph that prepares itself needs from a build what `plan_batch` writes, and computes the rest."""
         level, spec = point
+        spec = draw(spec, keep=OF_HOSTS)
         uniform, steps, query_len = _uniform(subject, spec, level)
         _check(subject, uniform, steps, _REQUESTS * query_len, prepares=True)
 
     @over(_plain_levels)
-    def test_replays_without_build(self, subject: Subject, point: Any) -> None:
+    def test_replays_without_build(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Replays follow lengths and pages that change on the device, where the builder says so."""
         level, spec = point
+        spec = draw(spec, keep=OF_HOSTS)
         uniform, _, query_len = _uniform(subject, spec, level)
         contexts = [(*lens, 9, 33, 1, 18, 2)[:_REQUESTS] for lens in _STEPS]
         scenes = _scenes(uniform, [((query_len,) * _REQUESTS, lens) for lens in contexts], _REQUESTS * query_len)
@@ -110,10 +115,10 @@ class Graphs(Tier):
                 pytest.skip(f"{subject}: its builder needs a build for each replay (replays_without_build)")
 
     @over(_pairs)
-    def test_agreements_of_one_state(self, subject: Subject, point: Any) -> None:
+    def test_agreements_of_one_state(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Layers of two agreements share workspace and graph buffers, and keep their own plans."""
         level, specs = point
-        each = [_uniform(subject, spec, level) for spec in specs]
+        each = [_uniform(subject, draw(spec, keep=OF_HOSTS), level) for spec in specs]
         query_len = each[0][2]
         rows = _REQUESTS * query_len
         scenes = [_scenes(uniform, steps, rows) for uniform, steps, _ in each]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.contract import Backend
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
 
@@ -47,18 +48,19 @@ class LateValues(Tier):
     """Values that a host binds after the selection, or gives after `make_impl`, count as if they had been there."""
 
     @over(_block_sizes)
-    def test_late_block_size(self, subject: Subject, point: Any) -> None:
+    def test_late_block_size(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A decision that is bound to a block size computes with that one, whatever the manifest names first."""
-        _check_bound(subject, point, "block_size")
+        _check_bound(subject, draw(point), "block_size")
 
     @over(_head_counts)
-    def test_late_head_counts(self, subject: Subject, point: Any) -> None:
+    def test_late_head_counts(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A decision that is bound to head counts computes with those."""
-        _check_bound(subject, point, *_HEADS)
+        _check_bound(subject, draw(point), *_HEADS)
 
     @over(_scaled)
-    def test_late_scales(self, subject: Subject, point: Any) -> None:
+    def test_late_scales(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Scales that follow `make_impl` are those of the cache and of the attention."""
+        point = draw(point)
         scene = materialize(point.case(81))
         backend = load_for(subject, point, scene.case)
         _require_late(subject, backend)
@@ -74,8 +76,9 @@ class LateValues(Tier):
         runner.compare(runner.run(scene).call, scene, f"{subject} with {point}: scales that came after make_impl")
 
     @over(_with_sinks)
-    def test_sinks_with_call(self, subject: Subject, point: Any) -> None:
+    def test_sinks_with_call(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Each call computes with its own sinks."""
+        point = draw(point)
         scene = materialize(point.case(82))
         if scene.sinks is None:
             raise AssertionError(f"{subject}: {point} has no sinks")

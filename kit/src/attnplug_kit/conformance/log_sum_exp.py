@@ -18,6 +18,7 @@ from attnplug_kit.oracle.attention import FULL_PATTERN
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import RunResult, Scene
 
@@ -26,9 +27,9 @@ class LogSumExp(Tier):
     """The natural log-sum-exp of the scaled scores, in float32, one for each token and query head."""
 
     @needs(return_lse=True)
-    def test_base(self, subject: Subject) -> None:
+    def test_base(self, subject: Subject, draw: Draw) -> None:
         """The LSE is a natural logarithm."""
-        ran, scene = _run(subject, return_lse=True)
+        ran, scene = _run(subject, draw, return_lse=True)
         exact = scene.expected().lse
         require(
             not _near(ran, exact * log2(e)),
@@ -37,17 +38,17 @@ class LogSumExp(Tier):
         assert_close(ran.lse, exact, dtype=ran.output.dtype, what="lse")
 
     @needs(return_lse=True)
-    def test_rows(self, subject: Subject) -> None:
+    def test_rows(self, subject: Subject, draw: Draw) -> None:
         """Each token of the batch has an LSE; rows beyond are not written."""
-        ran, scene = _run(subject, return_lse=True)
+        ran, scene = _run(subject, draw, return_lse=True)
         require(bool((ran.lse != CANARY).all()), f"{subject}: rows of the LSE are not written")
         beyond = ran.call.lse[scene.case.num_tokens :]
         require(bool((beyond == CANARY).all()), f"{subject}: rows of the LSE beyond the batch's tokens were written")
 
     @needs(return_lse=True, sinks=True)
-    def test_sink_is_counted_as_declared(self, subject: Subject) -> None:
+    def test_sink_is_counted_as_declared(self, subject: Subject, draw: Draw) -> None:
         """The LSE includes the sink if `lse_includes_sink` is true, and only then."""
-        ran, scene = _run(subject, return_lse=True, sinks=True)
+        ran, scene = _run(subject, draw, return_lse=True, sinks=True)
         includes, exact = _includes_sink(subject), scene.expected()
         expected, other = (exact.lse_with_sink, exact.lse) if includes else (exact.lse, exact.lse_with_sink)
         found = "does not include it" if includes else "includes it"
@@ -67,8 +68,8 @@ class LogSumExp(Tier):
         _require_merged(subject, sinks=True)
 
 
-def _run(subject: Subject, **fields: Any) -> tuple[RunResult, Scene]:
-    spec = plain(subject, **fields)
+def _run(subject: Subject, draw: Draw, **fields: Any) -> tuple[RunResult, Scene]:
+    spec = draw(plain(subject, **fields))
     scene = materialize(spec.case(51))
     return runner_for(subject, spec, scene).run(scene), scene
 
@@ -88,7 +89,10 @@ def _require_merged(subject: Subject, **fields: Any) -> None:
     base: dict[str, Any] = {"return_lse": True}
     if plain(subject, **base).fields.get("block_sparse"):
         base["block_sparse"] = tuple(sorted(FULL_PATTERN.items()))
-    whole = materialize(plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17)))
+    whole_keys: dict[str, Any] = {"shared_blocks": 0, "score_shift": 0.0}
+    whole = materialize(
+        plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17), **whole_keys)
+    )
     states, cut = [], 9
     for own, part in (({}, slice(None, cut)), (fields, slice(cut, None))):
         spec = plain(subject, **base, **own)

@@ -6,19 +6,26 @@ import random
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from attnplug.errors import RequestError
 from attnplug.request import FIELDS, Requirements
 from attnplug_kit.oracle import Case
+from attnplug_kit.oracle.rounding import INT8_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 FP8_DTYPES: Final = ("fp8_e4m3", "fp8_e5m2")
 """The FP8 cache dtypes whose rounding the oracle has."""
 
 _CASE_FIELDS: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
+_FP8_SCALES: Final = ((0.3, 0.7), (0.3, 0.004), (0.004, 0.7))
+"""Scales of keys and values. At 0.004 values beyond 1.8 exceed the largest e4m3, and are clipped."""
+
+_SHIFTED_SIZE: Final = 16
+"""The smallest head whose last number may shift the scores: the others decide between keys."""
+
 _OF_PAGES: Final = ("block_size", "kv_layout", "kv_cache_form")
 
 
@@ -29,15 +36,18 @@ class RequestSpec:
 
     Attributes:
         pairs: Fields of the requirements with their values, sorted. `gqa_ratio` replaces `num_q_heads`.
+        fixed: The fields that the request is about. Tests draw others, see `attnplug_kit.conformance.drawing`.
     """
 
     pairs: tuple[tuple[str, Any], ...]
+    fixed: frozenset[str] = field(default=frozenset(), eq=False, repr=False)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> RequestSpec:
+    def of(cls, fields: Mapping[str, Any], fixed: Iterable[str] = ()) -> RequestSpec:
         """Return a request for these fields. None leaves a field out, and ``paged=False`` those of pages."""
         without = () if fields.get("paged", True) else _OF_PAGES
-        return cls(tuple(sorted((n, v) for n, v in fields.items() if v is not None and n not in without)))
+        pairs = tuple(sorted((n, v) for n, v in fields.items() if v is not None and n not in without))
+        return cls(pairs, frozenset(fixed))
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -46,7 +56,11 @@ class RequestSpec:
 
     def evolve(self, **fields: Any) -> RequestSpec:
         """Return a request with these fields changed; None removes one."""
-        return RequestSpec.of({**self.fields, **fields})
+        return RequestSpec.of({**self.fields, **fields}, self.fixed | set(fields))
+
+    def drawn(self, **fields: Any) -> RequestSpec:
+        """Return a request with these fields changed, which remain free."""
+        return RequestSpec.of({**self.fields, **fields}, self.fixed)
 
     def requirements(self) -> Requirements | None:
         """Return the requirements; None where the fields contradict each other, or the kit has no batch for them."""
@@ -70,6 +84,9 @@ class RequestSpec:
         """
         Return a batch that exercises the request: decodes and prefills, with and without context.
 
+        What neither the request nor `fixed` has is drawn by the seed and the request: the order of requests, the scale,
+        strides, shared blocks, a shift of all scores, and the scales of an FP8 cache, in some of which values saturate.
+
         Args:
             seed: Of lengths and tensors.
             fixed: Fields of the case that have these values.
@@ -79,13 +96,34 @@ class RequestSpec:
         case["num_q_heads"] = fields["num_kv_heads"] * fields.get("gqa_ratio", 1)
         case["block_size"] = fields.get("block_size", 16)
         case["causal"] = fields.get("causal", fields.get("attn_type", "decoder") == "decoder")
-        if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
-            case |= {"k_scale": 0.3, "v_scale": 0.7}
-        made = Case(**{**case, **_lengths(fields, random.Random(seed)), "seed": seed, **fixed})
+        drawn = _drawn(self, random.Random(f"{seed} {self}"), fixed)
+        made = Case(**{**case, **_lengths(fields, random.Random(seed)), "seed": seed, **drawn, **fixed})
+        if not {"query_lens", "context_lens"} & set(fixed):
+            made = made.reordered(random.Random(f"{self} {seed}").randrange(len(made.query_lens)))
         return made.with_shared_prefix(max(1, 32 // made.block_size)) if fields.get("cascade") else made
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.pairs)
+
+
+def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the case that no request has, and what hosts do in requests whose fields were drawn."""
+    fields, size = spec.fields, spec.fields["head_size"]
+    # Not head_size ** -0.5, which a backend may compute by itself. Large scores show rounded queries: none larger.
+    found: dict[str, Any] = {"scale": size**-0.5 * source.choice((0.6, 0.8, *((1.5,) * (fixed.get("gain", 1) <= 1))))}
+    found["strides"] = source.choice(("packed", "rows", "heads"))
+    found["shared_blocks"] = source.choice((0, 1)) if fields.get("paged", True) else 0
+    shift = source.choice((0.0, 0.0, 100.0, -100.0))
+    own = {"sinks", "logits_soft_cap"} & set(fields) or fields.get("kv_cache_dtype") in INT8_DTYPES
+    found["score_shift"] = 0.0 if own or size < _SHIFTED_SIZE else shift
+    if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
+        found |= dict(zip(("k_scale", "v_scale"), source.choice(_FP8_SCALES), strict=True))
+        found["score_shift"] = 0.0
+    if fields.get("kv_in_cache") and "kv_in_cache" not in spec.fixed:
+        found["kv_written"] = True
+    if "seq_lens_cpu_kind" not in spec.fixed:
+        found["lens_on_cpu"] = fields.get("seq_lens_cpu_kind", "exact")
+    return found
 
 
 def _has_no_batch(fields: Mapping[str, Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import random
+from typing import TYPE_CHECKING, Any, Final
 
+from attnplug import select
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.oracle import SceneRunner, check, materialize
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Case, RunResult, Scene
+
+
+_LATE: Final = 0.5
 
 
 def require(condition: object, message: str) -> None:
@@ -27,8 +32,12 @@ def require(condition: object, message: str) -> None:
 
 
 def load_for(subject: Subject, spec: RequestSpec, case: Case) -> Backend:
-    """Return the backend that serves a case of a request."""
-    return subject.load(case.requirements(**spec.engine))
+    """Return the backend that serves a case of a request; in half of them, one whose block size was settled late."""
+    requirements = case.requirements(**spec.engine)
+    if requirements.paged and random.Random(f"late {spec}").random() < _LATE:
+        unbound = requirements.evolve(block_size=None, late=("block_size",))
+        return select(unbound, subject.device, backend=subject.id).bind(block_size=requirements.block_size).load()
+    return subject.load(requirements)
 
 
 def plain(subject: Subject, **fields: Any) -> RequestSpec:

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch
+from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import plain, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene, SceneRunner
@@ -50,8 +52,9 @@ class Stepping(Tier):
     """Steps that build on each other, and steps with a shared prefix, give the result of one plain step."""
 
     @over(_features)
-    def test_chunked_equals_one_shot(self, subject: Subject, point: Any) -> None:
+    def test_chunked_equals_one_shot(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Chunked prefill gives what a prefill of the whole prompt gives."""
+        point = draw(point, keep=OF_HOSTS)
         whole = materialize(point.case(81, query_lens=(45,), context_lens=(0,), num_padding_tokens=0))
         runner, cache = _with_cache(subject, point, whole)
         for start, end in pairwise(accumulate((0, 16, 1, 9, 19))):
@@ -61,9 +64,9 @@ class Stepping(Tier):
             _compare(whole, output, slice(start, end), what)
 
     @needs(paged=True, phases=("decode",))
-    def test_advance_step(self, subject: Subject) -> None:
+    def test_advance_step(self, subject: Subject, draw: Draw) -> None:
         """Metadata of an advanced step decodes the next token, and that of the step before stays the same."""
-        spec = plain(subject, paged=True, phases=("decode",))
+        spec = draw(plain(subject, paged=True, phases=("decode",)), keep=OF_HOSTS)
         last = spec.fields["block_size"] - 1  # one step fills a block, and the next one begins another
         lens: dict[str, Any] = {"query_lens": (2, 2, 2), "context_lens": (20, last, 9), "num_padding_tokens": 0}
         whole = materialize(spec.case(82, **lens))
@@ -77,8 +80,9 @@ class Stepping(Tier):
             _compare(whole, output, slice(step, None, 2), f"{subject}: step {step + 1} of an advanced batch")
 
     @over(_cascades)
-    def test_cascade_equals_flat(self, subject: Subject, point: Any) -> None:
+    def test_cascade_equals_flat(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Cascade attention, which attends to a shared prefix once, gives what a flat step gives."""
+        point = draw(point, keep=("kv_in_cache",))
         scene = materialize(point.case(83))
         runner = runner_for(subject, point, scene)
         for length, name in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):

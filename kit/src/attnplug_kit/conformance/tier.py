@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from attnplug import AttnplugError
 from attnplug.errors import RequirementsError, UnknownBackendError
+from attnplug_kit.conformance.drawing import Draw
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.report import Record
 from attnplug_kit.conformance.subject import Subject, find_subjects, installed
@@ -189,6 +190,13 @@ class Tier:
     def record(self, request: pytest.FixtureRequest) -> Record:
         """Return what records the findings of the test."""
         return Record(request.node)
+
+    @pytest.fixture
+    def draw(self, request: pytest.FixtureRequest) -> Draw:
+        """Return what draws the fields that the test does not fix; a failure shows the request."""
+        subject: Subject = request.node.callspec.params["subject"]
+        name = request.node.name.replace(subject.id, "", 1)
+        return Draw(subject, name, lambda text: request.node.add_report_section("call", "request", f"{text}\n"))
 
     def _parameters(self, test: Callable[..., Any], subject: Subject) -> Iterator[Any]:
         points: Points | None = getattr(test, "points", None)

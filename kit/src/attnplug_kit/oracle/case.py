@@ -77,6 +77,14 @@ class Case:
         per_head_scales: As in the requirements.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks, all of them context.
         gain: Factor of the queries. Around 1 the scores are of size 1; a larger one makes some key dominate.
+        scale: Factor of the scores; None for ``head_size ** -0.5``.
+        score_shift: About what every score has besides. Softmax is the same with it, and at 100 ``exp(score)``
+            overflows in float32, at -100 it is 0.
+        strides: How rows are placed: ``"packed"``; ``"rows"``: as parts of wider rows, and a block table as wide as an
+            engine's; ``"heads"``: the heads of queries, keys and values as parts of wider heads, too.
+        shared_blocks: The first blocks of all requests with as much context are the same, as with prefix caching.
+        kv_written: Whether K/V were written before a paged call, which has none then.
+        lens_on_cpu: What the CPU has of the lengths of sequences: ``"exact"``, ``"upper_bound"`` or ``"absent"``.
         seed: Seed of the tensors and of the block table.
     """
 
@@ -109,6 +117,12 @@ class Case:
     per_head_scales: bool = False
     common_prefix_len: int = 0
     gain: float = 1.0
+    scale: float | None = None
+    score_shift: float = 0.0
+    strides: str = "packed"
+    shared_blocks: int = 0
+    kv_written: bool = False
+    lens_on_cpu: str = "exact"
     seed: int = 0
 
     @property
@@ -189,6 +203,14 @@ class Case:
         names = ("query_lens", "context_lens", *(("encoder_lens",) if self.encoder_lens else ()))
         lens: dict[str, Any] = {name: tuple(getattr(self, name)[one] for one in order) for name in names}
         return evolve(self, **lens)
+
+    @property
+    def shared_prefix(self) -> tuple[tuple[int, ...], int]:
+        """The requests that have their first blocks in common, and the tokens in these blocks."""
+        if self.common_prefix_len:
+            return tuple(n for n, count in enumerate(self.query_lens) if count), self.common_prefix_len
+        length = self.shared_blocks * self.block_size if self.attn_type == "decoder" else 0
+        return tuple(n for n, context in enumerate(self.context_lens) if length and context >= length), length
 
     def with_shared_prefix(self, blocks: int) -> Case:
         """Return the case with so many more blocks of context, which all requests with queries share."""

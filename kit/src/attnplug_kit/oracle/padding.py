@@ -1,8 +1,11 @@
-"""The same batch as engines pad it: with upper bounds for its counts, and with requests that are padding."""
+"""
+The same call as engines pass it: with upper bounds for its counts, with requests that are padding, with lengths that
+the CPU does not know, and with rows that are parts of wider tensors.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from attrs import evolve
@@ -11,7 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import Batch
+    from attnplug_kit.oracle.scene import Dense
 
+_D = TypeVar("_D", bound="Dense")
 _LENGTHS: Final = ("seq_lens", "encoder_seq_lens", "dcp_local_seq_lens", "num_computed_tokens")
 
 
@@ -47,3 +52,58 @@ def with_padded_requests(batch: Batch) -> Batch:
         if slots is not None and batch.encoder_seq_lens is None:
             fields[f"slot_mapping{suffix}"] = torch.cat([slots[:tokens], slots[:1] * 0, slots[tokens + 1 :]])
     return evolve(batch, **fields, num_actual_tokens=batch.num_actual_tokens + 1)
+
+
+def with_inexact_lens(batch: Batch, kind: str, more: int = 3) -> Batch:
+    """Return the batch with what the CPU has of the lengths: bounds that are larger by `more`, or nothing."""
+    exact = batch.seq_lens_cpu
+    bound = None if kind == "absent" or exact is None else exact + more
+    unknown: dict[str, Any] = {"key_start_loc_cpu": None} if batch.key_start_loc is not None else {}
+    inexact = evolve(batch, seq_lens_cpu=bound, max_seq_len=batch.max_seq_len + more, **unknown)
+    return inexact if batch.block_table is None else with_wider_table(inexact)  # as wide as the bound needs
+
+
+def with_strides(call: _D, strides: str) -> _D:
+    """
+    Return the call with rows that are parts of wider ones: the contract has a contiguous last axis only.
+
+    Args:
+        call: The call.
+        strides: As of `Case`.
+    """
+    if strides == "packed":
+        return call
+    changed: dict[str, Any] = {name: _in_wider_rows(getattr(call, name)) for name in ("output", "lse")}
+    spaced = _in_wider_heads if strides == "heads" else _in_wider_rows
+    for name in ("query", "key", "value"):
+        rows: Tensor | None = getattr(call, name)
+        changed[name] = None if rows is None else spaced(rows)
+    if call.batch.block_table is not None:
+        changed["batch"] = with_wider_table(call.batch)
+    return evolve(call, **changed)
+
+
+def with_wider_table(batch: Batch) -> Batch:
+    """Return the batch with a block table as wide as an engine's, whose further entries name no block."""
+    table: Tensor = batch.block_table  # type: ignore[assignment] # of a paged batch
+    missing = torch.full_like(table, int(table.max()) + 10**6 if table.numel() else 0)  # blocks that do not exist
+    wide = torch.cat([table, missing, missing[:, :1], missing[:, :1], missing[:, :1]], 1)
+    return evolve(batch, block_table=wide, block_table_cpu=wide if wide.device.type == "cpu" else None)
+
+
+def _in_wider_rows(rows: Tensor) -> Tensor:
+    flat = rows.flatten(1)
+    wide = torch.cat([_nan(flat), flat, flat], 1)
+    return wide[:, flat.shape[1] : 2 * flat.shape[1]].view(rows.shape)
+
+
+def _in_wider_heads(rows: Tensor) -> Tensor:
+    """Return ``(tokens, heads, size)`` in memory where each head has as much again behind it, as ``[q0 k0 q1 k1]``."""
+    return torch.cat([rows, _nan(rows)], 2)[:, :, : rows.shape[2]]
+
+
+def _nan(rows: Tensor) -> Tensor:
+    """Return rows like these that nothing may read: bytes of narrow floats have no `full_like`."""
+    if rows.itemsize == 1:
+        return torch.full_like(rows.view(torch.uint8), 0xFF).view(rows.dtype)
+    return torch.full_like(rows, torch.nan)

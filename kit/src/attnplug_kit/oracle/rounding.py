@@ -221,3 +221,8 @@ def paged_tensors(cache: KVCache) -> dict[str, Tensor]:
     if "k_scale" in cache:
         found["key scale"] = cache["k_scale"].transpose(1, 2)
     return found
+
+
+def as_bytes(pages: Tensor) -> Tensor:
+    """Return the bytes of pages, by which NaN equals NaN. An axis of one head may have any stride."""
+    return pages.contiguous().view(-1).view(torch.uint8).view(*pages.shape[:-1], -1)

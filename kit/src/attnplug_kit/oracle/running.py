@@ -111,7 +111,7 @@ def limits_of(scene: Scene) -> Limits:
     return Limits(
         max_num_reqs=len(case.query_lens),
         max_num_tokens=case.num_tokens + case.num_padding_tokens,
-        max_seq_len=max(1, *case.seq_lens, *case.key_lens),
+        max_seq_len=max(1, *case.seq_lens, *case.key_lens) + 3 * (case.lens_on_cpu != "exact"),
         num_blocks=max(2, scene.num_blocks),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
+from math import copysign, log2
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from attnplug.contract import PAD_SLOT_ID, Batch, KVCache, Layer, torch_dtype
 from attnplug.errors import NotNegotiatedError
 from attnplug_kit.oracle.attention import OracleResult, attend
 from attnplug_kit.oracle.host_memory import bind_pool
+from attnplug_kit.oracle.padding import with_inexact_lens, with_strides
 from attnplug_kit.oracle.rounding import (
     Fp8Rounding,
     Int8Rounding,
@@ -217,7 +219,8 @@ class Scene:
         )
         query, output, lse = self._rows(device)
         keys, values = torch.cat(self.keys), torch.cat(self.values)
-        return Dense(query, keys.to(device), values.to(device), batch, output, lse)
+        dense = Dense(query, keys.to(device), values.to(device), self._as_known(batch), output, lse)
+        return with_strides(dense, self.case.strides)
 
     def paged(self, backend: Backend, device: torch.device | str | None = None, *, written: bool = False) -> Paged:
         """
@@ -233,7 +236,7 @@ class Scene:
         """
         self._check_agreed(backend)
         cache = bind_pool(backend, self.num_blocks, "cpu" if device is None else device)
-        self._fill_from_host(backend, cache, written=written)
+        self._fill_from_host(backend, cache, written=written or self.case.kv_written)
         batch = Batch.from_lengths(
             self.case.query_lens,
             self.case.seq_lens,
@@ -248,7 +251,12 @@ class Scene:
         query, output, lse = self._rows(device)
         query = as_host_gives(query, backend, self.rounding)
         key, value = (self._new_rows(rows, device) for rows in (self.keys, self.values))
-        return Paged(query, key, value, batch, output, lse, cache)
+        if self.case.kv_written:
+            key = value = None
+        return with_strides(Paged(query, key, value, self._as_known(batch), output, lse, cache), self.case.strides)
+
+    def _as_known(self, batch: Batch) -> Batch:
+        return batch if self.case.lens_on_cpu == "exact" else with_inexact_lens(batch, self.case.lens_on_cpu)
 
     def _check_agreed(self, backend: Backend) -> None:
         """The tensors fit no other agreement: slots are counted in the case's blocks."""
@@ -344,8 +352,9 @@ def materialize(case: Case) -> Scene:
         return torch.randn(*shape, generator=generator)
 
     size_v = case.head_size_v or case.head_size
-    queries = (case.gain * normal(n, case.num_q_heads, case.head_size) for n in case.query_lens)
-    keys = (normal(n, case.num_kv_heads, case.head_size) for n in case.key_lens)
+    shift = _shift_of(case)
+    queries = (_shifted(case.gain * normal(n, case.num_q_heads, case.head_size), shift) for n in case.query_lens)
+    keys = (_shifted(normal(n, case.num_kv_heads, case.head_size), abs(shift)) for n in case.key_lens)
     values = (normal(n, case.num_kv_heads, size_v) for n in case.key_lens)
     slopes: dict[str, Any] = {"start": -1.0, "end": -4.0, "steps": case.num_q_heads}
     block_table, num_blocks = _shuffled_blocks(case)
@@ -361,10 +370,28 @@ def materialize(case: Case) -> Scene:
         biases=_biases(case) if case.attn_bias else None,
         block_table=block_table,
         num_blocks=num_blocks,
-        scale=case.head_size**-0.5,
+        scale=_scale_of(case),
         rounding=fp8_rounding(case),
         int8_rounding=int8_rounding(case.kv_cache_dtype, own_values),
     )
+
+
+def _scale_of(case: Case) -> float:
+    return case.head_size**-0.5 if case.scale is None else case.scale
+
+
+def _shift_of(case: Case) -> float:
+    """Return what the last number of a query is, and, but for its sign, that of a key: a power of two."""
+    if not case.score_shift:
+        return 0.0
+    return copysign(2.0 ** round(log2(abs(case.score_shift) / _scale_of(case)) / 2), case.score_shift)
+
+
+def _shifted(rows: Tensor, number: float) -> Tensor:
+    """Replace the last number of each row: kernels add it last, so that the sum of the others is as exact as ever."""
+    if number:
+        rows[..., -1] = number
+    return rows
 
 
 def _masks(case: Case) -> tuple[Tensor, ...]:
@@ -387,11 +414,10 @@ def _biases(case: Case) -> tuple[Tensor, ...]:
 
 
 def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Replace the rows of a shared prefix by those of the first request that has queries."""
-    mine, length = list(rows), case.common_prefix_len
-    running = [request for request, count in enumerate(case.query_lens) if count]
-    for request in running:
-        mine[request][:length] = mine[running[0]][:length]
+    """Replace the rows of a shared prefix by those of the first request that has it."""
+    mine, (sharing, length) = list(rows), case.shared_prefix
+    for request in sharing:
+        mine[request][:length] = mine[sharing[0]][:length]
     return tuple(mine)
 
 
@@ -409,7 +435,7 @@ def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
     table = torch.full((len(counts), max(counts, default=0)), num_blocks + 10**6, dtype=torch.int32)
     for row, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
         table[row, :count] = torch.tensor(blocks[end - count : end], dtype=torch.int32)
-    shared = case.common_prefix_len // case.block_size
-    running = [row for row, length in enumerate(case.query_lens) if length]
-    table[running, :shared] = table[running[:1], :shared]
+    rows, length = case.shared_prefix
+    sharing, shared = list(rows), length // case.block_size
+    table[sharing, :shared] = table[sharing[:1], :shared]
     return table, num_blocks
