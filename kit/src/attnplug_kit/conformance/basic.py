@@ -21,14 +21,37 @@ def _declared_by_all(subject: Subject) -> Any:
     )
 
 
+def _declared_by_some(subject: Subject) -> Any:
+    return field_values_of(subject).of(
+        "sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "return_lse"
+    )
+
+
 class Basic(Tier):
-    """Plain attention: dtypes, head sizes, query heads per KV head, pages and layouts, batches of each kind."""
+    """
+    Plain attention: dtypes, head sizes, query heads per KV head, pages and layouts, batches of each kind; and each
+    declared feature of the scores alone, at the ends of pages.
+
+    It is for the first hours with a backend, and shows nothing about features together, writes into the KV cache, long
+    sequences, graphs, advanced steps, and what has to be refused.
+    """
 
     @over(_declared_by_all)
     def test_plain_attention(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Each declared dtype, size and layout gives the oracle's output."""
         spec = draw(point, many_heads=True)
         serve(subject, spec, record, spec.case(seed=1))
+
+    @over(_declared_by_some)
+    def test_features_at_page_ends(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
+        """Each declared window, chunk, cap, slope, sink and LSE, in sequences that end around the ends of pages."""
+        spec = draw(point)
+        size = spec.fields.get("block_size", 16)
+        lens: dict[str, Any] = {"query_lens": (1, 1, 1, 7, 17), "context_lens": (size - 1, size, 2 * size, size, 0)}
+        if spec.fields.get("phases", ("prefill", "decode")) == ("prefill", "decode"):
+            serve(subject, spec, record, spec.case(seed=8, **lens))
+        else:
+            serve(subject, spec, record, spec.case(seed=8))
 
     def test_mixed_batch(self, subject: Subject, draw: Draw, record: Record) -> None:
         """Decodes come first, then prefills, and each row of the output belongs to its token."""

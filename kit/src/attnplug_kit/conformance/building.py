@@ -90,6 +90,17 @@ class Building(Tier):
             runner.forward(call, metadata)
             runner.compare(call, scene, f"{subject}: a step that was built before another one")
 
+    def test_builders_in_turns(self, subject: Subject, draw: Draw) -> None:
+        """Two builders that share a state, as two cache groups do, plan their own steps, whoever builds last."""
+        runner, scenes = _runner(draw, subject, 3)
+        builders = (runner.builder, runner.backend.make_builder([runner.impl], runner.state))
+        for pair in (scenes[:2], scenes[1:], scenes[1::-1]):
+            calls = [runner.call(scene) for scene in pair]
+            built = [builder.build(call.batch) for builder, call in zip(builders, calls, strict=True)]
+            for call, metadata, scene in zip(calls, built, pair, strict=True):
+                runner.forward(call, metadata)
+                runner.compare(call, scene, f"{subject}: one of two builders in turns")
+
     def test_forward_twice(self, subject: Subject, draw: Draw) -> None:
         """Several layers use the metadata of one build."""
         runner, (scene,) = _runner(draw, subject, 1)

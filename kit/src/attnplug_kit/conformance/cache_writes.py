@@ -113,7 +113,7 @@ class CacheWrites(Tier):
     @needs(paged=True)
     def test_requests_are_independent(self, subject: Subject, draw: Draw) -> None:
         """NaN in the keys and values of one request reaches no row of another one."""
-        spec = draw(plain(subject, paged=True))
+        spec = draw(plain(subject, paged=True), keep=("kv_in_cache",))
         scene = materialize(spec.case(43, shared_blocks=0))
         backend = load_for(subject, spec, scene.case)
         poisoned = evolve(scene, keys=_poison(scene.keys), values=_poison(scene.values))

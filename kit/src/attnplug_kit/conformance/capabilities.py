@@ -14,7 +14,7 @@ from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_specs
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for, serve
-from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle import SceneRunner, limits_of, materialize
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ _SPLIT_BY: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "
 """Fields for which kernels may split keys differently."""
 
 _HEADS: Final = 8
+_CUTS: Final = {"sliding_window": (100, 1024, 4096), "attention_chunk": (100, 512, 2048)}
+_SPARE_BLOCKS: Final = (300, 33000)
+_LARGEST_POOL: Final = 2**25  # numbers of the keys: 128 MiB in float32
 
 # New tokens and tokens before them. Long requests are what kernels split, depending on how much else there is to do.
 _DECODES: Final = ((1, 30), (1, 1100), (1, 64))
@@ -69,10 +72,22 @@ def _long(subject: Subject) -> Mapping[str, RequestSpec]:
 
 def _many_keys(spec: RequestSpec) -> dict[str, Any]:
     """Return the lengths of requests with many keys, in the phases of the request."""
-    lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
+    lens = {"decode": ((1, 1), (2100, 300)), "prefill": ((200,), (600,))}
     parts = [lens[phase] for phase in ("decode", "prefill") if phase in spec.fields.get("phases", lens)]
     query_lens, context_lens = (sum(each, ()) for each in zip(*parts, strict=True))
     return {"query_lens": query_lens, "context_lens": context_lens}
+
+
+def _cuts(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return requests for large windows and chunks."""
+    declared = field_values_of(subject)
+    found = {f"{name}={size}": declared.spec(**{name: size}) for name, sizes in _CUTS.items() for size in sizes}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _spare_blocks(subject: Subject) -> Mapping[str, int]:
+    del subject
+    return {str(count): count for count in _SPARE_BLOCKS}
 
 
 def _decode_query_lens(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -118,6 +133,42 @@ class Capabilities(Tier):
         spec = draw(point)
         serve(subject, spec, record, spec.case(seed=23, **_many_keys(spec)))
 
+    @over(_cuts)
+    def test_beyond_cuts(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
+        """Sequences longer than a large window or chunk give the oracle's output."""
+        spec = draw(point)
+        size = spec.fields.get("sliding_window") or spec.fields["attention_chunk"]
+        lens: dict[str, Any] = {"query_lens": (1, 12, 1), "context_lens": (size + size // 2, size - 5, size)}
+        if (phases := spec.fields.get("phases")) is not None:
+            keep = slice(1, 2) if phases == ("prefill",) else slice(None, None, 2)
+            lens = {name: one[keep] for name, one in lens.items()}
+        serve(subject, spec, record, spec.case(seed=27, **lens))
+
+    @needs(phases=("prefill",))
+    def test_long_prompt(self, subject: Subject, draw: Draw, record: Record) -> None:
+        """A prompt of more tokens than a chunk of chunked prefill has commonly."""
+        base = plain(subject, phases=("prefill",))
+        few = field_values_of(subject).spec(phases=("prefill",), num_kv_heads=1, gqa_ratio=2)
+        variant = subject.candidate.variant
+        interpreted = subject.device.type == "cpu" and variant is not None and variant.jit is not None
+        spec = draw(few or base, keep=("num_kv_heads", "gqa_ratio"))
+        lens: dict[str, Any] = {"query_lens": (300 if interpreted else 2100,), "context_lens": (0,)}
+        serve(subject, spec, record, spec.case(seed=28, **lens))
+
+    @needs(paged=True)
+    @over(_spare_blocks)
+    def test_large_block_numbers(self, subject: Subject, record: Record, point: int) -> None:
+        """Block numbers beyond 8 and 16 bits are those of the oracle; the pool is larger than what is used of it."""
+        declared = field_values_of(subject)
+        few = (declared.spec(paged=True, num_kv_heads=1, block_size=size) for size in (1, 8, 16))
+        spec = next((one for one in few if one is not None), plain(subject, paged=True))
+        numbers = spec.fields["num_kv_heads"] * spec.fields["head_size"] * spec.fields["block_size"] * point
+        if numbers > _LARGEST_POOL:
+            pytest.skip(
+                f"{subject}: the smallest pool of {point} blocks has {numbers} numbers, and the kit's limit is less"
+            )
+        serve(subject, spec, record, spec.case(seed=29, num_spare_blocks=point))
+
     def test_split_kv_limit(self, subject: Subject, draw: Draw) -> None:
         """With any split-KV limit that is supported, every key is attended to."""
         spec = draw(plain(subject))
@@ -132,7 +183,7 @@ class Capabilities(Tier):
     def test_many_requests(self, subject: Subject, draw: Draw, record: Record) -> None:
         """More requests than a warp has threads, with more KV heads than elsewhere if that is served."""
         spec = draw(field_values_of(subject).spec(num_kv_heads=_HEADS) or plain(subject))
-        query_lens, context_lens = (*[1] * 36, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(40))
+        query_lens, context_lens = (*[1] * 70, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(74))
         serve(subject, spec, record, spec.case(seed=24, query_lens=query_lens, context_lens=context_lens))
 
     @over(_decode_query_lens)
@@ -146,7 +197,7 @@ class Capabilities(Tier):
     @over(_batch_invariant)
     def test_batch_invariant(self, subject: Subject, draw: Draw, point: Any) -> None:
         """With batch invariance, a request has the same bits alone, in a small and a large batch, and at any place."""
-        _require_same_bits(subject, draw(point, keep=OF_HOSTS), seed=22)
+        _require_same_bits(subject, draw(point, keep=(*OF_HOSTS, "dtype")), seed=22)
 
 
 def _require_same_bits(subject: Subject, spec: RequestSpec, seed: int) -> None:

@@ -38,7 +38,7 @@ _FEATURES: Final = (
     "block_sparse",
 )
 _SIZES: Final = ("num_kv_heads", "gqa_ratio", "head_size", "block_size")
-_STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2))  # context lengths of the requests of each replay
+_STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2), (300, 3, 128))  # context lengths of the requests of each replay
 _REQUESTS: Final = 5
 _MIXED: Final = (((1, 1, 9), (5, 30, 0)), ((4,), (17,)), ((1, 2, 7, 11), (17, 2, 0, 40)))  # query and context lengths
 _TOKENS: Final = 24
@@ -147,7 +147,7 @@ def _longest_decode(subject: Subject) -> int:
 def _check(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **how: Any) -> None:
     """Replay steps that are padded to so many rows."""
     scenes = _scenes(spec, steps, rows)
-    longest = max(sum(each) for step in steps for each in zip(*step, strict=True)) + 7
+    longest = max(sum(each) for step in steps for each in zip(*step, strict=True))  # which the last step reaches
     with _naming(subject, spec, "a replay"):
         backend = load_for(subject, spec, scenes[0].case)
         check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **how)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _FEATURES: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "kv_cache_dtype")
 
+_STEPS: Final = 4
+
 _CASCADES: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "sinks": {"sinks": True},
@@ -65,19 +67,20 @@ class Stepping(Tier):
 
     @needs(paged=True, phases=("decode",))
     def test_advance_step(self, subject: Subject, draw: Draw) -> None:
-        """Metadata of an advanced step decodes the next token, and that of the step before stays the same."""
+        """Metadata of advanced steps decodes the next tokens, and that of the steps before stays the same."""
         spec = draw(plain(subject, paged=True, phases=("decode",)), keep=OF_HOSTS)
         last = spec.fields["block_size"] - 1  # one step fills a block, and the next one begins another
-        lens: dict[str, Any] = {"query_lens": (2, 2, 2), "context_lens": (20, last, 9), "num_padding_tokens": 0}
+        lens: dict[str, Any] = {"query_lens": (_STEPS,) * 3, "context_lens": (20, last, 9), "num_padding_tokens": 0}
         whole = materialize(spec.case(82, **lens))
         runner, cache = _with_cache(subject, spec, whole)
         contexts = whole.case.context_lens
-        steps = [[(length + step, length + step + 1) for length in contexts] for step in (0, 1)]
-        first = runner.builder.build(_batch(runner, whole, steps[0]))
-        second = runner.builder.advance_step(first)
-        for step, metadata in enumerate((first, second)):
+        steps = [[(length + step, length + step + 1) for length in contexts] for step in range(_STEPS)]
+        built = [runner.builder.build(_batch(runner, whole, steps[0]))]
+        for _ in steps[1:]:
+            built.append(runner.builder.advance_step(built[-1]))
+        for step, metadata in enumerate(built):
             output = _run(runner, whole, cache, steps[step], metadata)
-            _compare(whole, output, slice(step, None, 2), f"{subject}: step {step + 1} of an advanced batch")
+            _compare(whole, output, slice(step, None, _STEPS), f"{subject}: step {step + 1} of an advanced batch")
 
     @over(_cascades)
     def test_cascade_equals_flat(self, subject: Subject, draw: Draw, point: Any) -> None:

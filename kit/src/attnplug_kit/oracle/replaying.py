@@ -113,7 +113,8 @@ def check_replays(
     prepares: bool = False,
 ) -> list[RunResult]:
     """
-    Capture one shape, replay it for every scene, and compare each result with the oracle's (see `ReplayRunner`).
+    Capture one shape, replay it for every scene with an eager step behind it, and compare each result with the oracle's
+    (see `ReplayRunner`).
 
     Args:
         backend: Loaded for the requirements of the scenes, with a graph level.
@@ -136,11 +137,14 @@ def check_replays(
         runner.build_for_capture(graph)
         _, replay = capture(runner.forward_captured, backend.device)
     results = []
-    for scene, call in zip(scenes, calls, strict=True):
+    for scene, call, between in zip(scenes, calls, (*scenes[1:], scenes[0]), strict=True):
         runner.place(call)
         runner.builder.build(call.batch, graph=graph)
         replay()
         results.append(runner.replayed(call, scene))
+        eager = runner.padded_call(between)
+        runner.forward(eager, runner.builder.build(eager.batch))
+        runner.compare(eager, between, "an eager step between replays")
     return results
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 CANARY: Final = 12288.0
 """What outputs hold before a call: exact in every dtype, and larger than any attention output."""
 
+_MANY_BLOCKS: Final = 256
+
 _POISONED_BYTE: Final = 99
 
 _RESULTS: Final = ("output", "lse", "lse_with_sink", "spread", "peak")
@@ -198,14 +200,14 @@ class Scene:
     @property
     def slot_mapping(self) -> Tensor:
         """``(tokens + padding,)`` int64: the slot of each new K/V row, PAD_SLOT_ID for padding."""
-        case, slots = self.case, []
-        for request, (first, last) in enumerate(zip(case.first_new_keys, case.key_lens, strict=True)):
-            slots += [self._slot(request, position) for position in range(first, last)]
-        return torch.tensor(slots + [PAD_SLOT_ID] * case.num_padding_tokens, dtype=torch.int64)
+        spans = enumerate(zip(self.case.first_new_keys, self.case.key_lens, strict=True))
+        padding = torch.full((self.case.num_padding_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+        return torch.cat([*(self._slots(request, *span) for request, span in spans), padding])
 
-    def _slot(self, request: int, position: int) -> int:
-        block, offset = divmod(position, self.case.block_size)
-        return int(self.block_table[request, block]) * self.case.block_size + offset
+    def _slots(self, request: int, first: int, last: int) -> Tensor:
+        """Return the slots of the positions from `first` to before `last`, int64."""
+        positions, size = torch.arange(first, max(first, last)), self.case.block_size
+        return self.block_table[request].long()[positions // size] * size + positions % size
 
     def dense(self, device: torch.device | str | None = None) -> Dense:
         """Return a dense call: all K/V come with it, contiguous."""
@@ -292,7 +294,7 @@ class Scene:
 
     def fill(self, cache: KVCache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
-        Write what is cached of every request into a cache, and poison all other slots, with plain loops.
+        Write what is cached of every request into a cache, and poison all other slots.
 
         Args:
             cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
@@ -305,15 +307,18 @@ class Scene:
         for pages, rows in zip((cache.k, cache.v), self._cached(), strict=True):
             pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
-                for position in range(filled):
-                    block, offset = divmod(self._slot(request, position), self.case.block_size)
-                    pages[block, offset] = rows[request][position].to(pages)
+                slots, held = self._slots(request, 0, filled), rows[request][:filled].to(pages)
+                places = slots // self.case.block_size, slots % self.case.block_size
+                if pages.itemsize == 1:  # torch assigns no narrow floats to places
+                    pages.view(torch.uint8)[places] = held.view(torch.uint8)
+                else:
+                    pages[places] = held
 
     def _fill_int8(self, cache: KVCache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
         for tensor in paged_tensors(cache).values():
             tensor.fill_(poison if tensor.dtype.is_floating_point else _POISONED_BYTE)
         for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
-            slots = torch.tensor([self._slot(request, position) for position in range(filled)], dtype=torch.int64)
+            slots = self._slots(request, 0, filled)
             places = slots // self.case.block_size, slots % self.case.block_size
             rounding.fill(cache, places, self.keys[request][:filled], self.values[request][:filled])
 
@@ -431,6 +436,8 @@ def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
     counts = [-(-max(length, 0) // case.block_size) for length in case.key_lens]
     num_blocks = max(2, 1 + sum(counts) + case.num_spare_blocks)
     blocks = list(range(1, num_blocks))
+    if case.num_spare_blocks > _MANY_BLOCKS:
+        blocks = blocks[-max(1, sum(counts)) :]  # the largest numbers
     random.Random(case.seed).shuffle(blocks)
     table = torch.full((len(counts), max(counts, default=0)), num_blocks + 10**6, dtype=torch.int32)
     for row, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
