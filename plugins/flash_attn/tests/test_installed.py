@@ -165,7 +165,9 @@ def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp
     shown, between = unverified("128"), unverified("112")
     for variant in ("fa3_vllm", "fa4", "torch"):
         assert shown[variant] == []
-        assert between[variant] == ["verified are 8, 40, 64, 80, 128, 256"]
+        (because,) = between[variant]
+        assert because.startswith("verified are 8, ")
+        assert "112" not in because
     for variant in ("fa2_vllm", "fa3"):
         assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
 
