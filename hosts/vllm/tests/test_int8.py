@@ -175,7 +175,8 @@ def run_engine(folder, prompts, *, save=None, environment=None, interpreted=True
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    # vLLM may print about its workers behind the result.
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def write_model(folder):
