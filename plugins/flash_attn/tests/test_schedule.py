@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, fields
 
 from attnplug import Requirements
 from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
 from attnplug.errors import PluginContractError
 from attnplug_flash_attn import builder as building
-from attnplug_flash_attn.schedule import longest_schedule
+from attnplug_flash_attn.kernels.interface import VarlenCall
+from attnplug_flash_attn.passes import KernelPass, Plan, with_schedule
+from attnplug_flash_attn.schedule import _mapped, longest_schedule
 from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import MODEL, Harness
 
@@ -179,3 +181,29 @@ def test_the_split_limit_of_captured_sizes_holds_for_eager_steps() -> None:
 
     assert [harness.impls[0].plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
     assert [call.num_splits for call in harness.backend.kernels.scheduled] == [6, 0]
+
+
+def test_a_call_with_a_schedule_keeps_all_its_other_arguments():
+    """Its copy names each argument, and one that is added later would be left out without an error."""
+    values = {one.name: object() for one in fields(VarlenCall)}
+    call: Any = VarlenCall(**values)  # type: ignore[arg-type] # only their identity counts
+
+    found = with_schedule(call, schedule := torch.zeros(1, dtype=torch.int32))
+
+    assert found.scheduler_metadata is schedule
+    assert all(getattr(found, name) is value for name, value in values.items() if name != "scheduler_metadata")
+
+
+def test_a_plan_with_schedules_keeps_all_that_is_no_call():
+    kept: dict[str, Any] = {one.name: object() for one in fields(KernelPass) if one.name not in ("call", "rest")}
+    call: Any = VarlenCall(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), max_seqlen_q=1, max_seqlen_k=1)
+    plan = Plan(decode=KernelPass(call, **kept), prefix=KernelPass(call, **kept), packed_context=None, dcp=None)
+    changed = with_schedule(call, torch.zeros(1, dtype=torch.int32))
+
+    found = _mapped(plan, lambda _name, _call: changed)
+
+    for part in (found.decode, found.prefix):
+        assert part is not None
+        assert part.call is changed
+        assert all(getattr(part, name) is value for name, value in kept.items())
+    assert found.prefill is None

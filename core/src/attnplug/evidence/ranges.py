@@ -1,7 +1,7 @@
 """
 The fields whose evidence is a range: what lies between the smallest and the largest value of a run is verified by it.
 
-Sizes of heads and of blocks are none of them. Kernels are written for sizes, and what holds at 64 and at 128 need not
+Sizes of heads and of blocks have no ranges. Kernels are written for sizes, and what holds at 64 and at 128 need not
 hold at 72.
 """
 

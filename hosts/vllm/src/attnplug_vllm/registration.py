@@ -146,7 +146,7 @@ class _Names(dict[str, Any]):
 
 def _explain_missing(enum: Any) -> None:
     """
-    Let the lookup of a name without a backend say why there is none.
+    Let the lookup of a name without a backend say why it has no backend.
 
     Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is Python's
     own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.

@@ -139,7 +139,7 @@ def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
 
 
 def _check_lens(name: str, batch: Batch, device_type: str, *, exact: bool, needed: bool) -> Tensor | None:
-    """Check a tensor of lengths, and return its CPU copy; None where there is none and none is needed."""
+    """Check a tensor of lengths, and return its CPU copy; None where it is absent and not needed."""
     tensor, host = getattr(batch, name), getattr(batch, f"{name}_cpu")
     check_index(name, tensor, (batch.num_reqs,), torch.int32, device_type)
     if host is None and not needed:
