@@ -11,6 +11,7 @@ import attnplug
 from attnplug.cli.device_report import DeviceReport
 from attnplug.cli.explain import request as options
 from attnplug.cli.parser import Parser
+from attnplug.errors import DeviceError
 from attnplug.request.fields import fields_of
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tm
         ([*OPTIONS, "--partial"], "--partial was given without --config"),
         (["--config", "x", "--sinks"], "--sinks and --config were given"),
         (["--config", "/nowhere/config.json"], "'/nowhere/config.json' was given as the configuration"),
-        ([*OPTIONS, "--device", "gpu:x"], "compute capability 'x' was given"),
+        ([*OPTIONS, "--device", "gpu:x"], "the device 'gpu:x' was given"),
         ([*OPTIONS, "--block-sparse", "3,"], "'3,' is not a table of names"),
         ([*OPTIONS, "--kv-layout", "NDH"], "kv_layout='NDH' was given"),
     ],
@@ -191,7 +192,7 @@ def test_torch_is_not_imported(start, site) -> None:
 
     done = start("-c", code)
 
-    assert done.code == 0, done.err
+    assert done.code == 0, done.out
     assert "flash/new  chosen" in done.out
 
 
@@ -205,3 +206,33 @@ def test_a_device_that_may_have_been_overlooked_is_reported(run, empty, monkeypa
         "attnplug explain: the device is cpu, though there may be another: name it\n"
     )
     assert run("explain", *OPTIONS, *HOPPER).err == ""
+
+
+@pytest.mark.parametrize("name", ["h100", "sm90", "cuda:9.0"])
+def test_a_device_has_several_names(run, site, name: str) -> None:
+    found = run("explain", *OPTIONS, "--device", name, "--json").json["explanations"][0]
+
+    assert found["device"]["compute_capability"] == "9.0"
+    assert found["chosen"] == "flash/old"
+
+
+def test_an_unknown_device_is_a_wrong_request(run, site) -> None:
+    done = run("explain", *OPTIONS, "--device", "h1000")
+
+    assert (done.code, done.out) == (2, "")
+    assert "the device 'h1000' was given; did you mean h100" in done.err
+    assert attnplug.explain(attnplug.Requirements(**LAYER), "h100").chosen is not None
+    with pytest.raises(DeviceError, match="did you mean h100"):
+        attnplug.explain(attnplug.Requirements(**LAYER), "h1000")
+
+
+def test_a_declared_device_type_is_a_device(run, empty) -> None:
+    manifest = 'api = "1.0"\nbackend = { name = "acme", summary = "of Acme" }\n[supports]\ndevice_type = "acmecore"\n'
+    empty.add(
+        "acme", f'{manifest}dtype = "bfloat16"\nhead_size = 64\nfeatures = ["paged"]\nblock_size = 16\n[variants.one]\n'
+    )
+
+    done = run("explain", *OPTIONS, "--device", "acmecore", "--json")
+
+    assert done.json["explanations"][0]["chosen"] == "acme/one", done.out
+    assert "did you mean acmecore?" in run("explain", *OPTIONS, "--device", "acmecor").err

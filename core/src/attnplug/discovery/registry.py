@@ -147,6 +147,12 @@ class Registry:
         """
         return self._listed(settings or self._settings, assume_installed=assume_installed).candidates
 
+    def device_types(self) -> tuple[str, ...]:
+        """Return the device types that manifests declare."""
+        variants = (variant for p in self._plugins if p.manifest is not None for variant in p.manifest.variants)
+        declared = (variant.supports.get("device_type") for variant in variants)
+        return tuple(sorted({name for each in declared if each is not None for name in each.members()}))
+
     def plugin(self, name: str) -> Plugin:
         """
         Return the plugin of a backend, by its name.

@@ -20,7 +20,7 @@ from attrs import field, frozen
 from attnplug.errors import DeviceError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 _FORM = re.compile(r"([0-9]{1,3})\.([0-9])([af]?)")
@@ -136,6 +136,7 @@ class Device:
         name: Product name.
         compute_capability: For cuda devices.
         num_multiprocessors: Streaming multiprocessors.
+        arch: For AMD devices, the LLVM target, such as ``"gfx942"``.
     """
 
     type: str = "cpu"
@@ -143,6 +144,7 @@ class Device:
     name: str | None = None
     compute_capability: ComputeCapability | None = field(default=None, converter=_to_capability)
     num_multiprocessors: int | None = None
+    arch: str | None = None
 
     @vendor.default
     def _default_vendor(self) -> str | None:
@@ -159,6 +161,7 @@ class Device:
             )
         _check_word("vendor", self.vendor, "a lower-case word such as 'nvidia'", is_valid=_is_word)
         _check_word("name", self.name, "a text", is_valid=bool)
+        _check_word("arch", self.arch, "an LLVM target such as 'gfx942'", is_valid=_is_word)
         count = self.num_multiprocessors
         if count is not None and (type(count) is not int or not 1 <= count <= MOST):
             raise _wrong("num_multiprocessors", count, f"a whole number from 1 to {MOST}")
@@ -180,19 +183,25 @@ class Device:
         return cls("cuda", name=name, compute_capability=compute_capability)
 
     @classmethod
-    def parse(cls, text: str) -> Device:
+    def parse(cls, text: str, *, types: Iterable[str] = ()) -> Device:
         """
-        Read ``"cpu"``, ``"cuda:9.0"``, ``"xpu"`` or ``"current"``.
+        Read a text: ``"cpu"``, ``"cuda:9.0"``, ``"sm90"``, ``"rocm:gfx942"``, a product such as ``"h100"``, ``"b200"``,
+        ``"rtx4090"`` or ``"mi300x"``, another device type of torch such as ``"xpu"``, or ``"current"``.
+
+        Args:
+            text: The text.
+            types: Other device types that are one, such as those that manifests declare.
 
         Raises:
-            DeviceError: The text has none of these forms.
+            DeviceError: The text has none of these forms; the nearest names are in the message.
         """
         if not isinstance(text, str):
             raise foreign_device(text)
         if text == "current":
             return cls.current()
-        kind, _, capability = text.partition(":")
-        return cls(kind, compute_capability=capability or None)
+        from attnplug.request.device_names import read_device  # noqa: PLC0415 - most processes name no device
+
+        return cls(**read_device(text, [each.number for each in HARDWARE], types))
 
     @classmethod
     def current(cls) -> Device:
@@ -215,6 +224,7 @@ class Device:
             "compute_capability": self.compute_capability,
             "device_name": self.name,
             "num_multiprocessors": self.num_multiprocessors,
+            "arch": self.arch,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,6 +256,8 @@ class Device:
 
     def __str__(self) -> str:
         capability = f":{self.compute_capability}" if self.compute_capability else ""
+        if self.arch and self.vendor == "amd":
+            return f"rocm:{self.arch}" + (f" ({self.name})" if self.name else "")
         product = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
         return f"{self.type}{capability}" + (f" ({product})" if product else "")
 
@@ -335,7 +347,14 @@ def _from_torch_cuda(torch: Any) -> Device:
         name=facts.name,
         compute_capability=(facts.major, facts.minor) if vendor == "nvidia" else None,
         num_multiprocessors=facts.multi_processor_count,
+        arch=_target(facts) if amd else None,
     )
+
+
+def _target(facts: Any) -> str | None:
+    """Return the LLVM target of an AMD device, without its modes: torch writes ``gfx942:sramecc+:xnack-``."""
+    target = str(getattr(facts, "gcnArchName", "")).partition(":")[0]
+    return target if _is_word(target) else None
 
 
 def _from_nvml() -> Device | None:

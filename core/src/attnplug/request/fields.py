@@ -444,6 +444,7 @@ _ALL: Final = (
     Field("compute_capability", "device", Capability(), "CUDA compute capability"),
     Field("device_name", "device", Text(), "the device's product name", open=True),
     Field("num_multiprocessors", "device", Integer(), "streaming multiprocessors", open=True),
+    Field("arch", "device", Word(), "the LLVM target of an AMD device, such as gfx942", open=True),
     Field("gqa_ratio", "derived", Integer(), "num_q_heads // num_kv_heads", open=True),
 )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, field, frozen
 
-from attnplug.errors import SettingsError, shown
+from attnplug.errors import DeviceError, SettingsError, shown
 from attnplug.request.device import Device, foreign_device
 from attnplug.request.settings import BackendNames, layered, parse_layout
 from attnplug.request.tables import is_plain, read_only
@@ -182,8 +182,22 @@ def _device(device: Any) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
     if isinstance(device, str):
-        return Device.parse(device)
+        return parse_device(device)
     raise foreign_device(device)
+
+
+def parse_device(text: str) -> Device:
+    """
+    Read a device as `Device.parse` does, or a device type that the manifest of an installed backend declares.
+
+    Raises:
+        DeviceError: The text is neither.
+    """
+    try:
+        return Device.parse(text)
+    except DeviceError:
+        # Scanning what is installed costs milliseconds: only a text that is nothing else is compared with it.
+        return Device.parse(text, types=current_state().registry.device_types())
 
 
 @contextmanager

@@ -84,7 +84,6 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         RequirementsError: The features are invalid, or no variant that can run here lists all of them.
     """
     canonical = _canonical(features)
-    here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
     backend, _, variant = name.partition("/")
     named = [
         item
@@ -93,6 +92,7 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
     ]
     if not named:
         raise _unknown(name)
+    here = _device(device, named)
     ready = [item for item in named if not _reasons(item, here)]
     if not ready:
         why = "; ".join(f"{item.id}: {', '.join(map(str, _reasons(item, here)))}" for item in named)
@@ -102,6 +102,14 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
             "; or ".join([*_installations(named), "test it on a device that it serves"]),
         )
     return _listing(tuple(Subject(item.id, here, item, canonical) for item in ready), name)
+
+
+def _device(device: Device | str | None, named: Sequence[Candidate]) -> Device:
+    """Return the device; a text may also be a device type that one of these candidates declares."""
+    if not isinstance(device, str):
+        return Device.current() if device is None else device
+    declared = (item.supports("device_type") for item in named)
+    return Device.parse(device, types=[name for each in declared if each is not None for name in each.members()])
 
 
 def _unknown(name: str) -> UnknownBackendError:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import RequestError
-from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS, LATE, Flag, Integer, Name, Names, Number, Table, fields_of
 from attnplug.request.requirements import Requirements
+from attnplug.selection.scope import parse_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from attnplug.request.device import Device
     from attnplug.request.fields import Domain, Field
 
 ONE_LAYER: Final = ""
@@ -60,7 +61,7 @@ def requested_devices(texts: list[str] | None) -> tuple[Device, ...]:
     Raises:
         DeviceError: A text is no device.
     """
-    return tuple(dict.fromkeys(Device.parse(text) for text in texts or ()))
+    return tuple(dict.fromkeys(map(parse_device, texts or ())))
 
 
 def requested_options(texts: list[str] | None) -> dict[str, dict[str, str]] | None:
