@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 from tools.snippets import SnippetError, blocks, commands, matches, run_page
 
@@ -241,3 +242,24 @@ def test_a_page_changes_no_file_of_the_project() -> None:
 )
 def test_an_output_matches_what_the_page_shows(expected: str, printed: str, *, same: bool) -> None:
     assert matches(expected, printed) is same
+
+
+def _anchors(page: str) -> set[str]:
+    """Return the anchors of a page: its headings, and the names that the build documents there."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", _text(page), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)]
+    return {slugify(text.replace("`", ""), "-") for text in headings} | set(
+        re.findall(r"^::: (\S+)$", prose, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_relative_links_exist(page: str) -> None:
+    links = re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", re.sub(r"```.*?```", "", _text(page), flags=re.DOTALL))
+    places = {
+        (target, anchor): (ROOT / page).parent.joinpath(target).resolve() if target else ROOT / page
+        for target, anchor in links
+    }
+
+    missing = [link for link, place in places.items() if link[1] not in _anchors(place.relative_to(ROOT).as_posix())]
+    assert missing == []

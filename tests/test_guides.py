@@ -1,0 +1,160 @@
+"""What the guides say of the product is what it does: errors, reasons, versions, recommendations, the picture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import attnplug
+from attnplug import errors
+from attnplug.manifest import read_manifest
+from attnplug.negotiation.ranking import CRITERIA
+from attnplug.negotiation.reason import Code
+from attnplug.negotiation.verdict import Status
+from tools import api_pages
+from tools.toml import read_toml
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/*.md"))
+)
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def _section(page: str, heading: str) -> str:
+    """Return what is below a heading, up to the next one of any level."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", _text(page), re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Return the cells of the tables in a text, without their heads."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    rules = {index for index, row in enumerate(rows) if set("".join(row)) <= set("-| ")}
+    return [row for index, row in enumerate(rows) if not {index, index + 1} & rules]
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_troubleshooting_has_cause_and_fix_of_each_error(name: str) -> None:
+    section = _section("docs/troubleshooting.md", name)
+
+    assert re.search(r"^\*\*Cause\.\*\* \S", section, re.MULTILINE), f"docs/troubleshooting.md has no cause of {name}"
+    assert re.search(r"^\*\*Fix\.\*\* \S", section, re.MULTILINE), f"docs/troubleshooting.md has no fix of {name}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("Why this one?", {f"*{name}*" for name in CRITERIA}),
+        ("Why not that one?", {f"*{name.replace('_', ' ')}*" for name in get_args(Status)}),
+        ("What does each reason mean?", {f"`{name}`" for name in get_args(Code)}),
+    ],
+)
+def test_debugging_explains_what_decisions_say(heading: str, names: set[str]) -> None:
+    said = {name for row in _rows(_section("docs/how-to/debug-a-choice.md", heading)) for name in row[0].split(", ")}
+
+    assert names - said == set()
+
+
+LLAMA = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("row", _rows(_section("docs/install.md", "What your GPU can use")), ids=lambda row: row[0])
+def test_what_the_install_page_recommends_can_serve_there(row: list[str]) -> None:
+    _, capability, plugin, variant = row
+    device = attnplug.Device.cpu() if capability == "-" else attnplug.Device.cuda(capability)
+
+    explanation = attnplug.explain(LLAMA, device, backend=variant.strip("`"), assume_installed=True)
+
+    assert explanation.chosen is not None
+    folder = plugin.strip("`").partition("[")[0].removeprefix("./plugins/").replace("_", "-")
+    offers = "attnplug" if plugin == "none" else f"attnplug-{folder}"
+    assert explanation.chosen.distribution.split()[0] == offers
+
+
+_INSTALL = re.compile(r"\./[\w/]+(?:\[[\w,]+\])?")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _INSTALL.search(_text(page))])
+def test_what_a_page_installs_exists_with_its_extras(page: str) -> None:
+    for requirement in _INSTALL.findall(_text(page)):
+        folder, _, extras = requirement.rstrip("]").partition("[")
+        project = ROOT / folder / "pyproject.toml"
+        if folder in ("./core", "./kit") or folder.startswith(("./hosts/", "./plugins/")):
+            offered = read_toml(project)["project"].get("optional-dependencies", {})
+            assert set(filter(None, extras.split(","))) <= set(offered), f"{page}: {requirement}"
+
+
+def test_the_targets_of_make_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", _text(page), re.MULTILINE)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+    assert {"demo", "test", "docs"} <= named
+    assert named - targets == set()
+
+
+def test_readme_has_the_versions_of_every_backend_and_host() -> None:
+    backends = {
+        row[0].strip("`"): set(re.findall(r"`([^`]+)`", row[2])) for row in _rows(_section("README.md", "Backends"))
+    }
+    manifests = [
+        read_manifest(path)
+        for path in (*ROOT.glob("core/src/**/attnplug.toml"), *ROOT.glob("plugins/*/src/*/attnplug.toml"))
+    ]
+    hosts = {text for row in _rows(_section("README.md", "Hosts")) for text in re.findall(r"`([^`]+)`", row[2])}
+
+    assert set(backends) == {manifest.name for manifest in manifests}
+    for manifest in manifests:
+        variants = manifest.variants[:1] if manifest.name == "torch" else manifest.variants  # the one that always works
+        assert backends[manifest.name] == {str(item) for variant in variants for item in variant.requires}
+    assert hosts == set(_host_requirements())
+
+
+def _host_requirements() -> list[str]:
+    page = _text("docs/reference/compatibility.md")
+    return [row[3].strip("`") for row in _rows(page.partition("## Hosts")[2].partition("## ")[0])]
+
+
+def test_the_picture_of_the_home_page_shows_a_real_decision() -> None:
+    picture = ET.parse(ROOT / "docs/assets/decision.svg").getroot()  # noqa: S314 - a file of this repository
+    texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    request = attnplug.Requirements(head_size=64, num_q_heads=64, num_kv_heads=8, dtype="bfloat16", sinks=True)
+    explanation = attnplug.explain(request, attnplug.Device.cuda("8.0"), assume_installed=True)
+    verdicts = {verdict.id: verdict for verdict in explanation.verdicts}
+    shown = {
+        name: texts[index + 1]
+        for index, name in enumerate(texts[:-1])
+        if name in verdicts and index < texts.index("4 Decision: the first in rank")
+    }
+
+    assert {"head_size=64", "sinks=True", "on cuda:8.0"} <= set(texts)
+    assert len(shown) == 4
+    for name, status in shown.items():
+        verdict = verdicts[name]
+        if status == "eligible":
+            assert verdict.status in ("chosen", "eligible")
+        else:
+            assert (status, [reason.field for reason in verdict.reasons]) == (
+                "refused: needs 9.0",
+                ["compute_capability"],
+            )
+    assert texts[texts.index("4 Decision: the first in rank") + 1] == explanation.chosen.id
+
+
+def test_the_api_pages_have_every_public_module() -> None:
+    public = set(
+        re.findall(
+            r"`(attnplug[\w.]*)`",
+            "\n".join(row[0] for row in _rows(_section("docs/reference/api-policy.md", "What is public"))),
+        )
+    )
+
+    assert public - {module for page in api_pages.PAGES for module in page.modules or (page.title,)} == set()
