@@ -19,6 +19,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = "docs/reference/api"
 
 
@@ -113,12 +114,13 @@ def index(root: Path) -> str:
 
 def page_of(page: Page, root: Path) -> str:
     """Return the page of some modules: directives for its names, and links to those of the facade."""
+    del root
     several = len(page.modules) > 1
     options = "\n    options:\n      heading_level: 3" if several else ""
     parts = [f"# {page.title}", page.about]
     for module in page.modules or (page.title,):
-        names = public_names(root, page.source, module)
-        shared = [name for name in names if page is not _FACADE and name in facade_names(root, module)]
+        names = public_names(page.source, module)
+        shared = [name for name in names if page is not _FACADE and name in facade_names(module)]
         parts += [f"## {module}"] if several else []
         parts += [f"::: {_path(module, name)}{options}" for name in names if name not in shared]
         links = ", ".join(f"[`{name}`]({_FACADE.name}.md#attnplug.{name})" for name in shared)
@@ -126,14 +128,14 @@ def page_of(page: Page, root: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def facade_names(root: Path, module: str) -> list[str]:
+def facade_names(module: str) -> list[str]:
     """Return the names that `attnplug` shares with its modules; other distributions share none."""
-    return public_names(root, _FACADE.source, _FACADE.title) if module.startswith("attnplug.") else []
+    return public_names(_FACADE.source, _FACADE.title) if module.startswith("attnplug.") else []
 
 
-def public_names(root: Path, source: str, module: str) -> list[str]:
+def public_names(source: str, module: str) -> list[str]:
     """Return the `__all__` of a module without dunders: as it is written, or as the module computes it."""
-    place = root / source / Path(*module.split("."))
+    place = ROOT / source / Path(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     names = _written(ast.parse(file.read_text("utf-8")))
     return [name for name in (import_module(module).__all__ if names is None else names) if not name.startswith("__")]
