@@ -170,12 +170,13 @@ def test_an_error_survives_pickling():
 @pytest.mark.parametrize(
     ("field", "value", "written"),
     [
-        ("dtype", "bfloat16", "write dtype='bfloat16'"),
-        ("kv_cache_dtype", "float8_e4m3fn", "write kv_cache_dtype='fp8_e4m3', or leave it out"),
         ("dtype", "int32", "pass another dtype"),
+        ("dtype", "float8_e4m3fn", "pass another dtype"),
+        ("kv_cache_dtype", "float8_e4m3fnuz", "pass another kv_cache_dtype, or leave it out"),
+        ("kv_layout", "float16", "pass another kv_layout, or leave it out"),
     ],
 )
-def test_a_dtype_of_torch_is_refused_with_its_text(field, value, written):
+def test_a_dtype_of_torch_that_no_field_has_is_refused(field, value, written):
     value = getattr(pytest.importorskip("torch", reason="torch is not installed"), value)
     with pytest.raises(RequirementsError) as caught:
         Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "float32", field: value})

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
+from attnplug._escape import escaped
+from attnplug._html import block, table
 from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, sole_owner, usable_of
 from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, under_built_in_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
     from attnplug.manifest.installed import VersionOf
+    from attnplug.manifest.schema import Option
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.probe_refusals import ProbeRefusal, ProbeRefusals
     from attnplug.negotiation.reason import Reason
@@ -82,6 +85,25 @@ class Registry:
         registry = cls(plugins, found.notes, version_of=found.version_of, settings=settings)
         registry.candidates(settings)
         return registry
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted({plugin.name for plugin in self._plugins}))
+        return escaped(f"<Registry: {len(self._plugins)} plugins ({names})>")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: each candidate with its availability, and what is missing."""
+        rows = [
+            (
+                candidate.id,
+                candidate.availability.replace("_", " "),
+                candidate.distribution,
+                (*map(str, candidate.reasons), *([candidate.fix] if candidate.fix else [])),
+            )
+            for candidate in self.candidates()
+        ]
+        notes = table(("note about this environment",), [(str(note),) for note in self.notes])
+        heads = ("candidate", "availability", "distribution", "what is missing, and the fix")
+        return block(repr(self)[1:-1], (), table(heads, rows), notes)
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
@@ -192,6 +214,25 @@ class Registry:
                 f"{backend!r} has the variants {', '.join(sorted(declared))}",
                 f"name one of them, or {backend!r} alone",
             )
+
+    def options(self, name: str | None = None) -> Mapping[str, Mapping[str, Option]]:
+        """
+        Return what can be set for installed backends: by backend, the options with type, bounds, default and meaning.
+
+        Args:
+            name: One backend, or an alias of it; None for all of them.
+
+        Raises:
+            UnknownBackendError: Nothing installed or known has this name.
+            DuplicateBackendError: It is an alias that several backends claim.
+        """
+        if name is not None:
+            self.check_name(name)
+        return {
+            manifest.name: manifest.options
+            for plugin in sorted(self._plugins, key=lambda plugin: plugin.name)
+            if (manifest := plugin.manifest) is not None and name in (None, manifest.name, *manifest.aliases)
+        }
 
     @property
     def refusals(self) -> Mapping[str, ProbeRefusals]:

@@ -181,6 +181,9 @@ class Option:
             [self.type, *bounds, *([f"one of {', '.join(map(repr, self.choices))}"] if self.choices else [])]
         )
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.allowed()}, default {self.default!r}): {self.help}"
+
     def _parse(self, text: str, source: str) -> Any:
         if self.type == "bool":
             return parse_flag(text, source)
@@ -298,7 +301,7 @@ class Manifest:
                 raise SettingsError(
                     f"the option {name!r} of {self.name!r} was given by {source}{near(name, self.options)}",
                     f"{self.name!r} has {', '.join(self.options) or 'no options'}",
-                    "correct the name, or remove it",
+                    f"correct the name, or remove it; `attnplug options {self.name}` says what each option does",
                 )
         return {
             name: option.read(given[name], sources.get(name, "the call")) if name in given else option.default

@@ -69,6 +69,14 @@ class Agreement:
         """``backend/variant``, the identity of the candidate in every process."""
         return f"{self.backend}/{self.variant}"
 
+    def __repr__(self) -> str:
+        given = {
+            name: value
+            for name in ("block_size", "block_sizes", "kv_layout", "kv_cache_form", "kv_cache_dtype", "cudagraph")
+            if (value := getattr(self, name)) is not None
+        }
+        return f"<Agreement: {self.id} {' '.join(f'{name}={value}' for name, value in given.items())}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {

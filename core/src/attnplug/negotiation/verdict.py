@@ -80,6 +80,11 @@ class Verdict:
         """What is requested and no evidence covers on this device, where it is chosen or eligible. Decides nothing."""
         return self._details.unverified
 
+    def __repr__(self) -> str:
+        count = len(self.reasons)
+        reasons = f" for {count} reason{'s' * (count != 1)}" if count else ""
+        return f"<Verdict: {self.id} is {self.status.replace('_', ' ')}{reasons}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, the fix and what is unverified included."""
         return {

@@ -18,9 +18,12 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.errors import DeviceError, shown
+from attnplug.request.torch_values import cuda_index, is_torch_device, refuse_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    import torch
 
 
 _FORM = re.compile(r"([0-9]{1,3})\.([0-9])([af]?)")
@@ -131,7 +134,7 @@ class Device:
     A device, as far as a selection depends on it.
 
     Attributes:
-        type: Device type as torch names it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
+        type: Device type as torch names it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...; a `torch.device` gives the rest too.
         vendor: The manufacturer; by default NVIDIA for cuda.
         name: Product name.
         compute_capability: For cuda devices.
@@ -151,7 +154,9 @@ class Device:
         return default_vendor(self.type) if isinstance(self.type, str) else None  # checked after the defaults
 
     def __attrs_post_init__(self) -> None:
-        if hasattr(self.type, "type"):
+        if is_torch_device(self.type):
+            _fill(self, _from_torch_device(self.type))
+        elif hasattr(self.type, "type"):
             raise foreign_device(self.type)
         if not (type(self.type) is str and self.type.isidentifier() and self.type.islower()):
             raise DeviceError(
@@ -183,18 +188,21 @@ class Device:
         return cls("cuda", name=name, compute_capability=compute_capability)
 
     @classmethod
-    def parse(cls, text: str, *, types: Iterable[str] = ()) -> Device:
+    def parse(cls, text: str | torch.device, *, types: Iterable[str] = ()) -> Device:
         """
         Read a text: ``"cpu"``, ``"cuda:9.0"``, ``"sm90"``, ``"rocm:gfx942"``, a product such as ``"h100"``, ``"b200"``,
-        ``"rtx4090"`` or ``"mi300x"``, another device type of torch such as ``"xpu"``, or ``"current"``.
+        ``"rtx4090"`` or ``"mi300x"``, another device type of torch such as ``"xpu"``, or ``"current"``. A
+        `torch.device` is what it is in this process.
 
         Args:
-            text: The text.
+            text: The text, or a `torch.device`.
             types: Other device types that are one, such as those that manifests declare.
 
         Raises:
             DeviceError: The text has none of these forms; the nearest names are in the message.
         """
+        if is_torch_device(text):  # what it is in this process
+            return _from_torch_device(text)
         if not isinstance(text, str):
             raise foreign_device(text)
         if text == "current":
@@ -254,12 +262,24 @@ class Device:
                 )
         return cls(**data)
 
+    def __repr__(self) -> str:
+        follows = {"type": self.type, "vendor": default_vendor(self.type)}
+        given = {name: value for name, value in self.to_dict().items() if follows.get(name, ...) != value}
+        return f"Device({', '.join([repr(self.type), *(f'{name}={value!r}' for name, value in given.items())])})"
+
     def __str__(self) -> str:
         capability = f":{self.compute_capability}" if self.compute_capability else ""
         if self.arch and self.vendor == "amd":
             return f"rocm:{self.arch}" + (f" ({self.name})" if self.name else "")
         product = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
         return f"{self.type}{capability}" + (f" ({product})" if product else "")
+
+
+def _fill(device: Device, found: Device) -> None:
+    """Set what a `torch.device` is, and leave what was given beside it."""
+    for name in ("type", "vendor", "name", "compute_capability", "num_multiprocessors", "arch"):
+        if name == "type" or getattr(device, name) is None:
+            object.__setattr__(device, name, getattr(found, name))
 
 
 def _is_word(text: str) -> bool:
@@ -336,8 +356,13 @@ def _from_torch() -> Device | None:
     return Device(kind.type) if kind is not None else None
 
 
-def _from_torch_cuda(torch: Any) -> Device:
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+def _from_torch_device(device: Any) -> Device:
+    refuse_meta(device)
+    return _from_torch_cuda(sys.modules["torch"], device) if device.type == "cuda" else Device(device.type)
+
+
+def _from_torch_cuda(torch: Any, device: torch.device | None = None) -> Device:
+    facts = torch.cuda.get_device_properties(cuda_index(torch, device))
     # Builds of torch for AMD and Iluvatar devices name these cuda, too, with capabilities of other instruction sets.
     amd, iluvatar = bool(getattr(torch.version, "hip", None)), facts.name.startswith("Iluvatar")
     vendor = "amd" if amd else "iluvatar" if iluvatar else "nvidia"

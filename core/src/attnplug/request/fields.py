@@ -19,7 +19,9 @@ from attrs import field, frozen
 from attnplug.request.device import HARDWARE, MOST, ComputeCapability, parse_capability
 from attnplug.request.tables import FrozenTable, is_entry
 
-_OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+_OPEN_NAME = re.compile(
+    r"(?!torch\.)[a-z0-9_]+(\.[a-z0-9_]+)+"
+)  # a dtype of torch without an alias is no vendor's name
 
 
 @frozen(kw_only=True)
@@ -356,16 +358,21 @@ GRAPH_LEVELS: Final = ("never", "single_token_decode", "uniform_batch", "always"
 ATTENTION_TYPES: Final = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
 _ALL: Final = (
-    Field("head_size", "model", Integer(), "size of one query and key head", required=True),
+    Field("head_size", "model", Integer(), "elements of one query and key head", required=True),
     Field("num_q_heads", "model", Integer(), "query heads on this rank", required=True, open=True),
     Field("num_kv_heads", "model", Integer(), "key and value heads on this rank", required=True, open=True),
     Field("dtype", "model", _DTYPE, "dtype of query, key, value and output", required=True),
-    Field("head_size_v", "model", Integer(), "size of one value head; the neutral value is head_size"),
+    Field("head_size_v", "model", Integer(), "elements of one value head; None is head_size"),
     Field(
         "sliding_window", "model", Integer(), "tokens that a token attends to, itself included; left = w - 1, right = 0"
     ),
     Field("attention_chunk", "model", Integer(), "chunked-local attention: tokens per chunk"),
-    Field("logits_soft_cap", "model", Number(), "scores become cap * tanh(score / cap)"),
+    Field(
+        "logits_soft_cap",
+        "model",
+        Number(),
+        "scaled scores become cap * tanh(score / cap); in their unit",
+    ),
     Field("alibi", "model", Name(values=("linear", "sqrt")), "ALiBi slopes, and the form of their distance"),
     Field("sinks", "model", Flag(), "one learned logit per query head joins the softmax denominator", neutral=False),
     Field(
@@ -445,7 +452,7 @@ _ALL: Final = (
     Field("device_name", "device", Text(), "the device's product name", open=True),
     Field("num_multiprocessors", "device", Integer(), "streaming multiprocessors", open=True),
     Field("arch", "device", Word(), "the LLVM target of an AMD device, such as gfx942", open=True),
-    Field("gqa_ratio", "derived", Integer(), "num_q_heads // num_kv_heads", open=True),
+    Field("gqa_ratio", "derived", Integer(), "query heads per KV head: num_q_heads // num_kv_heads", open=True),
 )
 
 FIELDS: Final[Mapping[str, Field]] = MappingProxyType({item.name: item for item in _ALL})

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 from attrs import field, frozen
+from attrs.converters import optional
 
 from attnplug.errors import RequirementsError, shown
+from attnplug.request.field_docs import document
 from attnplug.request.fields import FIELDS, LATE, Field, Name, fields_of, near
+from attnplug.request.torch_values import dtype_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,9 +86,9 @@ class Requirements:
     The requirements of one attention layer. Frozen, hashable, free of tensors; values are canonical after construction
     (``"fp8"`` becomes ``"fp8_e4m3"``).
 
-    The meaning of each field, with its unit, is in `attnplug.request.fields`. The first group belongs to the *model*:
-    no fix ever changes it. The second group belongs to the *engine*. `block_size`, `kv_layout` and `kv_cache_form` may
-    be left None: the negotiation settles them.
+    The fields up to `kv_sharing` belong to the *model*: no fix ever changes them. Those after it belong to the
+    *engine*. `block_size`, `kv_layout` and `kv_cache_form` may be left None: the negotiation settles them. Where a
+    dtype is a value, a `torch.dtype` is one too.
 
     `late` names what the engine does not know yet: ``"block_size"``, ``"num_q_heads"``, ``"num_kv_heads"``. Such a
     field is not given, and is None: the request is for any value that the variant serves, and `Selection.bind` settles
@@ -98,7 +101,7 @@ class Requirements:
     head_size: int
     num_q_heads: int = field(default=None)  # required, unless late; None while it is not bound
     num_kv_heads: int = field(default=None)  # likewise
-    dtype: str
+    dtype: str = field(converter=dtype_text)
     head_size_v: int | None = None
     sliding_window: int | None = None
     attention_chunk: int | None = None
@@ -117,7 +120,7 @@ class Requirements:
     block_size: int | None = None
     kv_layout: str | None = None
     kv_cache_form: str | None = None
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = field(default="auto", converter=dtype_text)
     cudagraph: str = "never"
     cascade: bool = False
     return_lse: bool = False
@@ -128,7 +131,7 @@ class Requirements:
     query_lens_cpu_kind: str = "exact"
     kv_in_cache: bool = False
     per_head_scales: bool = False
-    output_quant: str | None = None
+    output_quant: str | None = field(default=None, converter=optional(dtype_text))
     features: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
 
@@ -164,6 +167,10 @@ class Requirements:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
+        return f"Requirements({given})"
 
     @property
     def gqa_ratio(self) -> int:
@@ -363,5 +370,8 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         "leave decode_query_len out, or add 'decode' to phases",
     ),
 )
+
+if Requirements.__doc__:  # without -OO
+    Requirements.__doc__ = document(Requirements.__doc__, _REQUESTED)
 
 _DEFAULTS = {a.name: a.default for a in attrs.fields(Requirements) if a.default is not attrs.NOTHING}

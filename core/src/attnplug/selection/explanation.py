@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug._escape import escaped
+from attnplug._html import block, folded, table
 from attnplug.negotiation.candidate import TERMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.verdict import Verdict
@@ -75,6 +76,23 @@ class Explanation:
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
+    def __repr__(self) -> str:
+        chosen = self.chosen.id if self.chosen else "none"
+        return escaped(f"<Explanation: chosen {chosen} of {len(self.verdicts)} candidates on {self.device}>")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the decision and what else can serve; what cannot is folded."""
+        serving, *others = (
+            [verdict for verdict in self.verdicts if verdict.status in statuses] for _, statuses in _SHOWN_AS
+        )
+        below = (
+            folded(f"{len(verdicts)} {title}", _verdict_table(verdicts), unfolded=not serving)
+            for (title, _), verdicts in zip(_SHOWN_AS[1:], others, strict=True)
+        )
+        lines = [f"requested: {_assigned(self.requirements.to_dict())}", f"device: {self.device}", self.tie]
+        title = f"chosen: {self.chosen.id if self.chosen else 'none'}{self._decision()}"
+        return block(title, filter(None, lines), _verdict_table(serving), *below)
+
     def __str__(self) -> str:
         return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, 120))))
 
@@ -108,6 +126,18 @@ class Explanation:
         if self.chosen is None or not self.chosen.decided_by:
             return ""
         return f" (decided by {self.chosen.decided_by})"
+
+
+_SHOWN_AS: Final = (
+    ("can serve", ("chosen", "eligible")),
+    ("cannot serve", ("refused", "missing_dependency", "broken")),
+    ("not installed", ("absent",)),
+)
+
+
+def _verdict_table(verdicts: Iterable[Verdict]) -> str:
+    rows = [(verdict.id, verdict.status, tuple(detail(verdict))) for verdict in verdicts]
+    return table(("candidate", "status", "terms, reasons and fix"), rows)
 
 
 def describe(selection: Selection, width: int) -> Iterator[str]:

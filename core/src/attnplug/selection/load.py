@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.discovery.plugin import Plugin
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.request.device import Device
     from attnplug.request.settings import BackendNames, Options
+    from attnplug.request.torch_values import DeviceLike
 
 _log: Final = logging.getLogger("attnplug")
 
 
 def load(
     requirements: Requirements | Selection,
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,

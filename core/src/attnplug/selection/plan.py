@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
 from attnplug._escape import escaped
+from attnplug._html import block, table
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, shown
 from attnplug.negotiation.cache_terms import passing_terms
 from attnplug.negotiation.common_cache import share_terms
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from attnplug.negotiation.matching import Request
     from attnplug.request.device import Device
     from attnplug.request.settings import BackendNames, Options, Settings
+    from attnplug.request.torch_values import DeviceLike
+
+_WIDTH: Final = 120  # columns of a line, at most
 
 
 @frozen
@@ -44,6 +49,9 @@ class Group:
 
     layers: tuple[str, ...]
     selection: Selection
+
+    def __repr__(self) -> str:
+        return f"<Group: {_count(self.layers, 'layer')} on {self.selection.id}>"
 
 
 @frozen
@@ -86,11 +94,28 @@ class Plan:
     def __len__(self) -> int:
         return len(self._by_layer)
 
+    def __repr__(self) -> str:
+        used = ", ".join(dict.fromkeys(group.selection.id for group in self.groups)) or "no backend"
+        return f"<Plan: {_count(self, 'layer')} in {_count(self.groups, 'group')} on {used}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the common terms, and a row for each group."""
+        rows = [
+            (
+                (_count(group.layers, "layer"), reprlib.repr(group.layers)),
+                group.selection.id,
+                tuple(line.strip() for line in describe(group.selection, _WIDTH)),
+            )
+            for group in self.groups
+        ]
+        lines = itertools.takewhile(bool, self._lines(_WIDTH))  # up to the first group
+        return block(repr(self)[1:-1], lines, table(("layers", "backend", "decision"), rows))
+
     def __str__(self) -> str:
-        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, 120))))
+        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, _WIDTH))))
 
     def _lines(self, width: int) -> Iterator[str]:
-        yield f"layers: {len(self)} in {len(self.groups)} group{'s' * (len(self.groups) != 1)}"
+        yield f"layers: {len(self)} in {_count(self.groups, 'group')}"
         if self.groups:
             yield f"device: {self.groups[0].selection.device}"
             size = self.block_size if self.block_sizes is None else f"({self.block_sizes})"
@@ -98,7 +123,7 @@ class Plan:
             yield f"common: {terms} cudagraph={self.cudagraph}"
         for group in self.groups:
             yield ""
-            names = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {', '.join(group.layers)}"
+            names = f"{_count(group.layers, 'layer')}: {', '.join(group.layers)}"
             yield from wrap(names, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
             yield from describe(group.selection, width)
 
@@ -195,9 +220,13 @@ class Plan:
         return Plan.from_dict, (self.to_dict(),)
 
 
+def _count(items: Sized, noun: str) -> str:
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
+
+
 def plan(
     layers: Mapping[str, Requirements],
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,

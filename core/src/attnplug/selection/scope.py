@@ -20,12 +20,14 @@ from attnplug.errors import DeviceError, SettingsError, shown
 from attnplug.request.device import Device, foreign_device
 from attnplug.request.settings import BackendNames, layered, parse_layout
 from attnplug.request.tables import is_plain, read_only
+from attnplug.request.torch_values import is_torch_device
 from attnplug.selection.process import PROCESS, current_state
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from attnplug.request.settings import Options, Settings
+    from attnplug.request.torch_values import DeviceLike
 
 
 @frozen
@@ -128,7 +130,7 @@ def overrides(
     source: str,
     backend: BackendNames | None,
     options: Options | None,
-    device: Device | str | None,
+    device: DeviceLike | None,
     kv_layout: str | None = None,
 ) -> Overrides:
     """
@@ -183,6 +185,8 @@ def _device(device: Any) -> Device | None:
         return device
     if isinstance(device, str):
         return parse_device(device)
+    if is_torch_device(device):
+        return Device.parse(device)
     raise foreign_device(device)
 
 
@@ -205,7 +209,7 @@ def using(
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     kv_layout: str | None = None,
     source: str = "using",
 ) -> Iterator[None]:
@@ -217,8 +221,8 @@ def using(
 
     Args:
         backend: A name (that one or nothing), or names in order; ``"auto"`` among them permits any other.
-        options: Options by backend.
-        device: The device to select for, or its text.
+        options: Options by backend, as for `select`.
+        device: The device to select for, its text, or a `torch.device` of this process.
         kv_layout: ``"NHD"`` or ``"HND"``: the layout of paged KV caches whose requirements leave it open.
         source: Where the keywords come from, for messages, such as ``"--backend"``.
 

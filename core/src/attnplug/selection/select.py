@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from attnplug.request.settings import BackendNames, Options, Settings
+    from attnplug.request.torch_values import DeviceLike
 
 _log: Final = logging.getLogger("attnplug")
 
 
 def select(
     requirements: Requirements,
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
@@ -40,9 +41,11 @@ def select(
 
     Args:
         requirements: What is requested.
-        device: Where it shall run; this process's device by default.
+        device: Where it shall run: a `Device`, its text such as ``"cuda:9.0"``, or a `torch.device`. The default is
+            this process's device.
         backend: A name: that one, or an error. A list: in that order; ``"auto"`` among them permits any other.
-        options: Options by backend.
+        options: Options by backend, as ``{"flashinfer": {"workspace_mib": 512}}``. `Registry.options` and
+            ``attnplug options`` say what options there are.
 
     Raises:
         NoBackendError: Nothing can serve; it carries every verdict.
@@ -74,14 +77,14 @@ def select(
     if settings is state.settings:  # no keyword, no scope that matters: the fast path may repeat it
         if where is state.own_device:
             state.repeat(requirements, explanation.chosen)
-        elif device is not None and device != "current":  # the device that is current may be another one later
+        elif isinstance(device, (Device, str)) and device != "current":  # which may be another one later
             state.repeat((requirements, device), explanation.chosen)
     return explanation.chosen
 
 
 def explain(
     requirements: Requirements,
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug._escape import escaped
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
@@ -114,6 +115,9 @@ class Selection:
         from attnplug.selection.load import load_selection  # noqa: PLC0415 - loading imports torch, deciding does not
 
         return load_selection(self)
+
+    def __repr__(self) -> str:
+        return escaped(f"<Selection: {self}>")
 
     def __str__(self) -> str:
         terms = self.agreement

@@ -322,10 +322,11 @@ def test_a_model_without_logits_to_keep(open_engine):
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", NAMES)
-def test_fp8_kv_caches(open_engine, name):
+def test_fp8_kv_caches(open_engine, name, dtype):
     _, prompts, expected = reference(name)
-    engine = open_engine(name, kv_cache_dtype="fp8_e4m3", max_num_tokens=64)
+    engine = open_engine(name, kv_cache_dtype=dtype, max_num_tokens=64)
 
     found = engine.generate(prompts, max_new_tokens=1)
 

@@ -106,7 +106,7 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
 
 def _device(device: Device | str | None, named: Sequence[Candidate]) -> Device:
     """Return the device; a text may also be a device type that one of these candidates declares."""
-    if not isinstance(device, str):
+    if device is None or isinstance(device, Device):
         return Device.current() if device is None else device
     declared = (item.supports("device_type") for item in named)
     return Device.parse(device, types=[name for each in declared if each is not None for name in each.members()])

@@ -46,6 +46,7 @@ from attnplug_transformers.engine.weights import Weights
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from typing_extensions import Self
 
     from attnplug import Selection
@@ -95,7 +96,7 @@ class Engine:
         max_num_tokens: Tokens of one step; longer prompts are prefilled in chunks.
         max_seq_len: Tokens of one request, generated ones included; None is the number of positions of the model.
         block_size: Tokens per block; None leaves it to the backends.
-        kv_cache_dtype: Dtype of the KV caches; ``"auto"`` is the model's.
+        kv_cache_dtype: Dtype of the KV caches, of torch or by name; ``"auto"`` is the model's.
         features: Open features that every layer requires, by dotted name.
         backend: As for `attnplug.plan`.
         options: As for `attnplug.plan`.
@@ -127,7 +128,7 @@ class Engine:
         max_num_tokens: int = 2048,
         max_seq_len: int | None = None,
         block_size: int | None = None,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | torch.dtype = "auto",
         features: Sequence[str] = (),
         backend: BackendNames | None = None,
         options: Options | None = None,

@@ -58,8 +58,8 @@ def check_options(graphs: object, prefix_caching: object, kv_cache_dtype: object
         refuse("graphs", graphs, "True, False or None", "leave graphs out to capture steps on CUDA")
     if not isinstance(prefix_caching, bool):
         refuse("prefix_caching", prefix_caching, "True or False", "leave prefix_caching out for True")
-    if not isinstance(kv_cache_dtype, str):
-        refuse("kv_cache_dtype", kv_cache_dtype, "the name of a dtype, or 'auto'", "pass 'auto', or 'fp8'")
+    if not isinstance(kv_cache_dtype, (str, torch.dtype)):
+        refuse("kv_cache_dtype", kv_cache_dtype, "a dtype of torch, its name, or 'auto'", "pass 'auto', or 'fp8'")
 
 
 def check_class(model: Any) -> None:
@@ -208,7 +208,9 @@ def resolve_max_seq_len(model: Any, requested: int | None) -> int:
     return length
 
 
-def inspect_layers(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> tuple[LayerSpec, ...]:
+def inspect_layers(
+    model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str | torch.dtype
+) -> tuple[LayerSpec, ...]:
     """
     Run the model twice on a few tokens, with zeros for attention, and return what its attention calls were.
 
@@ -253,7 +255,9 @@ class LayerRecorder:
         specs: By the number of the layer, what was recorded.
     """
 
-    def __init__(self, layers: Sequence[ModelLayer], kv_cache_dtype: str, alibi_slopes: Tensor | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[ModelLayer], kv_cache_dtype: str | torch.dtype, alibi_slopes: Tensor | None = None
+    ) -> None:
         self.specs: dict[int, LayerSpec] = {}
         self._layers = {layer.index: layer for layer in layers}
         self._kv_cache_dtype = kv_cache_dtype

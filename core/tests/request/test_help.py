@@ -1,0 +1,81 @@
+"""`help(attnplug.Requirements)` has every field, with its unit, the permitted values and the default."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+
+import pytest
+
+from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS, LATE, Integer, Name, Number, fields_of
+from attnplug.request.requirements import Requirements
+
+UNITS = ("elements", "heads", "tokens", "ranks", "scores", "multiprocessors")
+REQUESTED = fields_of("model", "engine", "selection")
+NAMES = "|".join(item.name for item in REQUESTED)
+
+
+@pytest.mark.parametrize("item", REQUESTED, ids=lambda item: item.name)
+def test_every_field_is_in_help(item):
+    lines = [line.strip() for line in inspect.getdoc(Requirements).splitlines()]
+    start = next((i for i, line in enumerate(lines) if line.startswith(f"{item.name}: ")), None)
+    assert start is not None
+    end = next((i for i in range(start + 1, len(lines)) if re.match(rf"({NAMES}): ", lines[i])), len(lines))
+    text = " ".join(lines[start:end]).strip()
+
+    assert item.help[1:] in text
+    assert item.domain.text[1:] in text
+    assert text.endswith("Required.") or "Default: " in text
+    assert text.endswith("Required.") == item.required
+
+
+def test_help_prints_the_fields():
+    printed = pydoc.render_doc(Requirements, renderer=pydoc.plaintext)
+
+    assert all(f"{item.name}: " in printed for item in REQUESTED)
+
+
+@pytest.mark.parametrize(
+    "item", [each for each in FIELDS.values() if isinstance(each.domain, (Integer, Number))], ids=lambda item: item.name
+)
+def test_every_number_has_a_unit(item):
+    assert any(unit in item.help for unit in UNITS)
+
+
+@pytest.mark.parametrize("item", [*FIELDS.values(), LATE], ids=lambda item: item.name)
+def test_every_name_of_a_list_is_a_permitted_value(item):
+    if isinstance(item.domain, Name):
+        assert all(repr(value) in item.domain.text for value in item.domain.values)
+
+
+def test_defaults_in_help_are_the_defaults():
+    made = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16")
+    text = " ".join(inspect.getdoc(Requirements).split())
+
+    for name in ("sinks", "attn_type", "phases", "cudagraph", "decode_query_len", "dcp_size", "late"):
+        after = text.partition(f" {name}: ")[2]
+        assert after.partition("Default: ")[2].startswith(f"{getattr(made, name)!r}.")
+    for name, said, value in (
+        ("head_size_v", "head_size", 64),
+        ("causal", "true for decoders", True),
+        ("paged", "true, but false for encoders", True),
+        ("kv_cache_dtype", "the dtype", "bfloat16"),
+    ):
+        assert text.partition(f" {name}: ")[2].partition("Default: ")[2].startswith(said)
+        assert getattr(made, name) == value
+
+
+def test_representations_are_short_and_can_be_evaluated():
+    made = Requirements(
+        head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", sinks=True, block_sparse={"block_size": 64}
+    )
+
+    assert repr(Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="fp16")) == (
+        "Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype='float16')"
+    )
+    assert eval(repr(made)) == made  # noqa: S307 - a representation of this project
+    for device in (Device.cpu(), Device.cuda("9.0", name="H200"), Device("cuda", vendor="amd"), Device("xpu")):
+        assert eval(repr(device)) == device  # noqa: S307 - likewise
+    assert repr(Device.cuda("9.0")) == "Device('cuda', compute_capability='9.0')"
