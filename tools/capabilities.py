@@ -18,7 +18,7 @@ NOTHING = "-"
 INTRODUCTION = """\
 # Capabilities
 
-What every backend of this workspace declares in its `attnplug.toml`. This page is generated from those files by
+Look up what a backend supports: what each declares in its `attnplug.toml`. This page is generated from those files by
 `make tables`, and a test fails where it is stale. The [fields](requirements.md) say what each name means.
 
 - *any*: every value is supported. *yes*: may be requested. *only*: must be requested.
