@@ -1,34 +1,45 @@
-"""Other ways to compute the same attention: chunked prefill, advanced steps, and cascade attention."""
+"""Other ways to compute the same attention: chunked prefill, advanced steps, fast builds, and cascade attention."""
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from attrs import evolve
 
-from attnplug.contract import Batch
-from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.serving import plain, runner_for
-from attnplug_kit.conformance.tier import Tier, needs, over
-from attnplug_kit.oracle import Paged, assert_output, materialize
-from attnplug_kit.oracle.rounding import as_host_gives
+from attnplug_kit.conformance.serving import runner_for
+from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.oracle import materialize
+from attnplug_kit.oracle.running import step_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from torch import Tensor
-
+    from attnplug.contract import KVCache, Metadata
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle import Scene, SceneRunner
+    from attnplug_kit.oracle import Paged, Scene, SceneRunner
 
-    Spans = Sequence[tuple[int, int]]  # the first and the last token of each request, in its sequence
+_FEATURES: Final = (
+    "sliding_window",
+    "attention_chunk",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "kv_cache_dtype",
+    "per_head_scales",
+    "return_lse",
+)
 
-_FEATURES: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "kv_cache_dtype")
+_CUTS: Final = ("sliding_window", "attention_chunk")
+
+_CHUNKS: Final = (16, 1, 9, 19)
+"""New tokens of a prompt in each step of chunked prefill; decodes have one in each."""
+
+_ORDERS: Final = (("decode", "prefill"), ("prefill", "decode"), ("decode", "prefill", "decode"))
 
 _STEPS: Final = 4
 
@@ -45,6 +56,23 @@ def _features(subject: Subject) -> Mapping[str, RequestSpec]:
     return {name: spec for name, spec in specs.items() if spec.fields.get("paged")}
 
 
+def _decodes(subject: Subject) -> dict[str, RequestSpec]:
+    """Return requests for decodes: plain ones, with bounds on lengths, and one for each value of a feature."""
+    declared = field_values_of(subject)
+    features = {str(item): {item.field: item.value} for item in declared.specs if item.field in _FEATURES}
+    bounds = {"seq_lens_cpu_kind=upper_bound": {"seq_lens_cpu_kind": "upper_bound"}}
+    found = {
+        name: declared.spec(paged=True, phases=("decode",), **fields)
+        for name, fields in {"plain": {}, **bounds, **features}.items()
+    }
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _cut_decodes(subject: Subject) -> dict[str, RequestSpec]:
+    """Return the plain one of these requests, and those that hide keys."""
+    return {name: spec for name, spec in _decodes(subject).items() if name.startswith(("plain", *_CUTS))}
+
+
 def _cascades(subject: Subject) -> dict[str, RequestSpec]:
     found = {name: field_values_of(subject).spec(cascade=True, **fields) for name, fields in _CASCADES.items()}
     return {name: spec for name, spec in found.items() if spec is not None}
@@ -55,91 +83,87 @@ class Stepping(Tier):
 
     @over(_features)
     def test_chunked_equals_one_shot(self, subject: Subject, draw: Draw, point: Any) -> None:
-        """Chunked prefill gives what a prefill of the whole prompt gives."""
-        point = draw(point, keep=OF_HOSTS)
-        whole = materialize(point.case(81, query_lens=(45,), context_lens=(0,), num_padding_tokens=0))
-        runner, cache = _with_cache(subject, point, whole)
-        for start, end in pairwise(accumulate((0, 16, 1, 9, 19))):
-            metadata = runner.builder.build(_batch(runner, whole, [(start, end)]))
-            output = _run(runner, whole, cache, [(start, end)], metadata)
-            what = f"{subject} with {point}: tokens {start} to {end} of a chunked prefill"
-            _compare(whole, output, slice(start, end), what)
-
-    @needs(paged=True, phases=("decode",))
-    def test_advance_step(self, subject: Subject, draw: Draw) -> None:
-        """Metadata of advanced steps decodes the next tokens, and that of the steps before stays the same."""
-        spec = draw(plain(subject, paged=True, phases=("decode",)), keep=OF_HOSTS)
-        last = spec.fields["block_size"] - 1  # one step fills a block, and the next one begins another
-        lens: dict[str, Any] = {"query_lens": (_STEPS,) * 3, "context_lens": (20, last, 9), "num_padding_tokens": 0}
-        whole = materialize(spec.case(82, **lens))
+        """Chunked prefill, with decodes before and behind it, gives what a prefill of the whole prompt gives."""
+        spec = draw(point)
+        order = _order(spec)
+        first = max(30, spec.fields["block_size"] - 2)  # which a later step continues in another block
+        lens = {"decode": (len(_CHUNKS), first), "prefill": (sum(_CHUNKS), 0)}
+        query_lens, context_lens = zip(*(lens[kind] for kind in order), strict=True)
+        whole = materialize(spec.case(81, query_lens=query_lens, context_lens=context_lens))
+        starts = {"decode": range(first, first + len(_CHUNKS) + 1), "prefill": (0, *accumulate(_CHUNKS))}
+        steps = zip(*(pairwise(starts[kind]) for kind in order), strict=True)
         runner, cache = _with_cache(subject, spec, whole)
-        contexts = whole.case.context_lens
-        steps = [[(length + step, length + step + 1) for length in contexts] for step in range(_STEPS)]
-        built = [runner.builder.build(_batch(runner, whole, steps[0]))]
+        for number, spans in enumerate(steps, 1):
+            step = step_of(whole, spans)
+            call = _call(runner, step, cache)
+            runner.forward(call, runner.builder.build(call.batch))
+            what = f"{subject} with {spec}: {', '.join(order)} in step {number} of a chunked prefill"
+            runner.compare(call, step, what)
+
+    @over(_decodes)
+    def test_advance_step(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Metadata of advanced steps decodes the next tokens, and that of the steps before stays the same."""
+        spec = draw(point)
+        whole, steps = decoded(spec)
+        runner, cache = _with_cache(subject, spec, whole)
+        calls = [_call(runner, step, cache) for step in steps]
+        built = [runner.builder.build(calls[0].batch)]
         for _ in steps[1:]:
             built.append(runner.builder.advance_step(built[-1]))
-        for step, metadata in enumerate(built):
-            output = _run(runner, whole, cache, steps[step], metadata)
-            _compare(whole, output, slice(step, None, _STEPS), f"{subject}: step {step + 1} of an advanced batch")
+        for number, (call, step, metadata) in enumerate(zip(calls, steps, built, strict=True), 1):
+            _run(runner, call, step, metadata, f"{subject} with {spec}: step {number} of an advanced batch")
+
+    @over(_cut_decodes)
+    def test_fast_steps(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Steps that are built fast, as those of a draft model, give what others give."""
+        spec = draw(point)
+        whole, steps = decoded(spec)
+        runner, cache = _with_cache(subject, spec, whole)
+        for number, step in enumerate(steps[:2], 1):
+            call = _call(runner, step, cache)
+            metadata = runner.builder.build(call.batch, fast=True)
+            _run(runner, call, step, metadata, f"{subject} with {spec}: step {number}, which is built fast")
 
     @over(_cascades)
     def test_cascade_equals_flat(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Cascade attention, which attends to a shared prefix once, gives what a flat step gives."""
-        point = draw(point, keep=("kv_in_cache",))
-        scene = materialize(point.case(83))
-        runner = runner_for(subject, point, scene)
+        spec = draw(point)
+        scene = materialize(spec.case(83))
+        runner = runner_for(subject, spec, scene)
         for length, name in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):
             call = runner.call(scene)
             runner.forward(call, runner.builder.build(evolve(call.batch, common_prefix_len=length)))
-            runner.compare(call, scene, f"{subject} with {point}, {name}")
+            runner.compare(call, scene, f"{subject} with {spec}, {name}")
 
 
-def _with_cache(subject: Subject, spec: RequestSpec, whole: Scene) -> tuple[SceneRunner, Any]:
+def _order(spec: RequestSpec) -> tuple[str, ...]:
+    """Return the order of the requests in each step, of the phases that are served."""
+    phases = spec.fields.get("phases", ("decode", "prefill"))
+    orders = dict.fromkeys(tuple(kind for kind in order if kind in phases) for order in _ORDERS)
+    return random.Random(f"order {spec}").choice(list(orders))
+
+
+def decoded(spec: RequestSpec) -> tuple[Scene, list[Scene]]:
+    """Return a scene of decodes, and its steps. The first step fills a block of one request; two exceed windows."""
+    contexts = (20, spec.fields["block_size"] - 1, 70)
+    lens: dict[str, Any] = {"query_lens": (_STEPS,) * 3, "context_lens": contexts, "num_padding_tokens": 0}
+    whole = materialize(spec.case(82, **lens, lens_on_cpu=spec.fields.get("seq_lens_cpu_kind", "exact")))
+    return whole, [step_of(whole, [(length + n, length + n + 1) for length in contexts]) for n in range(_STEPS)]
+
+
+def _with_cache(subject: Subject, spec: RequestSpec, whole: Scene) -> tuple[SceneRunner, KVCache]:
+    """Return a layer, and the KV cache that its steps have in common."""
     runner = runner_for(subject, spec, whole)
-    call = runner.call(whole)
-    if not isinstance(call, Paged):
-        raise TypeError("steps follow each other in a paged cache")
-    return runner, call.cache
+    return runner, whole.paged(runner.backend, runner.backend.device).cache
 
 
-def _batch(runner: SceneRunner, whole: Scene, spans: Spans) -> Batch:
-    slots = [_slots(whole, request)[start:end] for request, (start, end) in enumerate(spans)]
-    return Batch.from_lengths(
-        [end - start for start, end in spans],
-        [end for _, end in spans],
-        block_table=whole.block_table,
-        slot_mapping=torch.cat(slots),
-        device=runner.backend.device,
-    )
+def _call(runner: SceneRunner, step: Scene, cache: KVCache) -> Paged:
+    """Return the arguments of a step, on a cache that earlier steps have written; another one if the host writes."""
+    return step.paged(runner.backend, runner.backend.device, cache=None if step.case.kv_written else cache)
 
 
-def _slots(whole: Scene, request: int) -> Tensor:
-    """Return the slots of all tokens of a request."""
-    size, length = whole.case.block_size, whole.case.seq_lens[request]
-    positions = torch.arange(length)
-    return whole.block_table[request].long()[positions // size] * size + positions % size
-
-
-def _run(runner: SceneRunner, whole: Scene, cache: Any, spans: Spans, metadata: Any) -> Tensor:
-    """Run a part of each request of a scene, on a cache that earlier steps have written."""
-    contexts, device = whole.case.context_lens, runner.backend.device
-    new = [slice(start - contexts[r], end - contexts[r]) for r, (start, end) in enumerate(spans)]
-    query = torch.cat([rows[part] for rows, part in zip(whole.queries, new, strict=True)]).to(device)
-    key, value = (
-        torch.cat([rows[start:end] for rows, (start, end) in zip(requests, spans, strict=True)]).to(device)
-        for requests in (whole.keys, whole.values)
-    )
-    if runner.impl.host_writes:
-        runner.impl.write_kv(key, value, cache, metadata.batch.slot_mapping)
-    output = query.new_full((query.shape[0], whole.case.num_q_heads * value.shape[2]), torch.nan)
-    query = as_host_gives(query, runner.backend, whole.rounding)
-    lse = torch.empty(query.shape[:2], device=device) if runner.backend.agreement.requirements.return_lse else None
-    runner.impl.forward(query, key, value, cache, metadata, output, lse=lse)
-    return output.view(*query.shape[:2], -1)
-
-
-def _compare(whole: Scene, output: Tensor, rows: slice, what: str) -> None:
-    try:
-        assert_output(output, whole, rows=rows)
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from error
+def _run(runner: SceneRunner, call: Paged, step: Scene, metadata: Metadata, what: str) -> None:
+    """Run a step of these metadata, and compare it."""
+    call = evolve(call, batch=metadata.batch)
+    runner.forward(call, metadata)
+    runner.compare(call, step, what)

@@ -14,6 +14,8 @@ from attnplug_kit.oracle.exercised import passed
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnplug.contract import Backend, Layer, Metadata, State
     from attnplug_kit.oracle.case import Case
     from attnplug_kit.oracle.scene import Scene
@@ -111,9 +113,14 @@ def limits_of(scene: Scene) -> Limits:
     return Limits(
         max_num_reqs=len(case.query_lens),
         max_num_tokens=case.num_tokens + case.num_padding_tokens,
-        max_seq_len=max(1, *case.seq_lens, *case.key_lens) + 3 * (case.lens_on_cpu != "exact"),
+        max_seq_len=longest_of(case),
         num_blocks=max(2, scene.num_blocks),
     )
+
+
+def longest_of(case: Case) -> int:
+    """Return the longest sequence that the CPU knows of: where it has bounds, one that is longer than any."""
+    return max(1, *case.seq_lens, *case.key_lens) + 3 * (case.lens_on_cpu != "exact")
 
 
 def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
@@ -149,6 +156,30 @@ def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
         expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
         assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)
     passed(backend, scene)
+
+
+def step_of(whole: Scene, spans: Sequence[tuple[int, int]]) -> Scene:
+    """
+    Return a step in which some of the new tokens of a scene are new, with the same K/V in the same pages.
+
+    Args:
+        whole: The scene of all steps.
+        spans: The first and behind the last of these tokens, for each request, counted from the start of its sequence.
+    """
+    contexts = whole.case.context_lens
+    case = evolve(
+        whole.case,
+        query_lens=tuple(end - start for start, end in spans),
+        context_lens=tuple(start for start, _ in spans),
+    )
+    new = [slice(start - context, end - context) for (start, end), context in zip(spans, contexts, strict=True)]
+    return evolve(
+        whole,
+        case=case,
+        queries=tuple(rows[part] for rows, part in zip(whole.queries, new, strict=True)),
+        keys=tuple(rows[:end] for rows, (_, end) in zip(whole.keys, spans, strict=True)),
+        values=tuple(rows[:end] for rows, (_, end) in zip(whole.values, spans, strict=True)),
+    )
 
 
 def padded_for(case: Case, spare: int) -> Case:

@@ -224,7 +224,14 @@ class Scene:
         dense = Dense(query, keys.to(device), values.to(device), self._as_known(batch), output, lse)
         return with_strides(dense, self.case.strides)
 
-    def paged(self, backend: Backend, device: torch.device | str | None = None, *, written: bool = False) -> Paged:
+    def paged(
+        self,
+        backend: Backend,
+        device: torch.device | str | None = None,
+        *,
+        written: bool = False,
+        cache: KVCache | None = None,
+    ) -> Paged:
         """
         Return a paged call with a new KV cache in memory of the host, in the form and the layout of the agreement.
 
@@ -232,13 +239,15 @@ class Scene:
             backend: Binds the cache.
             device: The device of all tensors; None for the CPU.
             written: Whether the new tokens are in the cache already, as after the cache write of a host.
+            cache: A KV cache that earlier steps have written, in place of a new one.
 
         Raises:
             NotNegotiatedError: The backend was loaded for other requirements than the case's.
         """
         self._check_agreed(backend)
-        cache = bind_pool(backend, self.num_blocks, "cpu" if device is None else device)
-        self._fill_from_host(backend, cache, written=written or self.case.kv_written)
+        if cache is None:
+            cache = bind_pool(backend, self.num_blocks, "cpu" if device is None else device)
+            self._fill_from_host(backend, cache, written=written or self.case.kv_written)
         batch = Batch.from_lengths(
             self.case.query_lens,
             self.case.seq_lens,
@@ -262,9 +271,9 @@ class Scene:
 
     def _check_agreed(self, backend: Backend) -> None:
         """The tensors fit no other agreement: slots are counted in the case's blocks."""
-        agreement, case = backend.agreement, self.case
+        agreement, case, requirements = backend.agreement, self.case, self.case.requirements()
         agreed = {name: getattr(agreement.requirements, name) for name in _SHAPING}
-        wanted = {name: getattr(case.requirements(), name) for name in _SHAPING}
+        wanted = {name: getattr(requirements, name) for name in _SHAPING}
         agreed["block_size"], wanted["block_size"] = agreement.block_size, case.block_size
         wrong = [name for name, value in wanted.items() if agreed[name] != value]
         if wrong:
