@@ -85,6 +85,8 @@ class Draw:
     @staticmethod
     def _have(pair: tuple[int, int], spec: RequestSpec) -> bool:
         """Whether the heads of a pair are those that the request fixes; other ratios come with few heads."""
+        if spec.fields.get("per_head_scales") and pair[0] == 1:  # whose scale would be that of all heads
+            return False
         if "gqa_ratio" in spec.fixed and "num_kv_heads" not in spec.fixed:
             return bool(pair[0] * spec.fields["gqa_ratio"] <= _MOST_HEADS)
         return "num_kv_heads" not in spec.fixed or bool(pair[1] * spec.fields["num_kv_heads"] <= _MOST_HEADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,11 +10,13 @@ import pytest
 from attrs import evolve
 
 from attnplug.contract import GraphShape
-from attnplug_kit.conformance.drawing import OF_HOSTS
-from attnplug_kit.conformance.field_values import field_values_of
+from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.serving import load_for
+from attnplug_kit.conformance.stepping import decoded
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle import check_replays, check_replays_without_build, check_shared_state, materialize
+from attnplug_kit.oracle.replaying import check_advanced_replays
+from attnplug_kit.oracle.running import longest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,15 +35,40 @@ _FEATURES: Final = (
     "sinks",
     "custom_mask",
     "kv_cache_dtype",
+    "per_head_scales",
     "kv_layout",
     "kv_cache_form",
     "return_lse",
     "block_sparse",
 )
+_TOGETHER: Final[dict[str, dict[str, Any]]] = {
+    "sinks and LSE": {"sinks": True, "return_lse": True},
+    "window and LSE": {"sliding_window": 7, "return_lse": True},
+}
+_WITH_MANY_KEYS: Final[dict[str, dict[str, Any]]] = {
+    "sliding_window=500": {"sliding_window": 500},
+    "attention_chunk=512": {"attention_chunk": 512},
+    "return_lse=True": {"return_lse": True},
+    "kv_cache_dtype=fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+}
+"""Fields for which kernels may split many keys differently."""
+
 _SIZES: Final = ("num_kv_heads", "gqa_ratio", "head_size", "block_size")
-_STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2), (300, 3, 128))  # context lengths of the requests of each replay
-_REQUESTS: Final = 5
-_MIXED: Final = (((1, 1, 9), (5, 30, 0)), ((4,), (17,)), ((1, 2, 7, 11), (17, 2, 0, 40)))  # query and context lengths
+_SHAPES: Final = ((5, 300), (9, 140), (20, 75))
+"""Requests of a captured shape, and its longest context."""
+
+_SOME: Final = tuple(7 * number % 50 for number in range(20))
+"""Context lengths of requests that replays without a build have besides: all of a shape."""
+
+_MANY_REQUESTS: Final = 136
+_LONG: Final = ((5,), (70, 2100))
+"""Context lengths of long replays, 600 at most where kernels are interpreted."""
+
+_MIXED: Final = (  # query and context lengths, in orders that hosts have
+    ((1, 1, 9), (5, 30, 0)),
+    ((4,), (17,)),
+    ((7, 1, 11, 2), (2, 0, 40, 17)),
+)
 _TOKENS: Final = 24
 _Step = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -55,6 +83,9 @@ def _levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
             if item.field in _FEATURES:
                 spec = declared.spec(cudagraph=level, **{item.field: item.value})
                 found |= {} if spec is None else {f"{item} cudagraph={level}": (level, spec)}
+        for name, fields in _TOGETHER.items():
+            spec = declared.spec(cudagraph=level, **fields)
+            found |= {} if spec is None else {f"{name} cudagraph={level}": (level, spec)}
     return found
 
 
@@ -63,8 +94,35 @@ def _plain_levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
     return {name: found for name, found in _levels(subject).items() if name.startswith("cudagraph")}
 
 
+def _decodes(subject: Subject) -> dict[str, RequestSpec]:
+    """Return requests for graphs of decodes, a plain one and one with a window."""
+    declared = field_values_of(subject)
+    levels = [level for level in declared.values().get("cudagraph", ()) if level != "never"][-1:]
+    found = {
+        name: declared.spec(cudagraph=level, phases=("decode",), **fields)
+        for level in levels
+        for name, fields in {"plain": {}, "sliding_window=7": {"sliding_window": 7}}.items()
+    }
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _long(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
+    """Return the highest level alone, and with each feature for which kernels may split many keys differently."""
+    declared = field_values_of(subject)
+    found = dict(list(_plain_levels(subject).items())[-1:])
+    for level, _ in list(found.values()):
+        for name, fields in _WITH_MANY_KEYS.items():
+            spec = declared.spec(cudagraph=level, **fields)
+            found |= {} if spec is None else {f"{name} cudagraph={level}": (level, spec)}
+    return found
+
+
 def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]]:
-    """Return pairs of agreements: the plainest with pages, and one that differs in a field, at the highest level."""
+    """
+    Return pairs of agreements: the plainest with pages, and one that differs in a field, at the highest level.
+
+    Two values of a field are enough to find what one agreement leaves behind: the second, and the last.
+    """
     declared = field_values_of(subject)
     level = declared.values().get("cudagraph", ("never",))[-1]
     fields = {"paged": True} if level == "never" else {"cudagraph": level}
@@ -72,10 +130,10 @@ def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestS
     if plain is None or not plain.fields.get("paged", True):
         return {}
     found: dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]] = {}
-    for item in declared.specs:
-        if item.field in (*_FEATURES, *_SIZES):
-            other = declared.spec(**{**fields, item.field: item.value})
-            found |= {} if other is None else {str(item): (level, (plain, other))}
+    for name, values in declared.values().items():
+        for value in dict.fromkeys((*values[1:2], values[-1])) if name in (*_FEATURES, *_SIZES) else ():
+            other = declared.spec(**{**fields, name: value})
+            found |= {} if other is None else {str(Capability(name, value)): (level, (plain, other))}
     return found
 
 
@@ -86,56 +144,90 @@ class Graphs(Tier):
     def test_replays(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
         level, spec = point
-        spec = draw(spec, keep=OF_HOSTS)
-        uniform, steps, query_len = _uniform(subject, spec, level)
-        _check(subject, uniform, steps, _REQUESTS * query_len)
+        spec = draw(spec)
+        requests, contexts = _shape(spec)
+        _check(subject, spec, level, contexts, requests)
         if level == "always" and not spec.fields.get("custom_mask"):  # whose graphs have one query length
-            _check(subject, spec, _MIXED, _TOKENS, num_tokens=_TOKENS)
+            _check_replays(subject, spec, _MIXED, _TOKENS, num_reqs=5, num_tokens=_TOKENS)
         record.exercised("cudagraph", level)
+
+    @over(_long)
+    def test_long_replays(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Sequences of a few keys and of 2,100 take turns in one graph, with eager steps between."""
+        level, spec = point
+        steps = [tuple(min(keys, 600) for keys in step) for step in _LONG] if subject.is_interpreted else _LONG
+        _check(subject, draw(spec), level, steps, requests=2)
+
+    @over(_plain_levels)
+    def test_replays_of_many_requests(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """A graph has as many requests as engines capture, and more than a warp or a block has threads."""
+        level, spec = point
+        requests = 12 if subject.is_interpreted else _MANY_REQUESTS
+        spec = draw(spec)
+        _check(subject, spec, level, _contexts(spec, requests, 60), requests)
+
+    @over(_decodes)
+    def test_advanced_replays(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Metadata of a graph that are advanced decode the next tokens in its replays."""
+        spec = draw(point)
+        whole, steps = decoded(spec)
+        backend = load_for(subject, spec, whole.case)
+        with _naming(subject, spec, "an advanced replay"):
+            check_advanced_replays(backend, steps, max_seq_len=longest_of(whole.case))
 
     @over(_plain_levels)
     def test_prepared_replays(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A graph that prepares itself needs from a build what `plan_batch` writes, and computes the rest."""
         level, spec = point
-        spec = draw(spec, keep=OF_HOSTS)
-        uniform, steps, query_len = _uniform(subject, spec, level)
-        _check(subject, uniform, steps, _REQUESTS * query_len, prepares=True)
+        spec = draw(spec)
+        requests, contexts = _shape(spec)
+        _check(subject, spec, level, contexts, requests, prepares=True)
 
     @over(_plain_levels)
     def test_replays_without_build(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Replays follow lengths and pages that change on the device, where the builder says so."""
         level, spec = point
-        spec = draw(spec, keep=OF_HOSTS)
-        uniform, _, query_len = _uniform(subject, spec, level)
-        contexts = [(*lens, 9, 33, 1, 18, 2)[:_REQUESTS] for lens in _STEPS]
-        scenes = _scenes(uniform, [((query_len,) * _REQUESTS, lens) for lens in contexts], _REQUESTS * query_len)
+        spec = draw(spec)
+        requests, contexts = _shape(spec)
+        uniform, query_len = _uniform(subject, spec, level)
+        steps = [((query_len,) * requests, (*lens, *_SOME)[:requests]) for lens in contexts]
+        scenes = _scenes(uniform, steps, requests * query_len)
         with _naming(subject, uniform, "a replay without a build"):
             backend = load_for(subject, uniform, scenes[0].case)
-            if not check_replays_without_build(backend, scenes, max_seq_len=max(map(max, contexts)) + query_len + 7):
+            if not check_replays_without_build(backend, scenes, max_seq_len=_longest_of(scenes) + 7):
                 pytest.skip(f"{subject}: its builder needs a build for each replay (replays_without_build)")
 
     @over(_pairs)
     def test_agreements_of_one_state(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Layers of two agreements share workspace and graph buffers, and keep their own plans."""
         level, specs = point
-        each = [_uniform(subject, draw(spec, keep=OF_HOSTS), level) for spec in specs]
-        query_len = each[0][2]
-        rows = _REQUESTS * query_len
-        scenes = [_scenes(uniform, steps, rows) for uniform, steps, _ in each]
-        shape = GraphShape(_REQUESTS, rows, query_len, max(map(max, _STEPS)) + query_len + 7)
+        each = [_uniform(subject, draw(spec), level) for spec in specs]
+        requests, query_len = 5, each[0][1]
+        steps = [((query_len,) * len(lens), lens) for lens in _contexts(each[1][0], requests, 70)[:2]]
+        rows = requests * query_len
+        scenes = [_scenes(uniform, steps, rows) for uniform, _ in each]
+        shape = GraphShape(requests, rows, query_len, max(map(_longest_of, scenes)) + 7)
         with _naming(subject, each[1][0], "with a plain agreement in one state"):
-            backends = [
-                load_for(subject, uniform, one[0].case) for (uniform, _, _), one in zip(each, scenes, strict=True)
-            ]
+            backends = [load_for(subject, uniform, one[0].case) for (uniform, _), one in zip(each, scenes, strict=True)]
             check_shared_state(backends, scenes, shape)
 
 
-def _uniform(subject: Subject, spec: RequestSpec, level: str) -> tuple[RequestSpec, list[_Step], int]:
-    """Return the request for decodes of one length, the steps, and that length."""
+def _shape(spec: RequestSpec) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return the number of requests of a graph, and the context lengths of its steps."""
+    requests, longest = random.Random(f"shape {spec}").choice(_SHAPES)
+    return requests, _contexts(spec, requests, longest)
+
+
+def _contexts(spec: RequestSpec, requests: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Return context lengths of three steps: few requests, as many as there may be, and one. The longest has pages."""
+    longest = max(longest, spec.fields.get("block_size", 0) + 9)
+    return (5, 30, 0), (longest, 3, 17, 17, *(11 * number % 60 for number in range(requests - 4))), (41,)
+
+
+def _uniform(subject: Subject, spec: RequestSpec, level: str) -> tuple[RequestSpec, int]:
+    """Return the request for decodes of one length, and that length."""
     decode = 1 if level in {"never", "single_token_decode"} else _longest_decode(subject)
-    query_len = max(decode, 3) if level == "always" else decode
-    uniform = spec.evolve(decode_query_len=decode if decode > 1 else None)
-    return uniform, [((query_len,) * len(lens), lens) for lens in _STEPS], query_len
+    return spec.evolve(decode_query_len=decode if decode > 1 else None), max(decode, 3) if level == "always" else decode
 
 
 def _longest_decode(subject: Subject) -> int:
@@ -144,13 +236,21 @@ def _longest_decode(subject: Subject) -> int:
     return next((tokens for tokens in (3, 2) if declared is not None and declared.allows(tokens)), 1)
 
 
-def _check(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **how: Any) -> None:
-    """Replay steps that are padded to so many rows."""
+def _check(
+    subject: Subject, spec: RequestSpec, level: str, contexts: Sequence[tuple[int, ...]], requests: int, **how: Any
+) -> None:
+    """Replay decodes of these context lengths, with at most so many requests."""
+    uniform, query_len = _uniform(subject, spec, level)
+    steps = [((query_len,) * len(lens), lens) for lens in contexts]
+    _check_replays(subject, uniform, steps, requests * query_len, num_reqs=requests, **how)
+
+
+def _check_replays(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **how: Any) -> None:
+    """Replay steps that are padded to so many rows, one of which is as long as the graph admits."""
     scenes = _scenes(spec, steps, rows)
-    longest = max(sum(each) for step in steps for each in zip(*step, strict=True))  # which the last step reaches
     with _naming(subject, spec, "a replay"):
         backend = load_for(subject, spec, scenes[0].case)
-        check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **how)
+        check_replays(backend, scenes, max_seq_len=_longest_of(scenes), **how)
 
 
 @contextmanager
@@ -166,6 +266,11 @@ def _scenes(spec: RequestSpec, steps: Sequence[_Step], rows: int) -> list[Scene]
     """Return the scenes of one layer's steps."""
     scenes = [_scene(spec, seed, step, rows) for seed, step in enumerate(steps)]
     return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+
+
+def _longest_of(scenes: Sequence[Scene]) -> int:
+    """Return the longest sequence of all steps, as far as the CPU knows it."""
+    return max(longest_of(scene.case) for scene in scenes)
 
 
 def _scene(spec: RequestSpec, seed: int, step: _Step, rows: int) -> Scene:

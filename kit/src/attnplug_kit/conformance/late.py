@@ -9,20 +9,23 @@ import torch
 from attrs import evolve
 
 from attnplug import select
-from attnplug.contract import AttentionImpl
+from attnplug.contract import AttentionImpl, GraphShape
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.request_spec import FP8_DTYPES
 from attnplug_kit.conformance.serving import load_for, require
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle import SceneRunner, materialize
+from attnplug_kit.oracle.replaying import ReplayRunner
+from attnplug_kit.oracle.running import longest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug.contract import Backend
+    from attnplug.contract import Backend, Layer
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
+    from attnplug_kit.oracle import Scene
 
 _HEADS: Final = ("num_q_heads", "num_kv_heads")
 
@@ -40,8 +43,22 @@ def _scaled(subject: Subject) -> Mapping[str, RequestSpec]:
     return {name: spec for name, spec in found.items() if spec.fields.get("kv_cache_dtype") in FP8_DTYPES}
 
 
+def _scaled_graphs(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return the same at the highest level of graphs."""
+    declared = field_values_of(subject)
+    level = declared.values().get("cudagraph", ("never",))[-1]
+    cached = {name: spec.fields for name, spec in _scaled(subject).items() if level != "never"}
+    names = ("kv_cache_dtype", "per_head_scales")
+    found = {
+        name: declared.spec(cudagraph=level, **{key: fields[key] for key in names if key in fields})
+        for name, fields in cached.items()
+    }
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
 def _with_sinks(subject: Subject) -> Mapping[str, RequestSpec]:
-    return field_values_of(subject).of("sinks")
+    both = field_values_of(subject).spec(sinks=True, return_lse=True)
+    return {**field_values_of(subject).of("sinks"), **({} if both is None else {"sinks=True return_lse=True": both})}
 
 
 class LateValues(Tier):
@@ -59,7 +76,7 @@ class LateValues(Tier):
 
     @over(_scaled)
     def test_late_scales(self, subject: Subject, draw: Draw, point: Any) -> None:
-        """Scales that follow `make_impl` are those of the cache and of the attention."""
+        """Scales that follow `make_impl`, or change in place, are those of the cache and of the attention."""
         point = draw(point)
         scene = materialize(point.case(81))
         backend = load_for(subject, point, scene.case)
@@ -72,8 +89,32 @@ class LateValues(Tier):
         }
         runner = SceneRunner(backend, scene, layer=evolve(layer, **ones))
         runner.run(scene)
+        scales["k_scale_tensor"] = scales["k_scale_tensor"].clone()  # which the host changes below
         runner.impl.update_scales(**scales)
         runner.compare(runner.run(scene).call, scene, f"{subject} with {point}: scales that came after make_impl")
+        halved = _with_half_key_scale(scene)
+        _change_key_scale(runner, halved)
+        what = f"{subject} with {point}: scales that the host has changed in place"
+        runner.compare(runner.run(halved).call, halved, what)
+
+    @over(_scaled_graphs)
+    def test_scales_in_a_graph(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Where graphs read scale tensors, a replay computes with what the host has written into them."""
+        spec = draw(point)
+        scene = materialize(spec.case(83, query_lens=(1,) * 3, context_lens=(5, 30, 0), num_padding_tokens=0))
+        backend = load_for(subject, spec, scene.case)
+        shape = GraphShape(3, 3, 1, longest_of(scene.case))
+        runner = ReplayRunner(backend, [scene], shape, layer=_with_own_scales(scene, backend))
+        if not runner.impl.graphs_read_scales:
+            pytest.skip(f"{subject}: {backend.impl_class.__name__} refuses other scales behind a capture")
+        graph, replay = runner.capture()
+        for each in (scene, _with_half_key_scale(scene)):
+            call = runner.padded_call(each)
+            _change_key_scale(runner, each)
+            runner.place(call)
+            runner.builder.build(call.batch, graph=graph)
+            replay()
+            runner.replayed(call, each)
 
     @over(_with_sinks)
     def test_sinks_with_call(self, subject: Subject, draw: Draw, point: Any) -> None:
@@ -108,6 +149,28 @@ def _check_bound(subject: Subject, spec: RequestSpec, *late: str) -> None:
     except Exception as error:
         raise AssertionError(f"{what}: it raised {error!r}") from error
     runner.compare(call, scene, what)
+
+
+def _with_own_scales(scene: Scene, backend: Backend) -> Layer:
+    """Return the layer with a key scale that no other layer has."""
+    layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
+    return evolve(layer, k_scale_tensor=None if layer.k_scale_tensor is None else layer.k_scale_tensor.clone())
+
+
+def _with_half_key_scale(scene: Scene) -> Scene:
+    """Return the scene with another key scale, as with an FP8 cache that is calibrated again."""
+    if scene.rounding is None:
+        raise AssertionError(f"{scene.case} has no FP8 cache")
+    return evolve(scene, rounding=evolve(scene.rounding, key_scale=scene.rounding.key_scale / 2))
+
+
+def _change_key_scale(runner: SceneRunner, scene: Scene) -> None:
+    """Write the key scale of a scene into the tensor that the layer has."""
+    own = runner.impl.layer.k_scale_tensor
+    if own is None or scene.rounding is None:
+        raise AssertionError(f"{scene.case} has no tensor of the key scale")
+    own.copy_(scene.rounding.key_scale)
+    runner.impl.update_scales(k_scale_tensor=own)
 
 
 def _require_late(subject: Subject, backend: Backend) -> None:

@@ -55,6 +55,12 @@ class Subject:
         needs, has_none = IsRequested("features", requested=True), IsRequested("features", requested=False)
         return tuple(rule for rule in rules if needs in rule.need or (has_none in rule.when and not rule.need))
 
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether kernels that are compiled for a GPU run on the CPU: an interpreter takes seconds for each."""
+        variant = self.candidate.variant
+        return self.device.type == "cpu" and variant is not None and variant.jit is not None
+
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
         return negotiate(self.candidate, Request(requirements, self.device)).objections

@@ -16,7 +16,7 @@ from attnplug_kit.oracle.scene import CANARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attnplug.contract import Backend, Batch, GraphBuffers, Metadata, State
+    from attnplug.contract import Backend, Batch, GraphBuffers, Metadata
     from attnplug_kit.oracle.scene import Paged, Scene
 
 
@@ -33,7 +33,7 @@ class ReplayRunner(SceneRunner):
         scenes: Batches whose cases differ in lengths only, padded to the rows of the shape.
         shape: The shape.
         prepares: Whether the graph prepares itself (`MetadataBuilder.prepare`).
-        state: As for `SceneRunner`.
+        options: Layer and state, as for `SceneRunner`.
 
     Attributes:
         static: The tensors that the forward reads and writes.
@@ -50,11 +50,11 @@ class ReplayRunner(SceneRunner):
         shape: GraphShape,
         *,
         prepares: bool = False,
-        state: State | None = None,
+        **options: Any,
     ) -> None:
         most = shape.max_seq_len or 1024
         limits = Limits(max_num_reqs=shape.num_reqs, max_num_tokens=shape.num_tokens, max_seq_len=most)
-        super().__init__(backend, scenes[0], limits=limits, state=state)
+        super().__init__(backend, scenes[0], limits=limits, **options)
         self._shape = shape
         self._prepares = prepares
         self.static = self.padded_call(max(scenes, key=lambda scene: scene.num_blocks))
@@ -76,6 +76,14 @@ class ReplayRunner(SceneRunner):
     def build_for_capture(self, graph: GraphBuffers, batch: Batch | None = None) -> None:
         """Build the metadata of the capture: of a dummy batch, or of the host's batch where it owns the inputs."""
         self.metadata = self.builder.build(graph.dummy_batch(self.builder) if batch is None else batch, graph=graph)
+
+    def capture(self) -> tuple[GraphBuffers, Callable[[], object]]:
+        """Capture the shape. Return its graph buffers, and what replays it."""
+        with self.state.graph_capture(self._shape.num_reqs):
+            graph = self.state.graph(self._shape)
+            self.build_for_capture(graph)
+            _, replay = capture(self.forward_captured, self.backend.device)
+        return graph, replay
 
     def forward_captured(self) -> None:
         """Run what is captured."""
@@ -132,10 +140,7 @@ def check_replays(
     shape = GraphShape(num_reqs, num_tokens or num_reqs * query_len, None if num_tokens else query_len, max_seq_len)
     runner = ReplayRunner(backend, scenes, shape, prepares=prepares)
     calls = [runner.padded_call(scene) for scene in scenes]
-    with runner.state.graph_capture(num_reqs):
-        graph = runner.state.graph(shape)
-        runner.build_for_capture(graph)
-        _, replay = capture(runner.forward_captured, backend.device)
+    graph, replay = runner.capture()
     results = []
     for scene, call, between in zip(scenes, calls, (*scenes[1:], scenes[0]), strict=True):
         runner.place(call)
@@ -146,6 +151,33 @@ def check_replays(
         runner.forward(eager, runner.builder.build(eager.batch))
         runner.compare(eager, between, "an eager step between replays")
     return results
+
+
+def check_advanced_replays(backend: Backend, steps: Sequence[Scene], *, max_seq_len: int) -> None:
+    """
+    Capture the shape of decodes, build and replay the first step, advance its metadata for each later one and replay.
+
+    Args:
+        backend: Loaded for the requirements of the steps, with a graph level.
+        steps: Steps with one new token in each request, as `step_of` returns them; without padding.
+        max_seq_len: The longest sequence of the captured shape.
+
+    Raises:
+        AssertionError: A result differs.
+    """
+    requests = len(steps[0].case.query_lens)
+    runner = ReplayRunner(backend, steps, GraphShape(requests, requests, 1, max_seq_len))
+    graph, replay = runner.capture()
+    metadata = None
+    for step in steps:
+        call = runner.padded_call(step)
+        runner.place(call)
+        if metadata is None:
+            metadata = runner.builder.build(call.batch, graph=graph)
+        else:
+            metadata = runner.builder.advance_step(metadata)
+        replay()
+        runner.replayed(call, step)
 
 
 def check_replays_without_build(backend: Backend, scenes: Sequence[Scene], *, max_seq_len: int) -> bool:
