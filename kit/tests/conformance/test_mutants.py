@@ -77,8 +77,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "sliding_window=7: with a plain agreement in one state: output: ",
     ),
     "keeps_first_workspace": (
-        "test_agreements_of_one_state[*head_size=128]",
-        "head_size=128*: with a plain agreement in one state: an eager step: output: ",
+        "test_agreements_of_one_state[*head_size=1024]",
+        "head_size=1024*: with a plain agreement in one state: an eager step: output: ",
     ),
     "shares_scratch": ("test_threads[*]", "a thread among others: output: "),
     "advances_original": ("test_advance_step[*]", "step 1 of an advanced batch: output: "),

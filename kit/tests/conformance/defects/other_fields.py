@@ -52,6 +52,27 @@ class HndWithoutKv(Defect):
         call.attend_over(as_nhd) if wrong else call.attend()
 
 
+class HndWithoutKvInGraphs(Defect):
+    """Reads HND pages as NHD in graphs of calls without K/V."""
+
+    test = "test_replays[*]"
+
+    def run(self, call):
+        wrong = call.is_hnd and call.key is None and call.in_graph
+        call.attend_over(as_nhd) if wrong else call.attend()
+
+
+class WithoutKvInAdvancedSteps(Defect):
+    """Attends to one key less in advanced steps without K/V."""
+
+    test = "test_advance_step[*]"
+
+    def run(self, call):
+        call.attend()
+        if call.is_advanced and call.key is None:
+            call.heads.mul_(0.5)
+
+
 class ScalesWithoutKv(Defect):
     """Does not apply the value scale in calls without K/V."""
 
@@ -68,7 +89,7 @@ class ScalesWithoutKv(Defect):
 class LateSinksWithoutLse(Defect):
     """Counts the sinks of the constructor in the LSE, whatever sinks come with the call."""
 
-    test = "test_sinks_with_call[*]"
+    test = "test_sinks_with_call[*return_lse=True]"
     message = "lse"
 
     def settle(self, settle, impl):
@@ -81,6 +102,37 @@ class LateSinksWithoutLse(Defect):
         if call.lse is not None and call.impl.layer.sinks_with_call and first is not None and now is not None:
             rows = call.lse[: call.batch.num_actual_tokens]
             rows.add_((first - now).flatten())
+
+
+class ScalesChangedInPlace(Defect):
+    """Keeps what follows from scales whose tensors are the same, with other numbers."""
+
+    test = "test_late_scales[*]"
+
+    def settle(self, settle, impl):
+        now = (impl.layer.k_scale_tensor, impl.layer.v_scale_tensor)
+        before = getattr(impl, "scales", None)
+        if before is None or now[0] is None or any(one is not other for one, other in zip(before, now, strict=True)):
+            settle()
+        impl.scales = now
+
+
+class ScalesOfTheCapture(Defect):
+    """Says that graphs read scale tensors, and computes in graphs with the scales of the capture."""
+
+    alone = True
+    test = "test_scales_in_a_graph[*]"
+
+    def settle(self, settle, impl):
+        impl.graphs_read_scales = True
+        settle()
+
+    def run(self, call):
+        held = call.impl._score_params
+        if call.in_graph:
+            call.impl._score_params = call.impl.captured = getattr(call.impl, "captured", held)
+        call.attend()
+        call.impl._score_params = held
 
 
 class LateScalesOfHeads(Defect):
@@ -96,6 +148,61 @@ class LateScalesOfHeads(Defect):
             impl._codec = evolve(impl._codec, output_factor=factor.mean().expand_as(factor))
 
 
+class BoundsOfDecodes(Defect):
+    """Takes bounds of lengths for exact ones, if all requests decode."""
+
+    least = True
+    test = "test_advance_step[*seq_lens_cpu_kind=upper_bound]"
+    message = ""
+
+    def run(self, call):
+        lengths, metadata = call.batch.seq_lens_cpu, call.metadata
+        if lengths is not None and bool((call.queries == 1).all()):
+            metadata = evolve(metadata, batch=evolve(call.batch, seq_lens=lengths))
+        call.attend(metadata=metadata)
+
+
+class ChunksBeforeDecodes(Defect):
+    """Clears the first row of a chunk of a prompt, if a decode is behind it."""
+
+    test = "test_chunked_equals_one_shot[*]"
+
+    def run(self, call):
+        call.attend()
+        queries = call.queries
+        contexts = call.batch.seq_lens - queries
+        behind = (queries == 1).flip(0).cumsum(0).flip(0) > 0
+        for row, wrong in zip(call.batch.query_start_loc.tolist(), (behind & (queries > 4) & (contexts > 8)).tolist()):  # noqa: B905 - the last is the end
+            if wrong and not call.in_graph:
+                call.heads[row] = 0
+
+
+class AdvancedReplaysStay(Defect):
+    """Does not prepare a replay of metadata that were advanced."""
+
+    test = "test_advanced_replays[*]"
+
+    def prepare(self, prepare, builder):
+        if not builder.is_fast:
+            prepare()
+
+
+class LseOfAdvancedSteps(Defect):
+    """Returns the LSE of the step before in advanced steps."""
+
+    test = "test_advance_step[*return_lse=True]"
+    message = "lse"
+
+    def run(self, call):
+        call.attend()
+        if call.lse is not None:
+            rows = call.lse[: call.batch.num_actual_tokens]
+            before = getattr(call.impl, "before", rows)
+            call.impl.before = rows.clone()
+            if call.is_advanced:
+                rows.copy_(before)
+
+
 class HostWritesHnd(Defect):
     """Reads HND pages as NHD if the host has written them."""
 
@@ -108,7 +215,7 @@ class HostWritesHnd(Defect):
 class SinkInLseOfEagerSteps(Defect):
     """Leaves the sink out of the LSE in graphs."""
 
-    test = "test_replays[*]"
+    test = "test_replays[*sinks and LSE*]"
     message = "lse"
 
     def run(self, call):

@@ -231,7 +231,7 @@ class HeadsOf64AtLength(Defect):
 class FirstHeadsScaleInGraphs(Defect):
     """Uses the value scale of the first head for all heads, in graphs."""
 
-    test = "test_replays[*]"
+    test = "test_replays[*per_head_scales=True*]"
 
     def run(self, call):
         held = call.impl._codec
@@ -312,7 +312,7 @@ class MovesKeysOfIndependentHnd(Defect):
 class ForgetsWindowInAdvancedSteps(Defect):
     """Plans advanced steps without the window."""
 
-    test = "test_advance_step[*]"
+    test = "test_advance_step[*sliding_window=7]"
 
     def params(self, params, builder, batch, graph):
         return with_params(params, window=(-1, params.window[1])) if builder.is_advancing else params
@@ -339,7 +339,7 @@ class AdvancesInBlocksOf16(Defect):
 class FastBuildForgetsWindow(Defect):
     """Plans without the window in a fast build."""
 
-    test = "test_fast_build[*]"
+    test = "test_fast_steps[*sliding_window=7]"
 
     def params(self, params, builder, batch, graph):
         return with_params(params, window=(-1, params.window[1])) if builder.is_fast else params

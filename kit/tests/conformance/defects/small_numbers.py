@@ -139,13 +139,14 @@ class RequestsBeyond128(RequestsBeyond40):
     """Returns the output of the 128th request for each later one."""
 
     most = 128
+    test = "test_replays_of_many_requests[*]"
 
 
 class GraphsBeyond8Requests(RequestsBeyond40):
     """Returns the output of the eighth request for each later one, in graphs."""
 
     most = 8
-    test = "test_replays[*]"
+    test = "test_replays_of_many_requests[*]"
 
     def run(self, call):
         super().run(call) if call.in_graph else call.attend()
@@ -226,11 +227,35 @@ class AdvancesOnce(Defect):
 class ReplaysOf64Keys(Defect):
     """Attends to the last 64 keys alone in graphs."""
 
+    most = 64
     test = "test_replays[*]"
 
     def params(self, params, builder, batch, graph):
         left, right = params.window
-        return params if left >= 0 or params.chunk or not graph else with_params(params, window=(63, right))
+        return params if left >= 0 or params.chunk or not graph else with_params(params, window=(self.most - 1, right))
+
+
+class ReplaysOf1024Keys(ReplaysOf64Keys):
+    """Attends to the last 1,024 keys alone in graphs."""
+
+    most = 1024
+    test = "test_long_replays[*]"
+
+
+class EagerStepsAfterLongReplays(Defect):
+    """Attends to the last key alone in an eager step after a replay of more than 1,000 keys."""
+
+    test = "test_long_replays[*]"
+
+    def batch(self, batch, builder):
+        if builder.plans[-1] == "graph":
+            builder.is_long = not batch.dummy and int(batch.seq_lens.max()) > 1000
+        return batch
+
+    def params(self, params, builder, batch, graph):
+        if graph is None and builder.followed("graph", "eager") and getattr(builder, "is_long", False):
+            return with_params(params, window=(0, params.window[1]))
+        return params
 
 
 class SkipsReplaysAfterEagerSteps(Defect):
