@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from attnplug._columns import shortened, width, wrapped
 from attnplug._escape import escaped, escaped_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -34,6 +35,7 @@ __all__ = [
     "OK",
     "PACKAGES",
     "PIPE_CLOSED",
+    "SCHEMA_VERSION",
     "STYLES",
     "WRONG",
     "Lines",
@@ -50,9 +52,12 @@ __all__ = [
     "say",
     "say_json",
     "say_rows",
+    "say_styled",
+    "shortened",
     "styled",
     "table",
     "version_of",
+    "width",
     "wrapped",
 ]
 
@@ -88,7 +93,9 @@ STYLES: Final = {
 }
 """The style of each status, where colors are shown."""
 
-_WIDEST: Final = 120  # columns: longer lines are hard to read
+SCHEMA_VERSION: Final = 1
+"""The version of every JSON document: it counts up where a key goes, or means something else. New keys do not count."""
+
 _INDENT: Final = "    "
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -98,11 +105,14 @@ def say(text: str = "") -> None:
     sys.stdout.write(f"{escaped_lines(text)}\n")
 
 
-def say_json(data: Any) -> None:
-    """Write one JSON document. Its texts are escaped as elsewhere, since ``jq -r`` prints them as they are."""
+def say_json(data: Mapping[str, Any]) -> None:
+    """
+    Write one JSON document, with its `SCHEMA_VERSION` first. Its texts are escaped as elsewhere, since ``jq -r`` prints
+    them as they are.
+    """
     import json  # noqa: PLC0415 - only where JSON is requested
 
-    say(json.dumps(_escaped_json(data), indent=2))
+    say(json.dumps(_escaped_json({"schema_version": SCHEMA_VERSION, **data}), indent=2))
 
 
 class Lines(str):
@@ -140,9 +150,7 @@ def console() -> Console:
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(escaped_lines(text), **options)
 
-    found = EscapingConsole(highlight=False, markup=False, emoji=False)
-    found.width = min(found.width, _WIDEST)
-    return found
+    return EscapingConsole(highlight=False, markup=False, emoji=False, width=width())
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
@@ -151,6 +159,16 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
     pairs = ((part, "") if isinstance(part, str) else part for part in parts)
     return Text.assemble(*((escaped(text), style) for text, style in pairs))
+
+
+def say_styled(lines: Iterable[Sequence[str | tuple[str, str]]]) -> None:
+    """Write lines of texts and of (text, style) pairs, as `styled` takes them; off a terminal without the styles."""
+    if is_terminal():
+        to = console()
+        for line in lines:
+            to.print(styled(*line), soft_wrap=True)
+    else:
+        say("\n".join("".join(escaped(p if isinstance(p, str) else p[0]) for p in line) for line in lines))
 
 
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:
@@ -220,21 +238,6 @@ def plain(row: Row) -> Iterator[str]:
     yield escaped(f"{row.id}  {readable(row.status)}" + (f"  ({row.distribution})" if row.distribution else ""))
     for line in row.lines:
         yield from wrapped(line, _INDENT)
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """Return a sentence as lines of the terminal's width, but no more than 120 columns."""
-    from shutil import get_terminal_size  # noqa: PLC0415 - only plain text is wrapped here, and JSON has a budget
-    from textwrap import wrap  # noqa: PLC0415 - likewise
-
-    return wrap(
-        escaped(text),
-        min(get_terminal_size().columns, _WIDEST),
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [indent]
 
 
 def readable(status: str) -> str:

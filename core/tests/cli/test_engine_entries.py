@@ -76,7 +76,7 @@ def add(site) -> Callable[..., None]:
 def test_both_choices_come_first_with_why_they_differ(run, add, supposed: bool) -> None:
     add()
 
-    done = run("explain", *LAYER, "--engine", "acme", *HOPPER, *["--assume-installed"] * supposed)
+    done = run("explain", *LAYER, "--engine", "acme", *HOPPER, *["--assume-installed"] * supposed, "--all")
 
     ours = "flash/old" if not supposed else "flash/new"
     short, full = done.out.split("\n\n", 1)
@@ -172,7 +172,7 @@ def test_a_warning_of_the_engine_is_on_standard_error(run, add) -> None:
 
     done = run("explain", *LAYER, "--engine", "acme", *HOPPER, "--device", "cpu")
 
-    assert done.err == "attnplug explain: 2.1 is not tested\n"
+    assert done.err == "attnplug: warning: 2.1 is not tested\n"
     assert done.code == 0
 
 

@@ -30,15 +30,23 @@ def test_it_prints_what_explain_returns(run, site) -> None:
     done = run("explain", *OPTIONS, "--sinks", *HOPPER, "--json")
 
     expected = attnplug.explain(attnplug.Requirements(**LAYER, sinks=True), attnplug.Device.cuda("9.0"))
-    assert done.json == {"explanations": [{"layers": [], **json.loads(json.dumps(expected.to_dict()))}], "plans": []}
+    assert done.json == {
+        "schema_version": 1,
+        "explanations": [{"layers": [], **json.loads(json.dumps(expected.to_dict()))}],
+        "plans": [],
+    }
     assert done.code == 0
 
 
-def test_plain_text_is_what_an_explanation_prints(run, site) -> None:
-    done = run("explain", *OPTIONS, *HOPPER)
+def test_all_of_it_is_what_an_explanation_prints(run, site) -> None:
+    done = run("explain", *OPTIONS, *HOPPER, "--all")
 
-    assert done.out == f"{attnplug.explain(attnplug.Requirements(**LAYER), attnplug.Device.cuda('9.0'))}\n\n"
-    assert "chosen: flash/old" in done.out
+    printed = str(attnplug.explain(attnplug.Requirements(**LAYER), attnplug.Device.cuda("9.0")))
+    readable = [line.replace("missing_dependency", "missing dependency") for line in printed.splitlines()]
+    differing = [line for line in done.out.splitlines() if line not in readable]
+    assert "chosen: flash/old (decided by built-in last)" in readable
+    assert len(done.out.splitlines()) == len(readable) + 1
+    assert all(line.lstrip().startswith(("fix: ", "then ")) for line in differing)  # options in place of Python
 
 
 def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
@@ -53,14 +61,16 @@ def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
 def test_devices_are_shown_side_by_side(run, site) -> None:
     devices = ["--device", "cuda:8.0", "--device", "cuda:9.0", "--device", "cuda:10.0", "--device", "cuda:9.0"]
 
-    done = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed")
+    done = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed", "--matrix")
+    both = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed")
 
     head, *rows = (line.split("  ") for line in done.out.split("\n\n")[0].splitlines())
     found = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
     assert [cell.strip() for cell in head if cell.strip()] == ["candidate", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
-    assert found["flash/old"] == ["chosen, unverified", "eligible, unverified", "refused: compute_capability"]
-    assert found["flash/new"] == ["refused: compute_capability", "chosen, unverified", "chosen, unverified"]
-    assert done.out.count("\ndevice: cuda:") == 3
+    assert found["flash/old"] == ["chosen?", "eligible?", "no: device"]
+    assert found["flash/new"] == ["no: device", "chosen?", "chosen?"]
+    assert both.out.endswith(done.out)
+    assert f"\n{both.out}".count("\ndevice: cuda:") == 3
     assert done.code == 0
 
 
@@ -193,7 +203,7 @@ def test_torch_is_not_imported(start, site) -> None:
     done = start("-c", code)
 
     assert done.code == 0, done.out
-    assert "flash/new  chosen" in done.out
+    assert "flash/new   no: device  chosen?" in done.out
 
 
 def test_a_device_that_may_have_been_overlooked_is_reported(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +213,7 @@ def test_a_device_that_may_have_been_overlooked_is_reported(run, empty, monkeypa
     )
 
     assert run("explain", *OPTIONS).err == (
-        "attnplug explain: the device is cpu, though there may be another: name it\n"
+        "attnplug: warning: the device is cpu, though there may be another\n  fix: name it\n"
     )
     assert run("explain", *OPTIONS, *HOPPER).err == ""
 

@@ -265,7 +265,7 @@ def test_errors_keep_their_lines_in_json(capsys: pytest.CaptureFixture[str]) -> 
 
     data = json.loads(capsys.readouterr().out)
     error = {"type": "NoBackendError", "problem": "a\\x1b", "expected": "b\nc\\x9b", "fix": "d\ne"}
-    assert data == {"error": error, "other": "f\\ng"}
+    assert data == {"schema_version": 1, "error": error, "other": "f\\ng"}
 
 
 def test_a_line_cannot_be_forged(empty: Site) -> None:

@@ -13,6 +13,7 @@ from attnplug import commands
 from attnplug.cli import BUILT_IN
 from attnplug.cli.command import installed_commands
 from attnplug.cli.parser import Parser
+from attnplug.request.device_names import PRODUCTS
 from attnplug.request.fields import FIELDS
 from attnplug_kit import bench
 
@@ -53,6 +54,18 @@ def test_every_command_is_listed_with_its_summary() -> None:
     summaries = {name: BUILT_IN.get(name) or module.SUMMARY for name, module in MODULES.items()}
 
     assert dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.*) \|$", PAGE, re.MULTILINE)) == summaries
+
+
+def test_every_product_is_listed_with_its_device_and_source() -> None:
+    listed = {
+        (name, device, source)
+        for names, device, source in re.findall(
+            r"^\| (`.+`) \| `([^`]+)` \| \[.*\]\((.*)\) \|$", _section("explain"), re.MULTILINE
+        )
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+
+    assert listed == {(each.name, each.device, each.source) for each in PRODUCTS.values()}
 
 
 def test_every_exit_code_is_listed() -> None:

@@ -266,7 +266,7 @@ class TestPrecedence:
         with pytest.raises(NoBackendError) as caught:
             attnplug.select(request_of(), backend="flashinfer")
 
-        assert "permitted: flashinfer\n" in str(caught.value)
+        assert "permitted: flashinfer ('auto' would add " in str(caught.value), str(caught.value)
         assert caught.value.fix == (
             "one of these\n"
             "    flashinfer: pip install ./plugins/flashinfer, in a checkout\n"

@@ -217,9 +217,15 @@ def _unmet(text: str, version_of: VersionOf) -> Reason | None:
 
 
 def _instruction(text: str, variant: Variant) -> str:
-    """Return how to get a requirement, in the manifest's words; empty where pip takes it as it is."""
+    """
+    Return how to get a requirement, in the manifest's words, which may be a command; empty where pip takes it as it is.
+    """
     instruction = variant.install.get(requirement_name(text))
-    return "" if instruction is None else f"install {text}: {instruction}"
+    if instruction is None:
+        return ""
+    from attnplug.negotiation.install import is_command  # noqa: PLC0415 - shlex; few manifests have instructions
+
+    return instruction if is_command(instruction) else f"install {text}: {instruction}"
 
 
 def mentions(rule: Rule, names: frozenset[str]) -> bool:

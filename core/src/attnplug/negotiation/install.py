@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shlex import join
+from shlex import join, split
 from typing import TYPE_CHECKING, Final
 
 from attnplug.manifest.installed import check_requirement
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 _SHELL: Final = frozenset("$`\\&|{}")
 """What runs or expands something in a shell where a quote is lost, and what no usual requirement has."""
+
+_OPTIONS: Final = frozenset({"--no-build-isolation", "--no-deps", "--pre", "--upgrade", "-U"})
+"""Options of ``pip install`` that fetch from nowhere else."""
 
 
 def steps_to_install(requirements: Iterable[str]) -> Iterator[str]:
@@ -28,6 +31,26 @@ def steps_to_install(requirements: Iterable[str]) -> Iterator[str]:
     for text, doubt in doubts:
         if doubt:
             yield f"install {text!r} by hand, if you trust it: {doubt}, so that no command is offered"
+
+
+def is_command(instruction: str) -> bool:
+    """
+    Whether the words of a manifest are one command that pip may be given: ``pip install`` of requirements without
+    doubts, quoted as a shell needs it, with a comment at most.
+    """
+    command = instruction.partition("  # ")[0]
+    try:
+        words = split(command)
+    except ValueError:  # a quote that is not closed
+        return False
+    requirements = [word for word in words[2:] if word not in _OPTIONS]
+    return (
+        instruction.isprintable()
+        and words[:2] == ["pip", "install"]
+        and join(words) == command
+        and bool(requirements)
+        and not any(map(_doubt, requirements))
+    )
 
 
 def _doubt(text: str) -> str:

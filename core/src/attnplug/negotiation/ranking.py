@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from attnplug.manifest.schema import Condition
     from attnplug.negotiation.candidate import Candidate
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 AUTO: Final = "auto"
 """The name in a list of backends that permits falling back to any other."""
+
+COMMON_TERMS: Final = "common block size and layout"
+"""What decides instead of `CRITERIA` where the layers of a model need common terms."""
 
 CRITERIA: Final = (
     "listed order",
@@ -37,6 +40,31 @@ CRITERIA: Final = (
 What each part of a sort key compares. A plugin's preference orders its own variants only, so the backend's name comes
 before it.
 """
+
+
+_BEHIND: Final = {
+    "listed order": "it is later in the list of backends",
+    "built-in last": "it is built in, and plugins come first",
+    "measured profile": "it is slower in the measured profile, or not in it",
+    "fewest emulated features": "it emulates {emulated}, and the chosen one less",
+    "default order": "it is later in the default order for this device",
+    "the plugin's preference": "its plugin prefers {chosen} for this request",
+    "name": "a tie, which the name decided",
+    COMMON_TERMS: "all layers of the model share a block size and a layout",
+}
+"""Why a candidate is behind the chosen one, by the criterion that decided between the first two."""
+
+
+def why_behind(decided_by: str, chosen: str, emulated: Iterable[str]) -> str:
+    """
+    Return why the runner-up is behind the chosen candidate.
+
+    Args:
+        decided_by: The criterion: one of `CRITERIA`, or `COMMON_TERMS`.
+        chosen: The id of the chosen candidate.
+        emulated: The features that the runner-up emulates.
+    """
+    return _BEHIND.get(decided_by, decided_by).format(chosen=chosen, emulated=", ".join(emulated))
 
 
 @frozen

@@ -23,7 +23,7 @@ from attnplug.request.fields import FIELDS
 from attnplug.request.tables import freeze, thaw
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attnplug.request.requirements import Requirements
 
@@ -113,6 +113,26 @@ class Reason:
         return cls(**data)
 
 
+_CODES: Final = {"broken": 0, "api": 0, "blocked": 0, "absent": 0, "probe_device": 1, "probe": 4}
+_KINDS: Final = {"device": 1, "model": 2, "derived": 2, "engine": 3}
+_OF_INSTALLATION: Final = 5
+
+
+def most_important(reasons: Iterable[Reason]) -> Reason | None:
+    """
+    Return the reason that says most: what is broken or excluded, then what no request changes (the device, then the
+    model), then the engine's fields, and what could be installed last. Of equals the first; None where there is none.
+    """
+    return min(reasons, key=_importance, default=None)
+
+
+def _importance(reason: Reason) -> int:
+    if reason.code in _CODES:
+        return _CODES[reason.code]
+    kinds = (FIELDS[name].kind for name in reason.field.split(" and ") if name in FIELDS)
+    return min((_KINDS[kind] for kind in kinds if kind in _KINDS), default=_OF_INSTALLATION)
+
+
 @frozen
 class Fix:
     """
@@ -180,18 +200,26 @@ class Fix:
         return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]), tuple(data["needs"]))
 
     def __str__(self) -> str:
+        return "; ".join(self.steps())
+
+    def steps(self) -> Iterator[str]:
+        """
+        Yield what to do, a step each, or that there is no fix; a command can be copied as it stands. Where another
+        device is part of the fix, what to install there is left out: this machine has no use for it.
+        """
         if not self.possible:
             lacks = [f"does not support {', '.join(self.lacks)}"] if self.lacks else []
             needs = [f"requires {', '.join(self.needs)}"] if self.needs else []
-            return f"none: this variant {', and '.join(lacks + needs)}"
+            yield f"none: this variant {', and '.join(lacks + needs)}"
+            return
+        if self.device is None:
+            yield from filter(None, (self.action,))
+            yield from self._steps_to_install() if self.install else ()
         changes = ", ".join(f"{name}={value!r}" for name, value in self.engine.items())
-        parts = [
-            self.action,
-            *(self._steps_to_install() if self.install else ()),
-            f"request {changes}" if changes else "",
-            f"run on {self.device}" if self.device else "",
-        ]
-        return "; ".join(filter(None, parts))
+        if changes:
+            yield f"request {changes}"
+        if self.device is not None:
+            yield f"run on {self.device}"
 
     def _steps_to_install(self) -> Iterator[str]:
         from attnplug.negotiation.install import steps_to_install  # noqa: PLC0415 - shlex; most requests need no fix

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from attnplug._columns import wrapped
 from attnplug._escape import escaped
 from attnplug._html import block, folded, table
 from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.ranking import why_behind
+from attnplug.negotiation.reason import Fix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.verdict import Verdict
@@ -40,6 +41,7 @@ class Explanation:
         assumed_installed: Whether missing kernel libraries were supposed to be there.
         listed: The backends that were permitted, in order; empty for all.
         origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
+        with_auto: The candidates that could serve and are not permitted: those that ``"auto"`` in the list would add.
     """
 
     requirements: Requirements
@@ -49,6 +51,32 @@ class Explanation:
     assumed_installed: bool = False
     listed: tuple[str, ...] = ()
     origins: tuple[tuple[str, str], ...] = ()
+    with_auto: tuple[str, ...] = ()
+
+    @property
+    def runner_up(self) -> Verdict | None:
+        """The best-ranked permitted candidate after the chosen one; None where no other can serve."""
+        others = (v for v in self.verdicts if v.status == "eligible" and v.id not in self.with_auto)
+        return next(others, None) if self.chosen is not None else None
+
+    @property
+    def why_runner_up(self) -> str:
+        """Why the runner-up is behind the chosen candidate; empty where there is none."""
+        runner_up = self.runner_up
+        if self.chosen is None or runner_up is None:
+            return ""
+        return why_behind(self.chosen.decided_by, self.chosen.id, runner_up.emulated)
+
+    def fixable(self) -> tuple[tuple[Verdict, Fix], ...]:
+        """
+        Return the verdicts that have a fix, with it: of permitted candidates, of installed ones where all are. Those of
+        plugins that are not installed are left to the last, as are fixes that need another device.
+        """
+        found = [(v, v.fix) for v in self.verdicts if v.fix is not None and v.fix.possible]
+        listed = [each for each in found if {each[0].id, each[0].id.partition("/")[0]} & set(self.listed)]
+        installed = [each for each in found if each[0].status != "absent"]
+        offered = listed or installed or ([] if self.with_auto else found)
+        return tuple(each for each in offered if each[1].device is None) or tuple(offered)
 
     @property
     def tie(self) -> str:
@@ -72,6 +100,8 @@ class Explanation:
             "tie": self.tie,
             "assumed_installed": self.assumed_installed,
             "listed": list(self.listed),
+            "with_auto": list(self.with_auto),
+            "runner_up": self.runner_up.id if self.runner_up else None,
             "origins": dict(self.origins),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
@@ -89,29 +119,26 @@ class Explanation:
             folded(f"{len(verdicts)} {title}", _verdict_table(verdicts), unfolded=not serving)
             for (title, _), verdicts in zip(_SHOWN_AS[1:], others, strict=True)
         )
-        lines = [f"requested: {_assigned(self.requirements.to_dict())}", f"device: {self.device}", self.tie]
+        lines = [f"requested: {assigned(self.requirements.to_dict())}", f"device: {self.device}", self.tie]
         title = f"chosen: {self.chosen.id if self.chosen else 'none'}{self._decision()}"
         return block(title, filter(None, lines), _verdict_table(serving), *below)
 
     def __str__(self) -> str:
-        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, 120))))
+        return "\n".join(map(escaped, self._lines()))
 
-    def _lines(self, width: int) -> Iterator[str]:
-        yield from _wrapped(f"requested: {_assigned(self.requirements.to_dict())}", width, "")
+    def _lines(self) -> Iterator[str]:
+        yield from wrapped(f"requested: {assigned(self.requirements.to_dict())}")
         yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
         for name, origin in self.origins:
             yield f"set: {name}={getattr(self.requirements, name)} by {origin}"
         if self.listed:
-            yield f"permitted: {', '.join(self.listed)}"
+            yield from wrapped(f"permitted: {self.permitted}")
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
         absent = [verdict for verdict in self.verdicts if verdict.status == "absent"]
         for verdict in self.verdicts:
-            if verdict in absent:
-                continue
-            yield ""
-            yield f"{verdict.id}  {verdict.status}" + (f"  ({verdict.distribution})" if verdict.distribution else "")
-            for line in detail(verdict):
-                yield from _wrapped(line, width, _INDENT)
+            if verdict not in absent:
+                yield ""
+                yield from lines_of(verdict)
         if absent:
             yield ""
             yield f"{NOT_INSTALLED}:"
@@ -120,7 +147,13 @@ class Explanation:
                 yield f"{_INDENT}{verdict.id:<{longest}}  {verdict.fix}"
         if self.tie:
             yield ""
-            yield from _wrapped(self.tie, width, "")
+            yield from wrapped(self.tie)
+
+    @property
+    def permitted(self) -> str:
+        """The permitted backends in words, with what ``"auto"`` would add to them; empty where all are permitted."""
+        added = f" ('auto' would add {', '.join(self.with_auto)})" if self.with_auto else ""
+        return f"{', '.join(self.listed)}{added}" if self.listed else ""
 
     def _decision(self) -> str:
         if self.chosen is None or not self.chosen.decided_by:
@@ -140,27 +173,34 @@ def _verdict_table(verdicts: Iterable[Verdict]) -> str:
     return table(("candidate", "status", "terms, reasons and fix"), rows)
 
 
+def lines_of(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps) -> Iterator[str]:
+    """
+    Yield a verdict with all that it says, as lines that fit the terminal.
+
+    Args:
+        verdict: The verdict.
+        steps: What turns a fix into its steps.
+    """
+    yield f"{verdict.id}  {verdict.status}" + (f"  ({verdict.distribution})" if verdict.distribution else "")
+    for line in detail(verdict, steps):
+        yield from wrapped(line, _INDENT)
+
+
 def describe(selection: Selection, width: int) -> Iterator[str]:
     """Yield a decision, what was requested, and its verdict."""
     decided = f" (decided by {selection.decided_by})" if selection.decided_by else ""
-    yield from _wrapped(f"requested: {_assigned(selection.requirements.to_dict())}", width, _INDENT)
+    yield from wrapped(f"requested: {assigned(selection.requirements.to_dict())}", _INDENT, width)
     yield f"{_INDENT}chosen: {selection.id}{decided}"
     for verdict in selection.verdicts:
         if verdict.id == selection.id:
             for line in detail(verdict):
-                yield from _wrapped(line, width, _INDENT)
+                yield from wrapped(line, _INDENT, width)
 
 
-def detail(verdict: Verdict) -> Iterator[str]:
-    """Yield a verdict's terms, emulations, what is unverified, reasons and fix, a line each."""
+def detail(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps) -> Iterator[str]:
+    """Yield a verdict's terms, emulations, what is unverified, reasons, and the steps of its fix, a line each."""
     if verdict.agreement is not None:
-        terms = verdict.agreement
-        if terms.requirements.paged:
-            shown = (*TERMS, "kv_cache_dtype", "cudagraph")
-            values = {name: getattr(terms, name) for name in shown}
-            yield " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
-        if terms.requirements.late:
-            yield f"left to bind: {', '.join(_left_to_bind(terms))}"
+        yield from terms_of(verdict.agreement)
     for name, text in verdict.emulated.items():
         yield f"emulates {name}: {text}"
     for item in verdict.unverified:
@@ -168,7 +208,16 @@ def detail(verdict: Verdict) -> Iterator[str]:
     for reason in verdict.reasons:
         yield f"- {reason}"
     if verdict.fix is not None:
-        yield f"fix: {verdict.fix}"
+        yield from (f"{'then' if index else 'fix:'} {step}" for index, step in enumerate(steps(verdict.fix)))
+
+
+def terms_of(terms: Agreement) -> Iterator[str]:
+    """Yield what was agreed on, in a line, and in another one what is left to bind."""
+    if terms.requirements.paged:
+        values = {name: getattr(terms, name) for name in (*TERMS, "kv_cache_dtype", "cudagraph")}
+        yield assigned({name: value for name, value in values.items() if value is not None})
+    if terms.requirements.late:
+        yield f"left to bind: {', '.join(_left_to_bind(terms))}"
 
 
 def _left_to_bind(terms: Agreement) -> Iterator[str]:
@@ -176,16 +225,6 @@ def _left_to_bind(terms: Agreement) -> Iterator[str]:
         yield name if terms.block_sizes is None or name != "block_size" else f"{name} ({terms.block_sizes})"
 
 
-def _assigned(values: Mapping[str, Any]) -> str:
+def assigned(values: Mapping[str, Any]) -> str:
+    """Return values as ``name=value name=value``."""
     return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    return wrap(
-        escaped(text),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -10,7 +10,7 @@ from attrs import frozen
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
-from attnplug.negotiation.ranking import Policy, Ranked, rank
+from attnplug.negotiation.ranking import COMMON_TERMS, Policy, Ranked, rank
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.request.tables import freeze
@@ -193,7 +193,7 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
     if first is not None and first.agreement is not None:
         verdicts = (first.verdict(chosen=True), *verdicts)
         is_best = first.candidate is eligible[0].candidate
-        decided_by = found.ranked.decided_by if is_best else "common block size and layout"
+        decided_by = found.ranked.decided_by if is_best else COMMON_TERMS
         chosen = Selection(first.agreement, request.device, verdicts, decided_by, _provenance(request))
     return Explanation(
         request.requirements,
@@ -203,6 +203,8 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         found.assume_installed,
         request.settings.backend,
         tuple(request.origins.items()),
+        # What can serve, and is among the others all the same, is not permitted.
+        tuple(each.candidate.id for each in found.others if each.serves) if request.settings.backend else (),
     )
 
 
@@ -222,7 +224,8 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
         if settings.backend
         else ""
     )
-    fixes = _fixes(explanation, settings)
+    fixes = [f"{verdict.id}: {fix}" for verdict, fix in explanation.fixable()]
+    fixes += ["permit others with 'auto' in the list"] if explanation.with_auto else []
     return NoBackendError(
         f"no backend can serve the requirements{of_layer}{named}",
         f"every candidate was evaluated\n{explanation}",
@@ -231,16 +234,6 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
         else "change the model's attention: no candidate serves these model fields",
         explanation,
     )
-
-
-def _fixes(explanation: Explanation, settings: Settings) -> list[str]:
-    """Return the fixes to offer: of listed backends, else of installed ones, else of absent ones."""
-    fixable = [v for v in explanation.verdicts if v.fix is not None and v.fix.possible]
-    listed = [v for v in fixable if {v.id, v.id.partition("/")[0]} & set(settings.backend)]
-    installed = [v for v in fixable if v.status != "absent"]
-    others = any(v.status == "eligible" for v in explanation.verdicts)  # eligible, and not in the list
-    fixes = [f"{verdict.id}: {verdict.fix}" for verdict in listed or installed or ([] if others else fixable)]
-    return [*fixes, "permit others with 'auto' in the list"] if others else fixes
 
 
 def _not_requirements(given: object) -> RequirementsError:

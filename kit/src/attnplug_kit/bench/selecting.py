@@ -171,7 +171,7 @@ def _new_requests() -> list[Requirements]:
 def repeated_requests(repeats: int) -> Iterator[Measurement]:
     """Measure a request that is repeated, as by a layer that selects in every step; the loop's own cost included."""
     with interpreter([1]) as python:
-        times = python.json_of(_REPEATED.format(repeats))
+        times = python.json_of(_REPEATED.format(repeats))["loops"]
     for (what, budget), samples in zip(_REPEATED_BUDGETS.items(), times, strict=True):
         text = f"`select` of a request that was decided before, with {what}; each sample is {_LOOPS} calls"
         yield Measurement("cached", text, tuple(samples), "us", budget)
@@ -195,4 +195,4 @@ def print_repeated(repeats: int) -> None:
         call = "select(one)" if device is None else "select(one, device=device)"
         names = {"select": select, "one": one, "device": device}
         loops.append(repeat(call, globals=names, number=_LOOPS, repeat=repeats))
-    say_json([[seconds / _LOOPS for seconds in samples] for samples in loops])
+    say_json({"loops": [[seconds / _LOOPS for seconds in samples] for samples in loops]})

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from attnplug.cli.explain.request import ONE_LAYER
+from attnplug.commands import abbreviated, wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attnplug.cli.engine import Engine
     from attnplug.cli.explain.result import LayerGroup, Result
+    from attnplug.cli.explain.short import Line
     from attnplug.engines import EngineAnswer, EngineBackend, EngineChoice
     from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
@@ -140,6 +144,38 @@ class EngineResult:
             "warnings": list(self.answer.warnings),
             "choices": [comparison.to_dict() for comparison in self.comparisons],
         }
+
+
+def summaries_of(compared: Sequence[EngineResult]) -> Iterator[Line]:
+    """Yield the choices of an engine and of attnplug, and why they differ, for each device and group of layers."""
+    for each in compared:
+        yield from _lines(f"device: {each.device}")
+        for text in each.answer.assumed:
+            yield from _lines(f"assumed: {text}")
+        for comparison in each.comparisons:
+            yield from _layers(comparison.group)
+            for text in comparison.summary():
+                yield from _lines(text)
+        yield ()
+
+
+def details_of(compared: Sequence[EngineResult]) -> Iterator[Line]:
+    """Yield every backend of an engine in its order, with its reasons, for each device and group of layers."""
+    for each in compared:
+        for comparison in each.comparisons:
+            yield from _lines(f"backends of {each.answer.engine} on {each.device}, in its order of preference")
+            yield from _layers(comparison.group)
+            for text in comparison.details():
+                yield from _lines(text, "    ")
+            yield ()
+
+
+def _layers(group: LayerGroup) -> Iterator[Line]:
+    return iter(()) if group.layers == (ONE_LAYER,) else _lines(abbreviated(group.layers))
+
+
+def _lines(text: str, indent: str = "") -> Iterator[Line]:
+    return ((line,) for line in wrapped(text, indent))
 
 
 def compare(engine: Engine, results: Sequence[Result], *, assume_installed: bool) -> tuple[EngineResult, ...]:

@@ -13,7 +13,7 @@ from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import parse_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnplug.request.device import Device
     from attnplug.request.fields import Domain, Field
@@ -54,7 +54,7 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
     return {ONE_LAYER: Requirements.from_dict(whole)}
 
 
-def requested_devices(texts: list[str] | None) -> tuple[Device, ...]:
+def requested_devices(texts: Sequence[str] | None) -> tuple[Device, ...]:
     """
     Return the devices that were named; none where this machine's own is meant.
 

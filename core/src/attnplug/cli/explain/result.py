@@ -13,7 +13,7 @@ from attnplug.selection.plan import Plan, plan
 from attnplug.selection.select import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
@@ -38,9 +38,16 @@ class LayerGroup:
         """Return the group as a plan decided it, which may be otherwise than for these layers alone."""
         return LayerGroup(self.layers, evolve(self.explanation, chosen=selection, verdicts=selection.verdicts))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"layers": [name for name in self.layers if name], **self.explanation.to_dict()}
+    def to_dict(self, statuses: Collection[str] = ()) -> dict[str, Any]:
+        """
+        Return plain JSON values.
+
+        Args:
+            statuses: The verdicts to include; empty for all of them.
+        """
+        found = self.explanation.to_dict()
+        found["verdicts"] = [each for each in found["verdicts"] if not statuses or each["status"] in statuses]
+        return {"layers": [name for name in self.layers if name], **found}
 
 
 @frozen

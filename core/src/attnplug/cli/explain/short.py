@@ -1,0 +1,350 @@
+"""
+The short view of an explanation, which fits a screen: the decision, the runner-up and why it lost, and one line for
+each other candidate.
+
+Each device has `MOST_LINES` at most. Where everything does not fit, groups of layers are written in fewer lines, then
+candidates of one backend with the same reason share a line, and what is left is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve, frozen
+
+from attnplug.cli.explain.fixes import steps_of
+from attnplug.cli.explain.request import ONE_LAYER
+from attnplug.commands import STYLES, abbreviated, escaped, shortened, width, wrapped
+from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.reason import most_important
+from attnplug.selection.explanation import assigned, terms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from attnplug.cli.explain.result import LayerGroup, Result
+    from attnplug.negotiation.reason import Fix
+    from attnplug.negotiation.verdict import Verdict
+    from attnplug.request.device import Device
+    from attnplug.selection.explanation import Explanation
+
+MOST_LINES: Final = 25
+"""Lines of one device at most."""
+
+_LEAST_REST: Final = 10  # lines that the decisions of many groups leave to everything else
+_WIDEST_ID: Final = 30
+_LEAST_TEXT: Final = 24  # columns that an id leaves to its reason
+_GAP: Final = "  "
+_MOST_FIXES: Final = 3
+_ORDER: Final = ("eligible", "missing_dependency", "refused", "broken")
+
+Line = tuple["str | tuple[str, str]", ...]
+
+
+@frozen
+class Row:
+    """
+    What one line says of a candidate, or of several of one backend.
+
+    Attributes:
+        id: ``backend/variant``, or ``backend/{variant,variant}``.
+        status: Its status.
+        texts: Why it is not chosen, the longest text first: the first that fits is shown.
+    """
+
+    id: str
+    status: str
+    texts: tuple[str, ...]
+
+
+def short_lines(result: Result, own: Device, *, matrix: bool = False) -> list[Line]:
+    """
+    Return the lines for one device.
+
+    Args:
+        result: The result for it.
+        own: This machine's device.
+        matrix: Whether a matrix shows the other candidates, so that they have no lines here.
+    """
+    head, rows = _head(result, own), _rows(result) if not matrix else []
+    tail = _tail(result, head, matrix=matrix)
+    space = MOST_LINES - len(head) - len(tail) - (3 if rows else 1)  # less the heading of the rows and blank lines
+    title: list[Line] = [(), (("not chosen:", "dim"),)] if rows else []
+    return [*head, *title, *_fitted(rows, space), *([()] if tail else []), *tail]
+
+
+# The decision of each group of layers
+
+
+def _head(result: Result, own: Device) -> list[Line]:
+    explanation = result.groups[0].explanation
+    first = _indented("device: ", _device(result, own))
+    for name, origin in explanation.origins:
+        value = getattr(explanation.requirements, name)
+        first += _indented("set: ", f"{name}={value} by {origin}")
+    if explanation.listed:
+        first += _indented("permitted: ", _permitted(result))
+    plan = _plan(result)
+    most = MOST_LINES - _LEAST_REST - len(first) - len(plan)
+    for level in (_all_of_groups, _two_lines_each, _one_line_each):
+        groups = level(result.groups)
+        if len(groups) <= most:
+            return [*first, *groups, *plan]
+    left = len(result.groups) - most + 1
+    return [*first, *groups[: most - 1], (f"and {left} more groups of layers",), *plan]
+
+
+def _device(result: Result, own: Device) -> str:
+    device = result.device
+    mine = (device.type, device.vendor, device.compute_capability, device.arch or own.arch)
+    here = mine == (own.type, own.vendor, own.compute_capability, own.arch)
+    assumed = ", kernel libraries assumed installed" if result.groups[0].explanation.assumed_installed else ""
+    return f"{device}, {'this machine' if here else 'not this machine'}{assumed}"
+
+
+def _permitted(result: Result) -> str:
+    """Return the permitted backends, and what ``auto`` would add for any group of layers."""
+    explanations = [group.explanation for group in result.groups]
+    added = tuple(dict.fromkeys(id_ for each in explanations for id_ in each.with_auto))
+    return evolve(explanations[0], with_auto=added).permitted.replace("'auto'", "--backend auto")
+
+
+def _all_of_groups(groups: Sequence[LayerGroup]) -> list[Line]:
+    """Return what each group requests and its decision, which is written once for groups that follow each other."""
+    lines: list[Line] = []
+    for index, group in enumerate(groups):
+        decision = _decision(group)
+        following = groups[index + 1 : index + 2]
+        lines += [*_heading(group), *([] if following and _decision(following[0]) == decision else decision)]
+    return lines
+
+
+def _decision(group: LayerGroup) -> list[Line]:
+    explanation, indent = group.explanation, _indent_of(group)
+    chosen = explanation.chosen
+    lines = [_chosen(explanation, indent)]
+    if chosen is None:
+        return lines
+    if not indent:
+        lines += [(line,) for text in terms_of(chosen.agreement) for line in wrapped(text, "  ")]
+    verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
+    costs = [f"emulates {name}: {text}" for name, text in verdict.emulated.items()]
+    costs += [f"unverified on this device: {_and_more(verdict.unverified)}"] if verdict.unverified else []
+    lines += [(shortened(f"{indent}  {text}", width()),) for text in costs]
+    return [*lines, *_indented(f"{indent}runner-up: ", _runner_up(explanation))]
+
+
+def _two_lines_each(groups: Sequence[LayerGroup]) -> list[Line]:
+    return [line for group in groups for line in _two_lines(group)]
+
+
+def _two_lines(group: LayerGroup) -> list[Line]:
+    requested = assigned(group.explanation.requirements.to_dict())
+    chosen = _chosen(group.explanation, "  ")
+    room = width() - sum(len(part if isinstance(part, str) else part[0]) for part in chosen)
+    heading = shortened(f"{abbreviated(group.layers)}: {requested}", width())
+    return [(heading,), (*chosen, shortened(f"; runner-up: {_runner_up(group.explanation)}", room))]
+
+
+def _one_line_each(groups: Sequence[LayerGroup]) -> list[Line]:
+    return [_one_line(group) for group in groups]
+
+
+def _one_line(group: LayerGroup) -> Line:
+    chosen = group.explanation.chosen
+    decided = chosen.id if chosen else "none"
+    layers = shortened(abbreviated(group.layers), width() - len(decided) - 2)
+    return (f"{layers}  ", (decided, STYLES["chosen" if chosen else "broken"]))
+
+
+def _indent_of(group: LayerGroup) -> str:
+    return "" if group.layers == (ONE_LAYER,) else "  "
+
+
+def _heading(group: LayerGroup) -> list[Line]:
+    """Return what is requested, for which layers."""
+    requested = assigned(group.explanation.requirements.to_dict())
+    if not _indent_of(group):
+        return _indented("requested: ", requested)
+    return [(line,) for line in wrapped(f"{abbreviated(group.layers)}: {requested}")]
+
+
+def _chosen(explanation: Explanation, indent: str) -> Line:
+    chosen = explanation.chosen
+    if chosen is None:
+        return (f"{indent}", ("chosen: ", "dim"), ("none", STYLES["broken"]))
+    room = width() - len(f"{indent}chosen: {chosen.id}")
+    decided = shortened(f" (decided by {chosen.decided_by})", room) if chosen.decided_by else ""
+    return (f"{indent}", ("chosen: ", "dim"), (chosen.id, STYLES["chosen"]), decided)
+
+
+def _runner_up(explanation: Explanation) -> str:
+    """Return the runner-up and why it lost."""
+    runner_up = explanation.runner_up
+    if runner_up is None:
+        return "none; no other installed candidate can serve this" if explanation.chosen else "none"
+    tie = f"; settle it with --backend {runner_up.id} --backend auto" if explanation.tie else ""
+    return f"{runner_up.id}: {explanation.why_runner_up}{tie}"
+
+
+def _plan(result: Result) -> list[Line]:
+    """Return the common terms of a model, or why it has none."""
+    if result.plan is None:
+        if result.failure is None or not all(group.explanation.chosen for group in result.groups):
+            return []
+        failure = str(result.failure).splitlines()[:3]  # what the groups, each served by itself, do not share
+        return [(("plan: ", "dim"), "none"), *((shortened(f"  {line.strip()}", width()),) for line in failure)]
+    found = result.plan
+    levels = {group.selection.agreement.cudagraph for group in found.groups}
+    weakest = f"; the graph level is that of {found.weakest.selection.id}" if len(levels) > 1 else ""
+    return _indented("plan: ", f"{assigned({name: getattr(found, name) for name in (*TERMS, 'cudagraph')})}{weakest}")
+
+
+# The other candidates
+
+
+def _rows(result: Result) -> list[Row]:
+    """Return a row for each installed candidate that is neither chosen nor the runner-up of any group of layers."""
+    explanations = [group.explanation for group in result.groups]
+    shown = {each.chosen.id for each in explanations if each.chosen}
+    shown |= {each.runner_up.id for each in explanations if each.runner_up}
+    by_id: dict[str, list[tuple[LayerGroup, Verdict]]] = {}
+    for group in result.groups:
+        for verdict in group.explanation.verdicts:
+            if verdict.id not in shown and verdict.status != "absent":
+                by_id.setdefault(verdict.id, []).append((group, verdict))
+    rows = [_row(id_, found) for id_, found in by_id.items()]
+    return sorted(rows, key=lambda row: _ORDER.index(row.status))
+
+
+def _row(id_: str, found: Sequence[tuple[LayerGroup, Verdict]]) -> Row:
+    """Return the row of a candidate: what it says of all groups of layers, or of the first that it cannot serve."""
+    group, verdict = max(found, key=lambda each: _ORDER.index(each[1].status))
+    texts = _why(verdict, group.explanation)
+    serves_some = any(other.status == "eligible" for _, other in found) and verdict.status != "eligible"
+    return Row(id_, verdict.status, tuple(f"{abbreviated(group.layers)}: {t}" for t in texts) if serves_some else texts)
+
+
+def _why(verdict: Verdict, explanation: Explanation) -> tuple[str, ...]:
+    if verdict.status == "eligible":
+        if verdict.id in explanation.with_auto:
+            return ("could serve too, and is not permitted",)
+        costs = f", and emulates {', '.join(verdict.emulated)}" if verdict.emulated else ""
+        return (f"could serve too{costs}",)
+    reason = most_important(verdict.reasons)
+    if reason is None:
+        return (verdict.status.replace("_", " "),)
+    if verdict.status == "missing_dependency":
+        texts = [f"missing: {', '.join(each.field for each in verdict.reasons)}"]
+        steps = tuple(steps_of(verdict.fix)) if verdict.fix is not None else ()
+        if len(steps) == 1 and steps[0].startswith("pip install "):  # a command is shown whole, or not at all
+            texts.insert(0, f"missing: {steps[0].partition('  # ')[0]}")
+        return tuple(texts)
+    return tuple(dict.fromkeys((_and_more((reason, *verdict.reasons[1:])), str(reason))))
+
+
+def _and_more(texts: Sequence[object]) -> str:
+    """Return the first text, with the number of the others before what it explains."""
+    claim, colon, because = str(texts[0]).partition(": ")
+    if len(texts) == 1:
+        return f"{claim}{colon}{because}"
+    return f"{claim} (and {len(texts) - 1} more){colon}{because}"
+
+
+def _fitted(rows: Sequence[Row], most: int) -> Iterator[Line]:
+    """Yield no more than so many lines: a row each, or rows of one backend with the same text together."""
+    if len(rows) > most:
+        rows = _together(rows)
+    left = len(rows) - most + 1 if len(rows) > most else 0
+    rows = rows[: len(rows) - left]
+    longest = min(max((len(escaped(row.id)) for row in rows), default=0), _WIDEST_ID)
+    for row in rows:
+        name = escaped(row.id)
+        name = shortened(name, width() - len(_GAP) * 2 - _LEAST_TEXT)
+        room = width() - len(_GAP) * 2 - max(len(name), longest)
+        text = next((text for text in row.texts if len(escaped(text)) <= room), shortened(row.texts[-1], room))
+        yield _GAP, (f"{name:<{longest}}", STYLES[row.status]), f"{_GAP}{text}"
+    if left:
+        yield (f"  and {left} more",)
+
+
+def _together(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with those of one backend that say the same, but for the number of reasons, as one row."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((_backend(row), row.status, row.texts[-1]), []).append(row)
+    sizes = Counter(map(_backend, rows))
+    return [same[0] if len(same) == 1 else _merged(same, sizes[_backend(same[0])]) for same in found.values()]
+
+
+def _merged(rows: Sequence[Row], of: int) -> Row:
+    """Return several rows of a backend as one: all that it has, or those that are named."""
+    variants = "*" if len(rows) == of else f"{{{','.join(row.id.partition('/')[2] for row in rows)}}}"
+    texts = tuple(text for text in rows[0].texts if all(text in row.texts for row in rows))
+    return Row(f"{_backend(rows[0])}/{variants}", rows[0].status, texts)
+
+
+def _backend(row: Row) -> str:
+    return row.id.partition("/")[0]
+
+
+# What helps: fixes where nothing can serve, what is not installed, and the other views
+
+
+def _tail(result: Result, head: Sequence[Line], *, matrix: bool) -> list[Line]:
+    most = max(MOST_LINES - len(head) - _LEAST_REST, 4)
+    lines: list[Line] = [(line,) for line in _fixes(result)[:most]]
+    verdicts = result.groups[0].explanation.verdicts
+    absent = [verdict.id for verdict in verdicts if verdict.status == "absent"]
+    if absent and not matrix:
+        lines.append((shortened(f"not installed (see attnplug list): {', '.join(absent)}", width()),))
+    if matrix:
+        return lines
+    missing = any(verdict.status == "missing_dependency" for verdict in verdicts)
+    return [*lines, (shortened(_more(assume=missing and not result.groups[0].explanation.assumed_installed), width()),)]
+
+
+def _more(*, assume: bool) -> str:
+    """Return the options for other views, explained where the terminal is wide enough."""
+    supposed = "--assume-installed, " if assume else ""
+    told = f"more: --all (every reason and fix), --matrix (devices side by side), {supposed}--device h100 (another one)"
+    return told if len(told) <= width() else f"more: --all (reasons and fixes), --matrix, {supposed}--device h100"
+
+
+def _fixes(result: Result) -> list[str]:
+    """Return the shortest fixes of the first group of layers that nothing can serve, as commands and options."""
+    unserved = next((group.explanation for group in result.groups if group.explanation.chosen is None), None)
+    if unserved is None:
+        return []
+    lines = ["fix: permit others with --backend auto"] if unserved.with_auto else []
+    fixable = sorted(unserved.fixable(), key=lambda each: _size(each[1]))
+    most = _MOST_FIXES if any(fix.device is None for _, fix in fixable) else 1  # one other device is enough
+    for verdict, fix in fixable[: most - len(lines)]:
+        lines += _fix(verdict, tuple(steps_of(fix)))
+    return lines or ["no fix: no installed candidate supports these fields of the model on any device"]
+
+
+def _fix(verdict: Verdict, steps: Sequence[str]) -> list[str]:
+    """Return a fix in one line, or with a line for each step: a command is never broken within an argument."""
+    one = f"fix for {verdict.id}: {steps[0]}"
+    if len(steps) == 1 and len(escaped(one)) <= width():
+        return [escaped(one)]
+    return [escaped(f"fix for {verdict.id}:"), *(line for step in steps for line in wrapped(step, "  "))]
+
+
+def _size(fix: Fix) -> int:
+    return len(fix.engine) + len(fix.install) + 2 * bool(fix.action)
+
+
+def _indented(label: str, text: str) -> list[Line]:
+    """Return a labeled sentence as lines, the label dim."""
+    stripped = label.lstrip()
+    first, *others = wrapped(f"{stripped}{text}", " " * (len(label) - len(stripped)))
+    start = first.index(stripped.rstrip()) + len(stripped.rstrip())
+    return [((first[:start], "dim"), first[start:]), *((line,) for line in others)]
+
+
+def joined(blocks: Iterable[list[Line]]) -> list[Line]:
+    """Return the lines of several devices, with a blank line between them."""
+    return [line for index, block in enumerate(blocks) for line in ([(), *block] if index else block)]
