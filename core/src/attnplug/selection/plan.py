@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped
 from attnplug._html import block, table
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, shown
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.request.settings import BackendNames, Options, Settings
     from attnplug.request.torch_values import DeviceLike
-
-_WIDTH: Final = 120  # columns of a line, at most
 
 
 @frozen
@@ -104,15 +102,15 @@ class Plan:
             (
                 (_count(group.layers, "layer"), reprlib.repr(group.layers)),
                 group.selection.id,
-                tuple(line.strip() for line in describe(group.selection, _WIDTH)),
+                tuple(line.strip() for line in describe(group.selection, WIDEST)),
             )
             for group in self.groups
         ]
-        lines = itertools.takewhile(bool, self._lines(_WIDTH))  # up to the first group
+        lines = itertools.takewhile(bool, self._lines(WIDEST))  # up to the first group
         return block(repr(self)[1:-1], lines, table(("layers", "backend", "decision"), rows))
 
     def __str__(self) -> str:
-        return "\n".join(map(escaped, self._lines(min(shutil.get_terminal_size().columns, _WIDTH))))
+        return "\n".join(map(escaped, self._lines(min(width(), WIDEST))))
 
     def _lines(self, width: int) -> Iterator[str]:
         yield f"layers: {len(self)} in {_count(self.groups, 'group')}"
