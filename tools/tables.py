@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from tools import api_pages, capabilities, compatibility, contract, vllm_matrix, vocabulary
+from tools import api_pages, capabilities, compatibility, contract, models, vllm_matrix, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ PAGES: Final[Mapping[str, Callable[[Path], str]]] = MappingProxyType(
         "docs/reference/capabilities.md": capabilities.page,
         "docs/reference/compatibility.md": compatibility.page,
         "docs/reference/contract.md": contract.page,
+        "docs/reference/models.md": models.page,
         "docs/reference/requirements.md": vocabulary.page,
         "docs/reference/vllm-matrix.md": vllm_matrix.page,
         **api_pages.WRITERS,

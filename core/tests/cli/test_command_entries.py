@@ -213,7 +213,7 @@ def test_an_unknown_word_suggests_the_nearest_command(run, add, word: str, near:
 
     assert (done.code, done.out) == (2, "")
     assert f"the command {word!r} was given; did you mean {near!r}?" in done.err
-    assert "expected: the commands are list, explain, options, doctor, " in done.err
+    assert "expected: the commands are list, explain, plan, options, doctor, " in done.err
 
 
 def test_a_word_like_no_command_suggests_none(run, add) -> None:

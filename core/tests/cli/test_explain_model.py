@@ -171,17 +171,29 @@ def test_a_lower_graph_level_of_one_group_is_reported(run, empty, config: str) -
     assert "cudagraph=never\n    the graph level is that of large/windowed\n" in full.out
 
 
-def test_a_hybrid_model_needs_partial(run, tmp_path: Path) -> None:
+def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     hybrid = {"model_type": "lfm2", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
     hybrid |= {"hidden_size": 512, "dtype": "float32", "layer_types": ["conv", "full_attention"]}
     file.write_text(json.dumps(hybrid))
 
-    refused = run("explain", "--config", str(file))
-    partial = run("explain", "--config", str(file), "--partial", "--json")
+    done = run("explain", "--config", str(file), "--device", "cpu", "--json")
 
-    assert refused.code == 2
-    assert [found["layers"] for found in partial.json["explanations"]] == [["layers.1.self_attn"]]
+    assert done.code == 0
+    assert [found["layers"] for found in done.json["explanations"]] == [["layers.1.self_attn"]]
+    assert "besides, 1 layer: conv: a short convolution" in done.err
+
+
+def test_attention_that_is_not_expressed_is_not_served(run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
+
+    done = run("explain", "--config", str(file), "--json")
+    partial = run("explain", "--config", str(file), "--partial")
+
+    assert done.code == partial.code == 1
+    assert done.json["error"]["type"] == "NoBackendError"
+    assert "1152 bytes per token and layer" in done.json["error"]["expected"]
 
 
 def test_an_unknown_model_type_is_read_as_another(run, tmp_path: Path) -> None:

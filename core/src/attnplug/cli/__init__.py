@@ -7,6 +7,7 @@ from typing import Final
 BUILT_IN: Final = {
     "list": "what is installed, and what is missing for the rest",
     "explain": "which backend serves a layer or a model, and why not the others",
+    "plan": "the attention of a whole model: decisions, KV cache, tensor parallelism",
     "options": "what can be set for each installed backend",
     "doctor": "what is wrong with this environment",
 }

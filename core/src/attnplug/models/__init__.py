@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Final
 from attnplug._lazy import lazy
 
 if TYPE_CHECKING:
+    from attnplug.models.description import ModelDescription as ModelDescription
+    from attnplug.models.description import OtherLayers as OtherLayers
+    from attnplug.models.description import describe_model as describe_model
     from attnplug.models.layers import ModelLayer as ModelLayer
     from attnplug.models.layers import model_layers as model_layers
     from attnplug.models.layers import requirements as requirements
     from attnplug.models.layers import requirements_from_json as requirements_from_json
 
 _MODULES: Final = {
+    "attnplug.models.description": "describe_model ModelDescription OtherLayers",
     "attnplug.models.layers": "model_layers ModelLayer requirements requirements_from_json",
 }
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from os import PathLike, fspath
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from attnplug.errors import RequirementsError
+from attnplug.models.locate import find_config
+from attnplug.request.files import read_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _TEXT_PARTS: Final = ("text_config", "thinker_config", "llm_config", "language_config")
+_LARGEST: Final = 2**24  # bytes; published ones have up to 200 KiB, of quantized models with a list of layers
 
 
 @frozen
@@ -23,10 +28,16 @@ class Fields:
     Attributes:
         data: Field name -> value; None counts as absent.
         origin: What it was read from, for messages.
+        file: The config.json, where it is one.
+        defaults: What the library assumes for fields that are not in `data`, not even as null.
+        assumed: Those of them that were read, with their values; parts and layers share it.
     """
 
     data: Mapping[str, Any]
     origin: str
+    file: Path | None = None
+    defaults: Mapping[str, Any] = field(factory=dict)
+    assumed: dict[str, Any] = field(factory=dict, eq=False)
 
     @property
     def model_type(self) -> str:
@@ -34,8 +45,29 @@ class Fields:
         return str(self.data.get("model_type") or "")
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that is set, else None."""
-        return next((self.data[name] for name in names if self.data.get(name) is not None), None)
+        """Return the first of these fields that is set, else the default of the first that has one, else None."""
+        name = self._name_of(names)
+        return None if name is None else self._read(name)
+
+    def is_off(self, name: str) -> bool:
+        """Whether a field is false: null and absence without a default are not."""
+        return self.get(name) is False
+
+    def _name_of(self, names: tuple[str, ...]) -> str | None:
+        """Return the first name that is set, else the first that is left out and has a default."""
+        for name in names:
+            if self.data.get(name) is not None:
+                return name
+        # Names that mean the same: where one is written as null, the default of another one does not replace it.
+        if any(name in self.data for name in names):
+            return None
+        return next((name for name in names if self.defaults.get(name) is not None), None)
+
+    def _read(self, name: str) -> Any:
+        if name in self.data:
+            return self.data[name]
+        value = self.assumed[name] = self.defaults[name]
+        return value
 
     def need(self, *names: str) -> Any:
         """
@@ -60,10 +92,10 @@ class Fields:
         Raises:
             RequirementsError: It is text, a boolean, a fraction, or below `least`. Zero does not count as absent.
         """
-        name = next((name for name in names if self.data.get(name) is not None), None)
+        name = self._name_of(names)
         if name is None:
             return None
-        value = self.data[name]
+        value = self._read(name)
         whole = type(value) is int or (isinstance(value, float) and value.is_integer())
         if not whole or value < least:
             raise RequirementsError(
@@ -89,22 +121,23 @@ class Fields:
         """Return the error for a field that has to be there."""
         return RequirementsError(
             f"{self.origin} names no {name!r}",
-            f"the attention of {self.model_type!r} follows from it, and transformers' default is not guessed here",
-            f"write {name!r} into the configuration, or pass the configuration object that transformers makes of it",
+            f"the attention of {self.model_type!r} follows from it, and no default of it is known",
+            f"write {name!r} into the configuration, or pass the configuration object that its code makes of it",
         )
 
     def layer(self, index: int) -> Fields:
         """Return the fields of one layer: `per_layer_config` overrides the model's."""
-        overrides = self.data.get("per_layer_config") or {}
-        own = overrides.get(index) or overrides.get(str(index)) or {}
-        return Fields({**self.data, **own}, self.origin) if own else self
+        overrides = self.get("per_layer_config") or {}
+        # Saved files write the numbers as text, of one width: "05" in a model of 30 layers.
+        own = next((value for key, value in overrides.items() if str(key).isdecimal() and int(key) == index), None)
+        return evolve(self, data={**self.data, **own}) if own else self
 
     def part(self, name: str) -> Fields:
         """Return a part of a composite model; what it leaves out, such as the dtype, is the whole's."""
         inherited = {key: self.data.get(key) for key in ("dtype", "torch_dtype")}
         # A null that is written out counts: a window of null means no window. Only the dtype may be inherited.
         own = {key: value for key, value in self.need(name).items() if value is not None or key not in inherited}
-        return Fields({**inherited, **own}, f"{self.origin}.{name}")
+        return evolve(self, data={**inherited, **own}, origin=f"{self.origin}.{name}")
 
     def text(self) -> Fields:
         """Return the language model's part of a composite model, or the whole of a plain one."""
@@ -116,25 +149,28 @@ def read_fields(config: object) -> Fields:
     """
     Return the fields of a configuration object of transformers, of a mapping, or of a ``config.json``.
 
+    Args:
+        config: One of these; a file is named as `attnplug.models.locate.find_config` takes it.
+
     Raises:
         RequirementsError: It is none of these, or names no model type.
     """
-    data, origin = _load(config)
-    fields = Fields(data, origin)
+    fields = _load(config)
     if not fields.model_type:
         raise RequirementsError(
-            f"{origin} names no 'model_type'",
+            f"{fields.origin} names no 'model_type'",
             "the model type says how the other fields are read",
             "pass a transformers configuration, or a config.json that has one",
         )
     return fields
 
 
-def _load(config: object) -> tuple[Mapping[str, Any], str]:
+def _load(config: object) -> Fields:
     if isinstance(config, Mapping):
-        return config, f"the {config.get('model_type', 'given')} configuration"
+        return Fields(config, f"the {config.get('model_type', 'given')} configuration")
     if isinstance(config, (str, PathLike)):
-        return _load_json(Path(fspath(config))), str(config)
+        file = find_config(fspath(config))
+        return Fields(_load_json(file), str(config), file)
     to_dict = getattr(config, "to_dict", None)
     if to_dict is None:
         raise RequirementsError(
@@ -142,20 +178,19 @@ def _load(config: object) -> tuple[Mapping[str, Any], str]:
             "it is a transformers configuration, a mapping of its fields, or the path of a config.json",
             "pass model.config",
         )
-    return to_dict(), type(config).__name__
+    return Fields(to_dict(), type(config).__name__)
 
 
-def _load_json(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
+def _load_json(file: Path) -> Mapping[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_text(file, _LARGEST))
     except OSError as error:
         raise RequirementsError(
             f"{str(file)!r} was given as the configuration, and does not open: {error.strerror}",
             "",
             "pass the path of a model's config.json, or of the folder that holds it",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequirementsError(
             f"{str(file)!r} was given as the configuration, and is not JSON: {error}", "", "pass a config.json"
         ) from error

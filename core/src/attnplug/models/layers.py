@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.models.architectures import ARCHITECTURES, FORBIDDEN_FIELDS, REFUSED, Architecture
+from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, Architecture
+from attnplug.models.defaults import defaults_of
+from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, read_fields
-from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, FULL, SLIDING
+from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
+from attnplug.models.quantization import cache_dtype
+from attnplug.request.fields import near
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
+LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
-_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
-_PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone; on the command line, --partial"
+_SIZES: Final = ("head_dim", "attention_head_dim", "kv_channels")
+_ATTENTION: Final = (FULL, SLIDING, CHUNKED, BLOCK_SPARSE, CROSS, "hybrid")
+_PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone"
 
 
 @frozen
@@ -32,11 +39,13 @@ class ModelLayer:
         name: The end of its module's name.
         index: Its number in its stack, as the module's `layer_idx`.
         requirements: What it requests of a backend.
+        scale: Factor of the scores, which `Layer` has; None where it is not known.
     """
 
     name: str
     index: int
     requirements: Requirements
+    scale: float | None = None
 
 
 def requirements(
@@ -57,13 +66,17 @@ def requirements(
     scale of the scores is not a requirement: the `Layer` has it.
 
     Args:
-        hf_config: A transformers configuration, a mapping of its fields, or the path of a ``config.json``.
-        dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it from the configuration.
+        hf_config: A transformers configuration, a mapping of its fields, the path of a ``config.json`` or of its
+            folder, or a model id in the local Hugging Face cache. A field that it leaves out has transformers' default;
+            `describe_model` says which were used.
+        dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it, then assumes what transformers
+            does: the dtype of the weights beside a ``config.json``, else float32.
         paged: Whether keys and values are in a paged KV cache, or contiguous (non-paged). Encoders have no KV cache.
         partial: Accept models of which only some layers are attention, and describe those.
         assume: Read an unknown model type as this one, such as ``"llama"``; refused for a known type.
         engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of the KV
-            cache are requested of the layers that have one.
+            cache are requested of the layers that have one. Without `kv_cache_dtype`, a paged KV cache has the dtype
+            that the checkpoint's quantization names, if any.
 
     Raises:
         RequirementsError: The model type is unknown, requirements cannot express its attention, or a field that decides
@@ -116,10 +129,12 @@ def model_layers(
     """
     whole = read_fields(hf_config)
     _refuse_by_name(whole)
-    fields = whole.text()
-    architecture = _architecture(fields, assume)
-    wanted = {**engine, "paged": paged, "dtype": _dtype(fields, dtype)}
-    layers = tuple(_layers(fields, architecture, wanted))
+    fields = read_text_part(whole)
+    architecture = check_expressible(fields, assume)
+    wanted: dict[str, Any] = {**engine, "paged": paged, "dtype": find_dtype(fields, dtype)[0]}
+    if paged and "kv_cache_dtype" not in engine and (checkpoint := cache_dtype(whole, fields)) is not None:
+        wanted["kv_cache_dtype"] = checkpoint
+    layers = tuple(attention_layers(fields, architecture, wanted))
     if not partial:
         _refuse_gaps(fields, architecture, layers, fix)
     if not layers:
@@ -127,33 +142,55 @@ def model_layers(
     return layers
 
 
-def _architecture(fields: Fields, assume: str | None) -> Architecture:
-    for name, why in FORBIDDEN_FIELDS.items():
-        if fields.get(name):
-            raise _refused(fields, f"{why} ({name}={fields.get(name)!r})")
-    if str(fields.get("position_embedding_type") or "").startswith("relative"):
-        positions = fields.get("position_embedding_type")
-        raise _refused(fields, f"its scores depend on relative positions (position_embedding_type={positions!r})")
+def read_text_part(whole: Fields) -> Fields:
+    """Return the language model's part of a configuration, with what the library assumes for fields left out."""
+    text = whole.text()
+    return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={})
+
+
+def check_expressible(fields: Fields, assume: str | None) -> Architecture:
+    """
+    Return how a configuration is read.
+
+    Raises:
+        RequirementsError: Requirements cannot express its attention, or its model type is unknown.
+    """
+    why = forbidden(fields)
+    if why is not None:
+        raise _refused(fields, why)
     _refuse_by_name(fields)
-    _check_assumed(fields, assume)
+    check_assumed(fields, assume)
     name = assume or fields.model_type
     if name not in ARCHITECTURES:
         raise RequirementsError(
-            f"{fields.origin} is of model type {name!r}",
+            f"{fields.origin} is of model type {name!r}{near(name, list(ARCHITECTURES))}",
             f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
             "pass assume='llama' (or another type described there) if its layers are alike, --assume llama on the"
             " command line; otherwise keep transformers' own attention for it, or build the Requirements by hand",
         )
-    architecture = ARCHITECTURES[name]
-    for spelled in sorted(architecture.spelled):
-        if spelled not in fields.data:
-            raise fields.missing(spelled)
-    return architecture
+    return ARCHITECTURES[name]
 
 
-def _check_assumed(fields: Fields, assume: str | None) -> None:
-    """Refuse an assumption about a known model type, or of an unknown one."""
-    known = fields.model_type in ARCHITECTURES
+def forbidden(fields: Fields) -> str | None:
+    """Return why no requirements describe the attention, where a field says so."""
+    for name, why in FORBIDDEN_FIELDS.items():
+        value = fields.data.get(name)
+        if value and not (name == "use_bidirectional_attention" and value == "vision"):  # text reads causally there
+            return f"{why} ({name}={value!r})" if isinstance(value, (bool, int, float, str)) else f"{why} ({name})"
+    positions = fields.data.get("position_embedding_type")
+    if str(positions or "").startswith("relative"):
+        return f"its scores depend on relative positions (position_embedding_type={positions!r})"
+    return None
+
+
+def check_assumed(fields: Fields, assume: str | None) -> None:
+    """
+    Refuse an assumption about a known model type, or of an unknown one.
+
+    Raises:
+        RequirementsError: It is one of these.
+    """
+    known = any(fields.model_type in table for table in (ARCHITECTURES, BIASED, LATENT))
     if assume is None or (assume == fields.model_type and known):
         return
     given = f"assume={assume!r} was given for {fields.origin} of model type {fields.model_type!r}"
@@ -186,40 +223,57 @@ def _refused(
     )
 
 
-def _dtype(fields: Fields, dtype: str | None) -> str:
-    found = dtype or fields.get("dtype", "torch_dtype")
-    if found is None:
-        raise RequirementsError(
-            f"{fields.origin} names no dtype",
-            "a backend is chosen for one dtype",
-            "pass dtype='bfloat16' (or 'float16', 'float32'); on the command line, --dtype bfloat16",
-        )
-    return str(found)
+def kinds_of(fields: Fields, architecture: Architecture) -> Sequence[str]:
+    """
+    Return the kind of each layer of a stack, in transformers' words.
+
+    Raises:
+        RequirementsError: A field that decides is missing or invalid.
+    """
+    listed = fields.get("layer_types", "layers_block_type") if fields.get(*LAYERS) is None else None
+    return architecture.pattern(fields, len(listed) if listed is not None else fields.need_integer(*LAYERS))
 
 
-def _layers(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
+def attention_layers(
+    fields: Fields, architecture: Architecture, wanted: Mapping[str, Any], *, is_biased: bool = False
+) -> Iterator[ModelLayer]:
+    """
+    Yield the layers that are attention over keys.
+
+    Args:
+        fields: The configuration.
+        architecture: How it is read.
+        wanted: The fields of `Requirements` that the engine decides, with `paged` and `dtype`.
+        is_biased: Whether each call of self-attention has an additive bias.
+
+    Raises:
+        RequirementsError: A field that decides is missing or invalid.
+    """
     if architecture.family == "encoder_decoder":
-        yield from _two_stacks(fields, architecture, wanted)
+        yield from _two_stacks(fields, architecture, wanted, is_biased=is_biased)
         return
     causal = _is_causal(fields, architecture)
     # A layer of another kind, such as a convolution, has no requirements, and keeps its number.
-    count = fields.need_integer(*_LAYERS)
-    for index, kind in enumerate(architecture.pattern(fields, count)):
-        if kind in (FULL, SLIDING, CHUNKED, BLOCK_SPARSE):
-            shape = _heads(fields.layer(index), architecture)
-            masked = _mask(fields, architecture, kind, causal=causal)
-            shared = _shares_cache(fields, index, count, wanted)
-            yield ModelLayer(architecture.path.format(index), index, _require(wanted, {**shape, **masked, **shared}))
+    kinds = kinds_of(fields, architecture)
+    for index, kind in enumerate(kinds):
+        if kind in _ATTENTION:
+            one = architecture.layer(fields, index, kind)
+            shape = _heads(one, architecture)
+            masked = _mask(one, architecture, kind, causal=causal)
+            shared = _shares_cache(fields, index, len(kinds), wanted)
+            path = architecture.cross if kind == CROSS else architecture.path
+            scale = architecture.scale(one, shape["head_size"], index)
+            yield ModelLayer(path.format(index), index, _require(wanted, {**shape, **masked, **shared}), scale)
 
 
 def _is_causal(fields: Fields, architecture: Architecture) -> bool:
     if architecture.family == "encoder":
         return bool(fields.get("is_decoder"))
-    if fields.data.get("is_causal") is False and fields.get("sliding_window") is not None:
+    if fields.is_off("is_causal") and fields.get("sliding_window") is not None:
         raise _refused(
             fields, "without causality transformers has two meanings of its window (is_causal=False, sliding_window)"
         )
-    return fields.data.get("is_causal") is not False
+    return not fields.is_off("is_causal")
 
 
 def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool) -> dict[str, Any]:
@@ -227,6 +281,8 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
     if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
         raise _refused(fields, "transformers ignores its attn_logit_softcapping")
     switched_off = architecture.alibi_switch and not fields.get(architecture.alibi_switch)
+    if kind == CROSS:
+        return {"attn_type": "encoder_decoder"}
     return {
         "attn_type": "decoder" if causal else "encoder_only",
         "logits_soft_cap": cap,
@@ -251,9 +307,9 @@ def _block_sparse(fields: Fields) -> dict[str, Any]:
 
 def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
     """Return the tokens that a token attends to on one side, itself included; encoders count without itself."""
-    both_sides = fields.get("sliding_window") is None and "local_attention" in architecture.spelled
-    # A window over both sides is written as its whole width.
-    width = fields.need_integer("local_attention") // 2 if both_sides else fields.need_integer("sliding_window")
+    width = fields.need_integer(architecture.window)
+    if architecture.window == "local_attention":
+        width //= 2  # a window over both sides is written as its whole width
     return width if causal else width + 1
 
 
@@ -263,7 +319,7 @@ def _heads(fields: Fields, architecture: Architecture, heads: tuple[str, ...] = 
         kv_heads = architecture.kv_heads(fields, count)
     else:
         kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
-    size = fields.integer("head_dim") or _divided(fields, architecture, count)
+    size = fields.integer(*_SIZES) or _divided(fields, architecture, count)
     return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size}
 
 
@@ -285,31 +341,55 @@ def _shares_cache(fields: Fields, index: int, count: int, wanted: Mapping[str, A
     return {"kv_sharing": bool(wanted["paged"]) and index >= count - shared}
 
 
-def _two_stacks(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
-    encoder = _heads(fields, architecture, ("encoder_attention_heads",))
-    decoder = _heads(fields, architecture, ("decoder_attention_heads",))
-    stacks = [("decoder", "decoder_layers", "decoder", decoder)]
+def _two_stacks(
+    fields: Fields, architecture: Architecture, wanted: Mapping[str, Any], *, is_biased: bool
+) -> Iterator[ModelLayer]:
+    encoder = _stack_heads(fields, architecture, "encoder")
+    decoder = _stack_heads(fields, architecture, "decoder")
+    stacks = [("decoder", "decoder", decoder)]
     # Such as BartForCausalLM: a decoder alone, whose cross attention runs where a caller passes hidden states.
-    if fields.data.get("is_encoder_decoder") is not False:
-        stacks.insert(0, ("encoder", "encoder_layers", "encoder", encoder))
-    for stack, layers, attn_type, shape in stacks:
-        for index in range(fields.need_integer(layers)):
+    if not fields.is_off("is_encoder_decoder"):
+        stacks.insert(0, ("encoder", "encoder", encoder))
+    # A bias on the scores is an additive mask, which the contract has for contiguous K/V only.
+    biased = {**_contiguous(wanted), "attn_bias": True} if is_biased else wanted
+    for stack, attn_type, shape in stacks:
+        for index in range(_stack_size(fields, stack)):
             name = architecture.path.replace("{stack}", stack).format(index)
-            yield ModelLayer(name, index, _require(wanted, {**shape, "attn_type": attn_type}))
-    for index in range(fields.need_integer("decoder_layers")):
-        yield ModelLayer(
-            architecture.cross.format(index), index, _require(wanted, {**decoder, "attn_type": "encoder_decoder"})
-        )
+            scale = architecture.scale(fields, shape["head_size"], index)
+            yield ModelLayer(name, index, _require(biased, {**shape, "attn_type": attn_type}), scale)
+    for index in range(_stack_size(fields, "decoder")):
+        scale = architecture.scale(fields, decoder["head_size"], index)
+        request = _require(wanted, {**decoder, "attn_type": "encoder_decoder"})
+        yield ModelLayer(architecture.cross.format(index), index, request, scale)
+
+
+def _stack_size(fields: Fields, stack: str) -> int:
+    """T5 counts its encoder's layers in `num_layers`, and its decoder's too where `num_decoder_layers` is left out."""
+    own = f"{stack}_layers"
+    return fields.need_integer(
+        *((own, "num_decoder_layers", "num_layers") if stack == "decoder" else (own, "num_layers"))
+    )
+
+
+def _stack_heads(fields: Fields, architecture: Architecture, stack: str) -> dict[str, Any]:
+    own = f"{stack}_attention_heads"
+    if fields.get("d_kv") is None:
+        return _heads(fields, architecture, (own, "num_heads"))
+    count = fields.need_integer(own, "num_heads")
+    return {"num_q_heads": count, "num_kv_heads": count, "head_size": fields.need_integer("d_kv")}
+
+
+def _contiguous(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is wanted of a layer without a KV cache."""
+    fields = {name: value for name, value in wanted.items() if name not in _CACHE_FIELDS} | {"paged": False}
+    if isinstance(fields.get("late"), (list, tuple)):
+        fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]
+    return fields
 
 
 def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
     fields = {**wanted, **own}
-    if fields["attn_type"] in ("encoder", "encoder_only"):
-        fields["paged"] = False
-        fields = {name: value for name, value in fields.items() if name not in _CACHE_FIELDS}
-        if isinstance(fields.get("late"), (list, tuple)):
-            fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]
-    return Requirements(**fields)
+    return Requirements(**(_contiguous(fields) if fields["attn_type"] in ("encoder", "encoder_only") else fields))
 
 
 def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], fix: str) -> None:
@@ -317,12 +397,11 @@ def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[Model
     if architecture.family == "encoder_decoder":
         return
     described = {layer.index for layer in layers}
-    count = fields.need_integer(*_LAYERS)
-    kinds = architecture.pattern(fields, count)
-    others = {kinds[index] for index in range(count) if index not in described}
+    kinds = kinds_of(fields, architecture)
+    others = {kind for index, kind in enumerate(kinds) if index not in described}
     if others:
         raise RequirementsError(
-            f"{fields.origin}: {count - len(described)} of {count} layers are {', '.join(sorted(others))}",
+            f"{fields.origin}: {len(kinds) - len(described)} of {len(kinds)} layers are {', '.join(sorted(others))}",
             "those are not attention over keys, and no backend here serves them",
             fix,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from attnplug.errors import RequirementsError
@@ -15,6 +15,11 @@ SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
 BLOCK_SPARSE: Final = "block_sparse_attention"
 LINEAR: Final = "linear_attention"
+CROSS: Final = "cross_attention"
+MLA: Final = "multi-head latent attention"
+
+_OTHER_NAMES: Final = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": "indexed_attention"}
+"""Names of layer kinds in older files -> today's, as transformers replaces them."""
 
 _IGNORED_BY_MPT: Final[dict[str, object]] = {
     "alibi": True,
@@ -34,7 +39,7 @@ KvHeads: TypeAlias = Callable[["Fields", int], int]
 
 def full(fields: Fields, count: int) -> Sequence[str]:
     """Every token attends to every earlier one. A window, which such a model would ignore, is refused."""
-    if fields.get("sliding_window") is not None and fields.data.get("use_sliding_window") is not False:
+    if fields.get("sliding_window") is not None and not fields.is_off("use_sliding_window"):
         raise RequirementsError(
             f"{fields.origin} has sliding_window={fields.get('sliding_window')}",
             f"{fields.model_type!r} is read as a model without windowed layers, which would ignore it",
@@ -43,9 +48,28 @@ def full(fields: Fields, count: int) -> Sequence[str]:
     return [FULL] * count
 
 
+def every_layer(_: Fields, count: int) -> Sequence[str]:
+    """Every layer is full, whatever window the configuration has: none of its layers is windowed unless it says so."""
+    return [FULL] * count
+
+
+def flint(_: Fields, count: int) -> Sequence[str]:
+    """The first two layers, the last, and every fourth are full; the others are windowed."""
+    return [FULL if i < 2 or i % 4 == 1 or i == count - 1 else SLIDING for i in range(count)]
+
+
+def cohere2_moe(fields: Fields, count: int) -> Sequence[str]:
+    """The first layers, which are dense, have a period of their own."""
+    dense = fields.integer("first_k_dense_replace", least=0) or 0
+    first = fields.integer("prefix_dense_sliding_window_pattern") or 1
+    period = fields.integer("sliding_window_pattern") or 4
+    places = [(index + 1) % first if index < dense else (index - dense + 1) % period for index in range(count)]
+    return [SLIDING if place else FULL for place in places]
+
+
 def uniform(fields: Fields, count: int) -> Sequence[str]:
     """All layers are windowed, where there is a window."""
-    windowed = fields.get("sliding_window") is not None and fields.data.get("use_sliding_window") is not False
+    windowed = fields.get("sliding_window") is not None and not fields.is_off("use_sliding_window")
     return [SLIDING if windowed else FULL] * count
 
 
@@ -75,14 +99,26 @@ def jamba(fields: Fields, count: int) -> Sequence[str]:
     return [FULL if index % period == offset else LINEAR for index in range(count)]
 
 
+def at(field: str, kind: str = FULL, other: str = LINEAR, *, default: Sequence[int] | None = None) -> Pattern:
+    """The layers whose numbers a field lists are of one kind, the others of another; without it, `default` or all."""
+
+    def pattern(fields: Fields, count: int) -> Sequence[str]:
+        found = fields.get(field)
+        chosen = set((range(count) if default is None else default) if found is None else found)
+        return [kind if index in chosen else other for index in range(count)]
+
+    return pattern
+
+
 def listed(default: Pattern | None = None) -> Pattern:
     """The configuration lists the kinds in `layer_types`; files from before that field follow `default`."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
-        given = fields.get("layer_types")
+        given = fields.get("layer_types", "layers_block_type")
         if given is None and default is None:
             raise fields.missing("layer_types")
         kinds = list(given) if given is not None else list(default(fields, count)) if default else []
+        kinds = [_OTHER_NAMES.get(kind, kind) for kind in kinds]
         if len(kinds) < count:
             raise RequirementsError(
                 f"{fields.origin} lists {len(kinds)} layer_types for {count} layers",
@@ -94,32 +130,110 @@ def listed(default: Pattern | None = None) -> Pattern:
     return pattern
 
 
-def every(period: int, *, field: str = "") -> Pattern:
-    """Every `period`-th layer is full and the others are windowed; `field` overrides the period."""
+def every(period: int, *, field: str = "", other: str = SLIDING) -> Pattern:
+    """Every `period`-th layer is full and the others are windowed, or of another kind; `field` overrides the period."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         step = (fields.integer(field) if field else None) or period
-        return [SLIDING if (index + 1) % step else FULL for index in range(count)]
+        return [other if (index + 1) % step else FULL for index in range(count)]
 
     return pattern
 
 
-def first_of(period: int, *, field: str = "") -> Pattern:
-    """The first of every `period` layers is full and the others are windowed; `field` overrides the period."""
+def first_of(period: int, *, field: str = "", other: str = SLIDING) -> Pattern:
+    """The first of every `period` layers is full and the others are windowed, or of another kind; `field` as above."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         step = (fields.integer(field) if field else None) or period
-        return [SLIDING if index % step else FULL for index in range(count)]
+        return [other if index % step else FULL for index in range(count)]
 
     return pattern
 
 
 def late(fields: Fields, count: int) -> Sequence[str]:
     """Layers from `max_window_layers` on are windowed, if the model uses its window at all."""
-    if not fields.get("use_sliding_window") or fields.get("sliding_window") is None:
+    if not fields.get("use_sliding_window"):
+        return [FULL] * count
+    return late_windows(fields, count)
+
+
+def late_windows(fields: Fields, count: int) -> Sequence[str]:
+    """Layers from `max_window_layers` on are windowed, where there is a window."""
+    if fields.get("sliding_window") is None:
         return [FULL] * count
     first = fields.need_integer("max_window_layers", least=0)
     return [SLIDING if index >= first else FULL for index in range(count)]
+
+
+def early_alternating(fields: Fields, count: int) -> Sequence[str]:
+    """Every second layer below `max_window_layers` is windowed, from the first on, if the model uses its window."""
+    if not fields.get("use_sliding_window"):
+        return [FULL] * count
+    last = fields.need_integer("max_window_layers", least=0)
+    return [SLIDING if index % 2 == 0 and index < last else FULL for index in range(count)]
+
+
+def windowed_or_full(pattern: Pattern) -> Pattern:
+    """The pattern where there is a window; without one, every layer is full."""
+
+    def found(fields: Fields, count: int) -> Sequence[str]:
+        return pattern(fields, count) if fields.get("sliding_window") is not None else [FULL] * count
+
+    return found
+
+
+def last_full(pattern: Pattern) -> Pattern:
+    """The pattern with a last layer that is full, whatever it says of that one."""
+
+    def found(fields: Fields, count: int) -> Sequence[str]:
+        return [*pattern(fields, count)[: count - 1], FULL]
+
+    return found
+
+
+def repeated(field: str, kinds: Mapping[str, str], default: Sequence[str]) -> Pattern:
+    """A field lists the kinds of the first layers in words of its own, and the list repeats."""
+
+    def pattern(fields: Fields, count: int) -> Sequence[str]:
+        words = fields.get(field) or default
+        return [kinds.get(words[index % len(words)], str(words[index % len(words)])) for index in range(count)]
+
+    return pattern
+
+
+def spelled_out(field: str, letters: Mapping[str, str]) -> Pattern:
+    """A text has one letter for each layer."""
+
+    def pattern(fields: Fields, count: int) -> Sequence[str]:
+        text = str(fields.need(field))
+        if len(text) < count or not set(text) <= set(letters):
+            raise RequirementsError(
+                f"{fields.origin} has {field}={text!r} for {count} layers",
+                f"it has one of the letters {', '.join(map(repr, letters))} for each layer",
+                f"correct {field!r} in the configuration",
+            )
+        return [letters[letter] for letter in text[:count]]
+
+    return pattern
+
+
+def kimi_linear(fields: Fields, count: int) -> Sequence[str]:
+    """`linear_attn_config` lists the full layers, counted from 1; without it, every fourth is full, but the first."""
+    found = fields.get("linear_attn_config") or {}
+    numbers = found.get("full_attn_layers")
+    if numbers is None:
+        return [FULL if index and index % 4 == 0 else LINEAR for index in range(count)]
+    return [FULL if index + 1 in set(numbers) else LINEAR for index in range(count)]
+
+
+def nas_blocks(fields: Fields, count: int) -> Sequence[str]:
+    """`block_configs` says for each layer whether it has attention: searched architectures replace or leave it out."""
+    kinds = []
+    for block in fields.need("block_configs")[:count]:
+        attention = block.get("attention") or {}
+        replaced = "linear_layer" if attention.get("replace_with_linear") else "no_attention"
+        kinds.append(FULL if attention.get("n_heads_in_group") else replaced)
+    return kinds
 
 
 def chunked_with_rope(fields: Fields, count: int) -> Sequence[str]:
@@ -152,3 +266,8 @@ def falcon_kv_heads(fields: Fields, count: int) -> int:
 def dbrx_kv_heads(fields: Fields, _: int) -> int:
     """The number is in `attn_config`."""
     return fields.part("attn_config").need_integer("kv_n_heads")
+
+
+def chatglm_kv_heads(fields: Fields, count: int) -> int:
+    """The number of groups, where the queries are grouped."""
+    return fields.need_integer("multi_query_group_num") if fields.get("multi_query_attention") else count

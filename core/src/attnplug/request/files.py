@@ -46,6 +46,31 @@ def read_bytes(path: str | Path, largest: int) -> bytes:
         os.close(descriptor)
 
 
+def read_head(path: str | Path, size: int) -> bytes:
+    """
+    Read the beginning of a regular file, which may be larger.
+
+    Args:
+        path: The file.
+        size: The most bytes that are read; a shorter file is read whole.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file.
+        ValueError: The path has a null character.
+    """
+    descriptor = os.open(path, _FLAGS)
+    try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        parts: list[bytes] = []
+        while size > 0 and (part := os.read(descriptor, min(size, 2**20))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
 def read_text(path: str | Path, largest: int) -> str:
     """
     Read a regular file of UTF-8, its line ends as in Python. Arguments and errors as for `read_bytes`.

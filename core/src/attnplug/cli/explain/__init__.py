@@ -68,10 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_argument(
         "--requirements", metavar="JSON", help="requirements as a JSON object, or @FILE; options win"
     )
-    requested.add_argument("--config", metavar="FILE", help="a model's config.json, or its folder: all of its layers")
+    requested.add_argument(
+        "--config", metavar="FILE", help="a model's config.json, its folder, or its id in the Hugging Face cache"
+    )
     requested.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
     requested.add_argument(
-        "--partial", action="store_true", help="describe the attention layers of a hybrid model alone"
+        "--partial", action="store_true", help="leave out attention that no requirements express, such as MLA"
     )
     there = parser.add_argument_group("where, and with what")
     there.add_argument(

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.errors import RequestError
+from attnplug.commands import complain, escaped
+from attnplug.errors import NoBackendError, RequestError
 from attnplug.request.fields import FIELDS, LATE, Flag, Integer, Name, Names, Number, Table, fields_of
 from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import parse_device
@@ -31,6 +32,7 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
 
     Raises:
         RequestError: Nothing is requested, or in two ways at once.
+        NoBackendError: No requirements express a model's attention.
         RequirementsError: The requirements are unknown, contradictory or impossible.
     """
     fields = given_fields(arguments)
@@ -86,7 +88,7 @@ def requested_options(texts: list[str] | None) -> dict[str, dict[str, str]] | No
 
 
 def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[str, Requirements]:
-    from attnplug.models import requirements_from_json  # noqa: PLC0415 - only models need it
+    from attnplug.models import describe_model  # noqa: PLC0415 - only models need it
 
     if arguments.requirements:
         raise RequestError(
@@ -101,11 +103,16 @@ def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[
                 f"{name} belongs to the model, and follows from its configuration",
                 f"leave {option_of(name)} out, or describe one layer without --config",
             )
-    return requirements_from_json(
-        arguments.config,
-        **{"paged": True, **fields},
-        **{name: getattr(arguments, name) for name in _ABOUT_MODELS},
-    )
+    model = describe_model(arguments.config, assume=arguments.assume, **{"paged": True, **fields})
+    for line in (*model.notes, *(f"besides, {other}" for other in model.others if not other.is_attention)):
+        complain(escaped(f"attnplug explain: {line}"))
+    if not model.layers or (model.unserved and not arguments.partial):
+        raise NoBackendError(
+            f"{model.origin} has layers that no backend can serve",
+            "; ".join(map(str, model.unserved or model.others)),
+            "add --partial for the other attention layers" if model.layers else "run it on its own implementation",
+        )
+    return model.requirements
 
 
 def read_object(text: str) -> dict[str, Any]:
@@ -131,16 +138,27 @@ def read_object(text: str) -> dict[str, Any]:
 # Requirements as options: one for each model and engine field
 
 
-def add_field_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each field that can be requested. One that is not given is not in the parsed arguments."""
-    kinds = (
-        ("model", "what the model requests"),
-        ("engine", "what the engine requests"),
-        ("selection", "what is bound after the selection"),
-    )
-    for kind, title in kinds:
-        group = parser.add_argument_group(title)
-        for item in fields_of(kind):  # type: ignore[arg-type]
+_KINDS: Final = {
+    "model": "what the model requests",
+    "engine": "what the engine requests",
+    "selection": "what is bound after the selection",
+}
+
+
+def add_field_options(
+    parser: argparse.ArgumentParser, kinds: Sequence[str] = tuple(_KINDS), besides: Sequence[str] = ()
+) -> None:
+    """
+    Add one option for each field that can be requested. One that is not given is not in the parsed arguments.
+
+    Args:
+        parser: The command's parser.
+        kinds: The kinds of field.
+        besides: Further fields, in the first group.
+    """
+    for kind in kinds:
+        group = parser.add_argument_group(_KINDS[kind])
+        for item in (*(FIELDS[name] for name in besides if kind == kinds[0]), *fields_of(kind)):  # type: ignore[arg-type]
             _add_option(group, item)
 
 

@@ -1,0 +1,247 @@
+"""``attnplug plan``: the decision for a whole model, its KV cache, and what tensor parallelism does with its heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.cli.device_report import report_device
+from attnplug.cli.explain.request import add_field_options, given_fields, requested_devices, requested_options
+from attnplug.commands import NO, OK, abbreviated, describe_error, escaped, say, say_json, wrapped
+from attnplug.errors import NoBackendError
+from attnplug.models.description import describe_model
+from attnplug.models.parallel import cache_bytes, kept_tokens, shard
+from attnplug.selection.plan import plan
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
+
+    from attnplug.models.description import ModelDescription
+    from attnplug.models.parallel import Shard
+    from attnplug.request.device import Device
+    from attnplug.selection.plan import Plan
+
+SCHEMA: Final = 1
+"""Version of the JSON; a field that goes or changes its meaning raises it."""
+
+_EPILOG: Final = """\
+examples:
+  attnplug plan path/to/config.json
+  attnplug plan Qwen/Qwen3-8B --tp 2 --device cuda:9.0 --assume-installed
+  attnplug plan path/to/folder --dtype bfloat16 --kv-cache-dtype fp8_e4m3 --block-size 16
+
+exit codes: 0 all attention layers can be served, 1 some cannot, 2 the request is wrong
+"""
+_SHOWN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "attn_bias", "kv_sharing")
+_TERMS: Final = ("block_size", "kv_layout", "kv_cache_form", "cudagraph")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = (
+        "Plan the attention of a whole model: per group of layers the decision, the terms of the KV cache that they\n"
+        "share and its bytes per token, on each device of a tensor-parallel group. Nothing of a plugin is imported."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a model's config.json, its folder, or a model id in the Hugging Face cache"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="devices of the tensor-parallel group; default 1"
+    )
+    parser.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
+    parser.add_argument("--device", action="append", metavar="DEVICE", help="as for explain; repeatable")
+    parser.add_argument(
+        "--assume-installed", action="store_true", help="suppose that the kernel libraries of plugins are installed"
+    )
+    parser.add_argument("--backend", action="append", metavar="NAME", help="as for explain; repeatable")
+    parser.add_argument("--option", action="append", metavar="BACKEND.OPTION=VALUE", help="as for explain; repeatable")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_field_options(parser, ("engine",), ("dtype",))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, on each device."""
+    fields = {"paged": True, **given_fields(arguments)}
+    model = describe_model(arguments.config, assume=arguments.assume, **fields)
+    keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
+    devices = requested_devices(arguments.device) or (report_device().device,)
+    plans = [
+        plan_model(model, device, arguments.tp, assume_installed=arguments.assume_installed, **keywords)
+        for device in devices
+    ]
+    if arguments.json:
+        say_json({"schema": SCHEMA, "model": model.to_dict(), "plans": [each.to_dict() for each in plans]})
+    else:
+        _show(model, plans)
+    return OK if all(each.serves for each in plans) else NO
+
+
+@frozen
+class ModelPlan:
+    """
+    The decision for a model on one kind of device.
+
+    Attributes:
+        model: The model.
+        device: The device.
+        shards: Each attention layer on one device of the tensor-parallel group, by name.
+        size: The devices of the group.
+        decided: The decision; None where there is no layer that a backend can serve, or no decision for all of them.
+        failure: Why there is none, though there are layers.
+    """
+
+    model: ModelDescription
+    device: Device
+    shards: Mapping[str, Shard]
+    size: int
+    decided: Plan | None
+    failure: NoBackendError | None
+
+    @property
+    def serves(self) -> bool:
+        """Whether every layer that is attention can be served."""
+        return self.decided is not None and not self.model.unserved
+
+    def groups(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield layers that request the same and have the same backend, with that candidate."""
+        for group in self.decided.groups if self.decided is not None else ():
+            alike: dict[object, list[str]] = {}
+            for name in group.layers:
+                alike.setdefault(self.shards[name].requirements, []).append(name)
+            yield from ((tuple(names), group.selection.id) for names in alike.values())
+
+    def bytes_per_token(self, names: tuple[str, ...] | None = None) -> int | None:
+        """Return the bytes of one token in the KV cache of these layers, or all, on one device; None: not known."""
+        sizes = [cache_bytes(self.shards[name].requirements) for name in names or self.shards]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        found: dict[str, Any] = {"device": self.device.to_dict(), "tensor_parallel": self.size, "serves": self.serves}
+        if self.failure is not None:
+            found["error"] = describe_error(self.failure)
+        if self.decided is not None:
+            found |= {name: getattr(self.decided, name) for name in _TERMS}
+            found["kv_cache_bytes_per_token"] = self.bytes_per_token()
+            found["groups"] = [self._group(names, id_) for names, id_ in self.groups()]
+        return found
+
+    def _group(self, names: tuple[str, ...], id_: str) -> dict[str, Any]:
+        first = self.shards[names[0]]
+        scales = {layer.scale for layer in self.model.layers if layer.name in names}
+        return {
+            "layers": list(names),
+            "id": id_,
+            "requirements": first.requirements.to_dict(),
+            "scale": scales.pop() if len(scales) == 1 else None,
+            "kv_heads": first.sharing,
+            "copies": first.copies,
+            "kv_cache_bytes_per_token": self.bytes_per_token(names),
+            "tokens_kept": kept_tokens(first.requirements),
+        }
+
+
+def plan_model(
+    model: ModelDescription, device: Device, size: int = 1, *, assume_installed: bool = False, **keywords: Any
+) -> ModelPlan:
+    """
+    Decide for a whole model on one kind of device.
+
+    Args:
+        model: The model.
+        device: Each device of the tensor-parallel group.
+        size: How many they are.
+        assume_installed: Suppose that the kernel libraries that installed plugins require are there.
+        keywords: ``backend`` and ``options``, as for `attnplug.plan`.
+
+    Raises:
+        RequirementsError: `size` does not divide the heads.
+    """
+    shards = {layer.name: shard(layer.requirements, size) for layer in model.layers}
+    decided, failure = None, None
+    if shards:
+        layers = {name: each.requirements for name, each in shards.items()}
+        try:
+            decided = plan(layers, device, assume_installed=assume_installed, **keywords)
+        except NoBackendError as error:
+            failure = error
+    return ModelPlan(model, device, shards, size, decided, failure)
+
+
+# What a person reads
+
+
+def _show(model: ModelDescription, plans: list[ModelPlan]) -> None:
+    _say(f"{model.origin}: {model.model_type}; attention layers that backends can serve: {len(model.layers)}")
+    for note in model.notes:
+        _say(f"note: {note}")
+    for other in model.others:
+        _say(f"{'not served' if other.is_attention else 'besides'}: {other}")
+    for each in plans:
+        say()
+        parallel = f", tensor parallelism over {each.size}" if each.size > 1 else ""
+        _say(f"device: {each.device}{parallel}")
+        for line in _lines(each):
+            _say(line)
+
+
+def _say(line: str) -> None:
+    text = line.lstrip(" ")
+    say("\n".join(wrapped(text, line[: len(line) - len(text)])))
+
+
+def _lines(found: ModelPlan) -> Iterator[str]:
+    if found.decided is None:
+        yield "plan: none"
+        yield from map(escaped, str(found.failure).splitlines() if found.failure is not None else ())
+        return
+    terms = " ".join(f"{name}={getattr(found.decided, name)}" for name in _TERMS)
+    yield f"plan: {terms}"
+    for names, id_ in found.groups():
+        yield f"  {id_}  {abbreviated(names)}"
+        yield f"    {_heads(found, names)}{_features(found, names)}"
+    yield from _memory(found)
+
+
+def _heads(found: ModelPlan, names: tuple[str, ...]) -> str:
+    one = found.shards[names[0]]
+    own = one.requirements
+    text = f"heads: {own.num_q_heads} query and {own.num_kv_heads} KV of size {own.head_size}"
+    if one.sharing == "split":
+        return f"{text} on each device: query and KV heads are split"
+    if one.sharing == "replicated":
+        return f"{text} on each device: query heads are split, each KV head is replicated on {one.copies}"
+    return text
+
+
+def _features(found: ModelPlan, names: tuple[str, ...]) -> str:
+    own = found.shards[names[0]].requirements
+    values = {name: getattr(own, name) for name in _SHOWN}
+    shown = [name if value is True else f"{name}={value}" for name, value in values.items() if value]
+    shown += [own.attn_type] if own.attn_type != "decoder" else []
+    shown += ["block_sparse"] if own.block_sparse else []
+    scales = {layer.scale for layer in found.model.layers if layer.name in names} - {None, own.head_size**-0.5}
+    shown += [f"scale={scale:.6g}" for scale in scales if scale is not None] if len(scales) == 1 else []
+    return f"; {', '.join(shown)}" if shown else ""
+
+
+def _memory(found: ModelPlan) -> Iterator[str]:
+    whole = found.bytes_per_token()
+    dtypes = sorted({s.requirements.kv_cache_dtype for s in found.shards.values() if s.requirements.paged})
+    if not dtypes:
+        yield "KV cache: none, K/V are contiguous"
+        return
+    if whole is None:
+        yield f"KV cache in {', '.join(dtypes)}: its size is the plugin's"
+        return
+    yield f"KV cache in {', '.join(dtypes)}: {whole:,} bytes per token per device"
+    for bound in sorted({b for s in found.shards.values() if (b := kept_tokens(s.requirements)) is not None}):
+        names = tuple(n for n, s in found.shards.items() if kept_tokens(s.requirements) == bound)
+        size = found.bytes_per_token(names)
+        yield f"  of which {size:,} for at most {bound:,} tokens, where the engine frees older ones"
+    cross = tuple(n for n, s in found.shards.items() if s.requirements.attn_type == "encoder_decoder")
+    if cross:
+        yield f"  of which {found.bytes_per_token(cross):,} per token of the encoder, in cross attention"

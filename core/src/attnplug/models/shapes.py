@@ -1,0 +1,49 @@
+"""What single layers have instead of the model's fields, where the architecture says more than `per_layer_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import evolve
+
+from attnplug.models.patterns import FULL
+
+if TYPE_CHECKING:
+    from attnplug.models.fields import Fields
+
+LayerFields: TypeAlias = Callable[["Fields", int, str], "Fields"]
+"""Fields, number of the layer and its kind -> the fields of that layer."""
+
+
+def own(fields: Fields, index: int, _: str) -> Fields:
+    """`per_layer_config` overrides the model's fields."""
+    return fields.layer(index)
+
+
+def gemma4(fields: Fields, index: int, kind: str) -> Fields:
+    """Full layers have heads of another size and, with `attention_k_eq_v`, another number of KV heads."""
+    if kind != FULL or fields.get("per_layer_config") is not None:
+        return fields.layer(index)
+    changes = {"head_dim": fields.integer("global_head_dim") or 512}
+    heads = fields.integer("num_global_key_value_heads")
+    if heads is not None and fields.get("attention_k_eq_v"):
+        changes["num_key_value_heads"] = heads
+    return evolve(fields, data={**fields.data, **changes})
+
+
+def zamba_heads(fields: Fields, index: int, _: str) -> Fields:
+    """Its attention reads the hidden state beside the embeddings: heads are made of twice the hidden size."""
+    if fields.get("head_dim", "attention_head_dim") is not None:
+        return fields.layer(index)
+    size = 2 * fields.need_integer("hidden_size") // fields.need_integer("num_attention_heads")
+    return evolve(fields, data={**fields.data, "head_dim": size})
+
+
+def nas(fields: Fields, index: int, _: str) -> Fields:
+    """A searched architecture has another number of query heads per KV head in each layer."""
+    group = fields.need("block_configs")[index]["attention"]["n_heads_in_group"]
+    return evolve(
+        fields,
+        data={**fields.data, "num_key_value_heads": fields.need_integer("num_attention_heads") // group},
+    )

@@ -1,0 +1,204 @@
+"""``attnplug plan``: the decision for a whole model, its KV cache, and tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+import attnplug
+from attnplug.models import describe_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "dtype": "bfloat16",
+}
+ON_HOPPER = ["--device", "cuda:9.0", "--assume-installed"]
+WHISPER = {
+    "model_type": "whisper",
+    "d_model": 128,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "dtype": "float16",
+}
+
+
+@pytest.fixture
+def plan(run, tmp_path: Path):
+    """Return what runs the command on a configuration."""
+
+    def call(config: dict, *options: str):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config))
+        return run("plan", str(file), *options)
+
+    return call
+
+
+def test_the_decision_is_that_of_a_plan(plan, site) -> None:
+    (found,) = plan(GPT_OSS, *ON_HOPPER, "--json").json["plans"]
+
+    layers = describe_model(GPT_OSS).requirements
+    expected = attnplug.plan(layers, attnplug.Device.cuda("9.0"), assume_installed=True)
+    assert {name: group["id"] for group in found["groups"] for name in group["layers"]} == {
+        name: expected[name].id for name in layers
+    }
+    assert (found["block_size"], found["kv_layout"]) == (expected.block_size, expected.kv_layout)
+    assert found["serves"]
+
+
+def test_layers_that_request_the_same_are_one_group(plan, site) -> None:
+    (found,) = plan(GPT_OSS, *ON_HOPPER, "--json").json["plans"]
+
+    assert [len(group["layers"]) for group in found["groups"]] == [3, 3]
+    assert {group["tokens_kept"] for group in found["groups"]} == {128, None}
+    assert {group["scale"] for group in found["groups"]} == {0.125}
+    assert {group["kv_heads"] for group in found["groups"]} == {"whole"}
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "copies", "bytes_"),
+    [
+        ("1", (64, 8), "whole", 1, 6 * 8 * 2 * 64 * 2),
+        ("2", (32, 4), "split", 1, 6 * 4 * 2 * 64 * 2),
+        ("16", (4, 1), "replicated", 2, 6 * 1 * 2 * 64 * 2),
+    ],
+)
+def test_tensor_parallelism(plan, site, size: str, heads, kv_heads: str, copies: int, bytes_: int) -> None:
+    (found,) = plan(GPT_OSS, *ON_HOPPER, "--tp", size, "--json").json["plans"]
+
+    assert found["kv_cache_bytes_per_token"] == bytes_
+    for group in found["groups"]:
+        assert (group["requirements"]["num_q_heads"], group["requirements"]["num_kv_heads"]) == heads
+        assert (group["kv_heads"], group["copies"]) == (kv_heads, copies)
+
+
+def test_a_size_that_does_not_divide_is_refused(plan, site) -> None:
+    done = plan(GPT_OSS, *ON_HOPPER, "--tp", "3")
+
+    assert done.code == 2
+    assert "over 3 devices was requested for 64 query heads and 8 KV heads" in done.err
+    assert "fix: request 1, 2, 4, 8, 16, 32, 64 devices" in done.err
+
+
+def test_what_a_person_reads(plan, site, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    heads = (
+        "    heads: 4 query and 1 KV of size 64 on each device: query heads are split, each KV head is replicated on 2;"
+    )
+
+    done = plan(GPT_OSS, *ON_HOPPER, "--tp", "16", "--block-size", "128")
+
+    assert done.code == 0
+    assert done.out.partition("\n\n")[2] == (
+        "device: cuda:9.0, tensor parallelism over 16\n"
+        "plan: block_size=128 kv_layout=NHD kv_cache_form=joint cudagraph=never\n"
+        "  flash/new  layers.{0..4..2}.self_attn (3 layers)\n"
+        f"{heads}\n      sliding_window=128, sinks\n"
+        "  flash/new  layers.{1..5..2}.self_attn (3 layers)\n"
+        f"{heads} sinks\n"
+        "KV cache in bfloat16: 1,536 bytes per token per device\n"
+        "  of which 768 for at most 128 tokens, where the engine frees older ones\n"
+    )
+
+
+def test_the_kv_cache_dtype_counts(plan, site) -> None:
+    checkpoint = GPT_OSS | {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
+
+    quantized = plan(checkpoint, *ON_HOPPER, "--json")
+    own = plan(checkpoint, *ON_HOPPER, "--kv-cache-dtype", "auto", "--json")
+    refused = plan(checkpoint, *ON_HOPPER, "--backend", "flash", "--json")
+
+    assert quantized.json["plans"][0]["kv_cache_bytes_per_token"] == 6 * 8 * 2 * 64
+    assert refused.code == 1  # this plugin has no FP8 KV cache
+    assert "kv_cache_dtype" in json.dumps(refused.json["plans"][0]["error"])
+    assert own.json["plans"][0]["kv_cache_bytes_per_token"] == 6 * 8 * 2 * 64 * 2
+    assert any("in place of fp8_e4m3" in note for note in own.json["model"]["notes"])
+
+
+def test_cross_attention_counts_by_tokens_of_the_encoder(plan, no_plugins) -> None:
+    done = plan(WHISPER, "--device", "cpu")
+
+    assert done.code == 0
+    assert "KV cache in float16: 1,024 bytes per token per device" in done.out
+    assert "of which 512 per token of the encoder, in cross attention" in done.out
+    assert "encoder.layers.0.self_attn (1 layer)" in done.out
+
+
+def test_encoders_have_no_kv_cache(plan, no_plugins) -> None:
+    done = plan({"model_type": "bert", "num_hidden_layers": 1}, "--device", "cpu")
+
+    assert done.code == 0
+    assert "KV cache: none, K/V are contiguous" in done.out
+    assert "encoder_only" in done.out
+
+
+def test_an_additive_bias_is_served_with_contiguous_keys(plan, no_plugins) -> None:
+    done = plan({"model_type": "t5", "num_layers": 1, "dtype": "float32"}, "--device", "cpu", "--json")
+
+    (found,) = done.json["plans"]
+    bias = [group for group in found["groups"] if group["requirements"].get("attn_bias")]
+    assert done.code == 0
+    assert {group["id"] for group in bias} == {"torch/sdpa"}
+    assert all(group["kv_cache_bytes_per_token"] == 0 for group in bias)
+
+
+def test_other_layers_are_named_and_no_failure(plan, no_plugins) -> None:
+    done = plan({"model_type": "jamba", "num_hidden_layers": 8}, "--device", "cpu")
+
+    assert done.code == 0
+    assert "besides: 7 layers: linear_attention: linear attention or a" in done.out
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_latent_attention_is_not_served(plan, no_plugins, options) -> None:
+    done = plan({"model_type": "deepseek_v3", "dtype": "bfloat16"}, "--device", "cpu", *options)
+
+    assert done.code == 1
+    assert "multi-head latent attention" in done.out
+    assert "no backend of attnplug serves it yet" in " ".join(done.out.split())
+    if options:
+        assert done.json["plans"][0]["serves"] is False
+
+
+def test_several_devices(plan, site) -> None:
+    done = plan(GPT_OSS, *ON_HOPPER, "--device", "cuda:10.0", "--json")
+
+    assert done.json["schema"] == 1
+    assert [found["device"]["compute_capability"] for found in done.json["plans"]] == ["9.0", "10.0"]
+
+
+def test_nothing_serves_a_model(plan, empty) -> None:
+    done = plan(GPT_OSS, "--device", "cuda:9.0", "--backend", "nothing")
+
+    assert done.code == 2
+    assert "'nothing'" in done.err
+
+
+def test_model_fields_are_no_options(plan, site) -> None:
+    done = plan(GPT_OSS, "--num-q-heads", "3")
+
+    assert done.code == 2
+    assert "'--num-q-heads' is not an option" in done.err
+
+
+def test_neither_torch_nor_transformers_is_imported(start, site, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    code = (
+        "import sys; from attnplug.cli.main import main;"
+        f"code = main(['plan', {str(tmp_path)!r}, '--device', 'cuda:9.0', '--assume-installed']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')) or code)"
+    )
+
+    assert start("-c", code).code == 0

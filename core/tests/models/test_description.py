@@ -1,0 +1,454 @@
+"""Descriptions of whole models: what was assumed, what is named beside the attention layers, what is not served."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnplug.errors import RequirementsError
+from attnplug.models import describe_model, requirements
+from attnplug.models.architectures import BIASED, LATENT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "dtype": "bfloat16",
+}
+MLA = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "dtype": "bfloat16",
+}
+
+
+def without(config, *names):
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def dtypes(description):
+    return {layer.requirements.dtype for layer in description.layers}
+
+
+def note(description, word):
+    """Return the only note that has a word."""
+    (found,) = [text for text in description.notes if word in text]
+    return found
+
+
+def weights(folder: Path, tensors: dict[str, str], name: str = "model.safetensors") -> None:
+    header = {key: {"dtype": dtype, "shape": [1], "data_offsets": [0, 1]} for key, dtype in tensors.items()}
+    text = json.dumps({"__metadata__": {"dtype": "F64"}, **header}).encode()
+    (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + b"\0")
+
+
+def written(folder: Path, config: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# What a configuration leaves out
+
+
+def test_fields_left_out_have_the_librarys_default_and_are_named() -> None:
+    found = describe_model({"model_type": "gemma3_text", "num_hidden_layers": 6, "dtype": "bfloat16"})
+
+    wanted = [layer.requirements for layer in found.layers]
+    assert {(one.head_size, one.num_q_heads, one.num_kv_heads) for one in wanted} == {(256, 8, 4)}
+    assert [one.sliding_window for one in wanted] == [4096] * 5 + [None]
+    assert "head_dim=256, num_attention_heads=8, num_key_value_heads=4" in note(found, "leaves out")
+
+
+def test_a_null_is_not_left_out() -> None:
+    windowed = describe_model(without(LLAMA, "dtype") | {"model_type": "mistral"}, dtype="float16")
+    full = describe_model(LLAMA | {"model_type": "mistral", "sliding_window": None})
+
+    assert [layer.requirements.sliding_window for layer in windowed.layers] == [4096, 4096]
+    assert [layer.requirements.sliding_window for layer in full.layers] == [None, None]
+    assert "sliding_window=4096" in note(windowed, "leaves out")
+    assert full.notes == ()
+
+
+def test_another_spelling_of_a_field_comes_before_a_default() -> None:
+    found = describe_model(
+        {"model_type": "gpt2", "num_attention_heads": 4, "n_embd": 64, "n_layer": 1}, dtype="float32"
+    )
+
+    assert found.layers[0].requirements.num_q_heads == 4
+    assert not any("n_head" in text for text in found.notes)
+
+
+def test_a_complete_configuration_has_no_notes() -> None:
+    found = describe_model(LLAMA)
+
+    assert (found.notes, found.others, found.unserved) == ((), (), ())
+    assert found.requirements == requirements(LLAMA, paged=True)
+
+
+def test_without_a_dtype_it_is_float32_and_said() -> None:
+    found = describe_model(without(LLAMA, "dtype"))
+
+    assert dtypes(found) == {"float32"}
+    assert "float32 is assumed, for the configuration names none" in note(found, "dtype")
+    assert dtypes(describe_model(LLAMA | {"dtype": "auto"})) == {"float32"}
+    assert describe_model(without(LLAMA, "dtype"), dtype="float16").notes == ()
+
+
+def test_beside_quantized_weights_a_dtype_is_a_half() -> None:
+    found = describe_model(without(LLAMA, "dtype") | {"quantization_config": {"quant_method": "mxfp4"}})
+
+    assert dtypes(found) == {"bfloat16"}
+    assert "some are quantized" in note(found, "dtype")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_the_dtype_of_weights_beside_the_file(tmp_path: Path, name: str) -> None:
+    weights(tmp_path, {"scales": "U8", "embed": "BF16", "head": "F32"}, name)
+
+    found = describe_model(written(tmp_path, without(LLAMA, "dtype")))
+
+    assert dtypes(found) == {"bfloat16"}
+    assert name in note(found, "dtype")
+    assert dtypes(describe_model(written(tmp_path, LLAMA | {"dtype": "float16"}))) == {"float16"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, (9).to_bytes(8, "little") + b"[1, 2, 3]", b"\x04\0\0\0\0\0\0\0nope"]
+)
+def test_weights_that_do_not_read_are_not_asked(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    assert dtypes(describe_model(written(tmp_path, without(LLAMA, "dtype")))) == {"float32"}
+
+
+# Layers of other kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "others"),
+    [
+        ({"model_type": "jamba", "num_hidden_layers": 8}, [4], {"linear_attention": [0, 1, 2, 3, 5, 6, 7]}),
+        (
+            {"model_type": "nemotron_h", "num_hidden_layers": 5, "hybrid_override_pattern": "M-*ME"},
+            [2],
+            {"linear_attention": [0, 3], "mlp": [1], "moe": [4]},
+        ),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"]}, [1], {"linear_attention": [0]}),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 4}, [3], {"linear_attention": [0, 1, 2]}),
+        (
+            {"model_type": "qwen3_next", "num_hidden_layers": 2, "full_attention_interval": 2},
+            [1],
+            {"linear_attention": [0]},
+        ),
+        ({"model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}, [1], {"linear_attention": [0, 2]}),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "full_attn_idxs": [0]}, [0], {"conv": [1]}),
+        ({"model_type": "recurrent_gemma", "num_hidden_layers": 3}, [2], {"linear_attention": [0, 1]}),
+        ({"model_type": "minimax", "num_hidden_layers": 4}, [0, 2], {"linear_attention": [1, 3]}),
+        (
+            {"model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+            [1],
+            {"linear_attention": [0]},
+        ),
+        ({"model_type": "falcon_h1", "num_hidden_layers": 2}, [0, 1], {}),
+    ],
+)
+def test_a_hybrid_is_described_by_its_attention_layers(config, attention, others) -> None:
+    if "nemotron_h" in config.values() and "hybrid_override_pattern" not in config:
+        config = config | {"num_hidden_layers": None}
+    found = describe_model(config, dtype="bfloat16")
+
+    assert [layer.index for layer in found.layers] == attention
+    assert {other.kind: list(other.indices) for other in found.others} == others
+    assert found.unserved == ()
+
+
+def test_what_runs_beside_attention_is_noted() -> None:
+    assert "a Mamba-2 mixer beside its attention" in note(describe_model({"model_type": "falcon_h1"}), "beside")
+
+
+def test_a_pattern_of_other_letters_is_refused() -> None:
+    config = {"model_type": "nemotron_h", "num_hidden_layers": 3, "hybrid_override_pattern": "M*x"}
+
+    with pytest.raises(RequirementsError, match="one of the letters 'M', '\\*', '-', 'E' for each layer"):
+        describe_model(config)
+
+
+def test_a_model_without_attention_is_described_as_such() -> None:
+    found = describe_model({"model_type": "mamba2", "num_hidden_layers": 2})
+
+    assert found.layers == found.unserved == ()
+    assert [str(other) for other in found.others] == [
+        "2 layers: mamba2: it is a recurrence over a state, not attention over keys"
+    ]
+
+
+def test_a_searched_architecture_leaves_attention_out() -> None:
+    blocks = [{"n_heads_in_group": 4}, {"n_heads_in_group": None, "no_op": True}, {"replace_with_linear": True}]
+    config = LLAMA | {"model_type": "nemotron-nas", "num_hidden_layers": 3, "num_key_value_heads": None}
+
+    found = describe_model(config | {"block_configs": [{"attention": block} for block in blocks]})
+
+    assert [(layer.index, layer.requirements.num_kv_heads) for layer in found.layers] == [(0, 2)]
+    assert {other.kind: other.indices for other in found.others} == {"no_attention": (1,), "linear_layer": (2,)}
+
+
+# Attention that no requirements express
+
+
+def test_latent_attention_is_named_with_what_it_needs() -> None:
+    found = describe_model(MLA)
+
+    (other,) = found.unserved
+    assert (found.layers, other.indices, other.is_attention) == ((), (0, 1, 2), True)
+    assert other.kind == "multi-head latent attention"
+    for fact in (
+        "128 query heads",
+        "512 values and 64 rotated",
+        "1152 bytes",
+        "of 576 and values of 512",
+        "of 192 and",
+    ):
+        assert fact in other.why
+
+
+def test_an_indexer_is_named_too() -> None:
+    config = MLA | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+
+    assert "an indexer of 64 heads of 128 chooses 2048 keys" in describe_model(config).unserved[0].why
+
+
+@pytest.mark.parametrize("model_type", ["published_yesterday", *sorted(LATENT)])
+def test_latent_attention_is_known_by_its_fields(model_type: str) -> None:
+    found = describe_model(MLA | {"model_type": model_type, "layer_types": ["full_attention"] * 3})
+
+    assert [other.kind for other in found.unserved] == ["multi-head latent attention"]
+
+
+def test_latent_attention_may_be_switched_off() -> None:
+    config = without(MLA, "kv_lora_rank") | {"model_type": "deepseek_v2", "kv_lora_rank": None, "hidden_size": 1024}
+
+    assert describe_model(config | {"num_key_value_heads": 128}).layers[0].requirements.head_size == 8
+
+
+def test_an_unknown_type_is_refused_by_name() -> None:
+    with pytest.raises(RequirementsError, match="is of model type 'lama'; did you mean 'llama'"):
+        describe_model(LLAMA | {"model_type": "lama"})
+
+
+def test_kimi_linear_has_both() -> None:
+    config = MLA | {"model_type": "kimi_linear", "num_hidden_layers": 4}
+    config |= {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}}
+
+    found = describe_model(config)
+
+    assert {other.kind: (other.indices, other.is_attention) for other in found.others} == {
+        "linear_attention": ((0, 1, 2), False),
+        "multi-head latent attention": ((3,), True),
+    }
+
+
+# Encoders and decoders, and parts of composite models
+
+
+@pytest.mark.parametrize("model_type", sorted(BIASED))
+def test_a_relative_bias_is_an_additive_mask(model_type: str) -> None:
+    config = {"model_type": model_type, "num_layers": 1, "num_heads": 8, "d_kv": 64, "d_model": 512}
+
+    found = describe_model(config, dtype="float32", block_size=16)
+
+    asked = {layer.requirements.attn_type: layer.requirements for layer in found.layers}
+    assert {name: (one.attn_bias, one.paged) for name, one in asked.items()} == {
+        "encoder": (True, False),
+        "decoder": (True, False),
+        "encoder_decoder": (False, True),
+    }
+    assert {layer.scale for layer in found.layers} == {1.0}
+    assert "contiguous K/V only" in note(found, "bias")
+
+
+def test_a_nested_text_part_is_described_and_the_others_are_named() -> None:
+    config = {
+        "model_type": "omni",
+        "thinker_config": {"text_config": LLAMA},
+        "vision_config": {},
+        "torch_dtype": "float16",
+    }
+
+    found = describe_model(config)
+
+    assert (found.model_type, dtypes(found)) == ("llama", {"bfloat16"})
+    assert note(found, "described") == (
+        "thinker_config.text_config of 'omni' is described, as it reads text; vision_config is not described"
+    )
+
+
+@pytest.mark.parametrize("part", ["text_config", "language_config", "llm_config"])
+def test_the_dtype_of_the_whole_is_that_of_its_part(part: str) -> None:
+    assert dtypes(describe_model({"model_type": "any", part: without(LLAMA, "dtype"), "torch_dtype": "float16"})) == {
+        "float16"
+    }
+
+
+def test_image_tokens_are_a_note_and_not_a_refusal() -> None:
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 6, "use_bidirectional_attention": "vision"}
+
+    found = describe_model({"model_type": "gemma4", "text_config": text, "dtype": "bfloat16"})
+
+    assert len(found.layers) == 6
+    assert note(found, "one image")
+    both = describe_model(text | {"use_bidirectional_attention": "all"})
+    assert "attend to later ones" in both.unserved[0].why
+
+
+# Quantized checkpoints
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "bfloat16"),
+        ({"quant_method": "awq"}, "bfloat16"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "bfloat16"),
+        ({"quant_method": "mxfp4"}, "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8_e4m3"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "int8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 3, "type": "int"}}, "checkpoint.int3"),
+        ({"quant_method": "modelopt", "kv_cache_scheme": "FP8"}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "quark", "kv_cache_quant_config": {"*k_proj": {}}}, "fp8_e4m3"),
+    ],
+)
+def test_quantization_decides_about_the_kv_cache_alone(quantization, expected: str) -> None:
+    found = describe_model(LLAMA | {"quantization_config": quantization})
+
+    assert {layer.requirements.kv_cache_dtype for layer in found.layers} == {expected}
+    assert dtypes(found) == {"bfloat16"}
+    assert quantization["quant_method"] in note(found, "attention requests")
+    assert any(f"kv_cache_dtype={expected}" in text for text in found.notes) == (expected != "bfloat16")
+
+
+def test_the_callers_kv_cache_dtype_comes_first() -> None:
+    config = LLAMA | {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
+
+    own = describe_model(config, kv_cache_dtype="auto")
+    dense = describe_model(config, paged=False)
+
+    assert {layer.requirements.kv_cache_dtype for layer in (*own.layers, *dense.layers)} == {"bfloat16"}
+    assert "in place of fp8_e4m3, which the checkpoint names" in note(own, "kv_cache_dtype")
+    assert "K/V are contiguous here" in note(dense, "kv_cache_dtype")
+
+
+def test_modelopts_file_beside_the_configuration(tmp_path: Path) -> None:
+    sidecar = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar))
+
+    found = describe_model(written(tmp_path, LLAMA))
+
+    assert {layer.requirements.kv_cache_dtype for layer in found.layers} == {"fp8_e4m3"}
+    (tmp_path / "hf_quant_config.json").write_text("[")
+    assert describe_model(tmp_path).notes == ()
+
+
+# Factors of the scores
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (LLAMA, 8**-0.5),
+        (LLAMA | {"model_type": "gemma2", "head_dim": 128, "query_pre_attn_scalar": 144}, 144**-0.5),
+        (LLAMA | {"model_type": "granite", "attention_multiplier": 0.015625}, 0.015625),
+        (LLAMA | {"model_type": "gemma3n_text", "num_hidden_layers": 1, "num_kv_shared_layers": 0}, 1.0),
+        (LLAMA | {"model_type": "phi3small", "num_hidden_layers": 1, "dense_attention_every_n_layers": 1}, 1 / 8),
+        (LLAMA | {"model_type": "phi3small", "dense_attention_every_n_layers": 1, "mup_use_scaling": False}, 8**-0.5),
+        (LLAMA | {"model_type": "gpt2", "scale_attn_weights": False}, 1.0),
+        (LLAMA | {"model_type": "mpt", "attn_config": {"softmax_scale": 0.25}}, 0.25),
+        (LLAMA | {"model_type": "zamba2", "layer_types": ["hybrid", "mamba"]}, 8**-0.5),
+    ],
+)
+def test_the_factor_of_the_scores(config, scale: float) -> None:
+    assert describe_model(config).layers[0].scale == pytest.approx(scale)
+
+
+def test_gpt2_may_divide_by_the_number_of_the_layer() -> None:
+    found = describe_model(LLAMA | {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True})
+
+    assert [layer.scale for layer in found.layers] == pytest.approx([8**-0.5, 8**-0.5 / 2])
+
+
+@pytest.mark.parametrize("value", [0, -1, "256", True])
+def test_a_factor_that_is_no_positive_number_is_refused(value) -> None:
+    with pytest.raises(RequirementsError, match=re.escape(f"query_pre_attn_scalar={value!r}")):
+        describe_model(LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": value})
+
+
+# Traps of published files
+
+
+def test_layers_of_a_saved_file_are_numbered_with_leading_zeros() -> None:
+    config = LLAMA | {"model_type": "gemma4_text", "num_hidden_layers": 12, "head_dim": 8}
+    config |= {"per_layer_config": {"05": {"head_dim": 16}, "11": {"head_dim": 16}}}
+
+    assert [layer.requirements.head_size for layer in describe_model(config).layers] == [8, 8, 8, 8, 8, 16] * 2
+
+
+def test_full_layers_of_gemma_4_have_heads_of_their_own() -> None:
+    config = LLAMA | {"model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16}
+    config |= {"num_global_key_value_heads": 1}
+
+    def shapes(**more):
+        return [
+            (layer.requirements.head_size, layer.requirements.num_kv_heads)
+            for layer in describe_model(config | more).layers
+        ]
+
+    assert shapes(attention_k_eq_v=True) == [(8, 2)] * 5 + [(16, 1)]
+    assert shapes(attention_k_eq_v=False) == [(8, 2)] * 5 + [(16, 2)]
+
+
+def test_chatglm_groups_its_queries_where_it_says_so() -> None:
+    config = {
+        "model_type": "chatglm",
+        "num_layers": 1,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "hidden_size": 64,
+    }
+    config |= {"multi_query_group_num": 2, "dtype": "float16"}
+
+    def heads(**more):
+        wanted = describe_model(config | more).layers[0].requirements
+        return wanted.num_kv_heads, wanted.head_size
+
+    assert heads(multi_query_attention=True) == (2, 128)
+    assert heads(multi_query_attention=False) == (32, 128)
+
+
+def test_vision_layers_of_mllama_attend_to_the_image() -> None:
+    config = {"model_type": "mllama_text_model", "num_hidden_layers": 4, "dtype": "bfloat16"}
+
+    found = describe_model(config)
+
+    assert [layer.requirements.attn_type for layer in found.layers] == ["decoder"] * 3 + ["encoder_decoder"]
+    assert found.layers[3].name == "layers.3.cross_attn"
+
+
+def test_a_description_is_plain_data() -> None:
+    data = json.loads(json.dumps(describe_model(MLA).to_dict()))
+
+    assert data["model_type"] == "deepseek_v3"
+    assert data["others"][0]["indices"] == [0, 1, 2]

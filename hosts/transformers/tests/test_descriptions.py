@@ -1,0 +1,181 @@
+"""Descriptions of models compared with the library's own modules, built without weights: shapes, scales, windows."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from attnplug.models import describe_model
+from attnplug.models.architectures import ARCHITECTURES, BIASED, REMOTE
+from attnplug.models.defaults import LIBRARY
+from tools.model_defaults import stale
+
+HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
+SCALES = ("scaling", "scale", "inv_norm_factor", "softmax_scale")
+OUTPUTS = ("o_proj", "out_proj", "o", "dense")
+QUERIES = ("q_proj", "query", "q_lin", "q")
+KEYS = ("k_proj", "key", "k_lin", "k")
+
+
+ROOT = Path(__file__).parents[3]
+CLASSES = {
+    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
+    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
+    "mllama_text_model": ("mllama", "MllamaTextModel"),
+    "qwen2_5_omni_text": ("qwen2_5_omni", "Qwen2_5OmniThinkerTextModel"),
+}
+"""Parts of composite models, which the library's automatic class does not build."""
+MORE = {
+    "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "moe_topk": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "ministral": {"head_dim": 128},
+    "nemotron_h": {"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4},
+    "nemotron": {"num_key_value_heads": 8},
+}
+LISTED = {"lfm2_moe", "ultrabert", "zamba2"}
+"""Types whose files have always listed the kinds of their layers."""
+"""Fields without which the library's classes build no model, or one without attention."""
+
+
+def built(config):
+    """Return the library's model of a configuration, on the meta device."""
+    with torch.device("meta"):
+        if config.model_type not in CLASSES:
+            return transformers.AutoModel.from_config(config, attn_implementation="eager")
+        module, name = CLASSES[config.model_type]
+        cls = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        return cls._from_config(config, attn_implementation="eager")
+
+
+def first(module, names):
+    return next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
+
+
+def shape_of(module, head_size):
+    """Return the query and KV heads by the projections' sizes; a gate may be part of the projection of queries."""
+    query, key, output = (first(module, names) for names in (QUERIES, KEYS, OUTPUTS))
+    if not isinstance(query, nn.Linear) or not isinstance(key, nn.Linear):
+        return None
+    queries = output.in_features if isinstance(output, nn.Linear) else query.out_features
+    return queries // head_size, key.out_features // head_size
+
+
+def module_of(by_name, layer):
+    """Return the module that a layer's name ends with; of several, that with its number."""
+    found = [module for name, module in by_name.items() if f".{name}".endswith(f".{layer.name}")]
+    numbered = [module for module in found if getattr(module, "layer_idx", None) == layer.index]
+    (module,) = numbered if len(found) > 1 else found
+    return module
+
+
+def compare(config, description):
+    """Compare every described layer with its module; return the names of what was compared."""
+    by_name = dict(built(config).named_modules())
+    compared = set()
+
+    def same(what, own, theirs):
+        if theirs is not None:
+            assert own == theirs, (layer.name, what)
+            compared.add(what)
+
+    for layer in description.layers:
+        module, wanted = module_of(by_name, layer), layer.requirements
+        size, scale = first(module, HEAD_SIZES), first(module, SCALES)
+        same("head size", wanted.head_size, size if isinstance(size, int) else None)
+        if not getattr(module, "is_kv_shared_layer", False):
+            same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted.head_size))
+        groups = getattr(module, "num_key_value_groups", None)
+        same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+        same("scale", layer.scale, pytest.approx(scale) if isinstance(scale, float) else None)
+        window = getattr(module, "sliding_window", None) if getattr(module, "is_sliding", True) else None
+        same("window", wanted.sliding_window, (window or None) if wanted.causal else None)
+        same("soft cap", wanted.logits_soft_cap, getattr(module, "attn_logit_softcapping", None))
+        assert wanted.sinks == (first(module, ("sinks", "sink")) is not None)
+    return compared
+
+
+TYPES = sorted((set(ARCHITECTURES) | set(BIASED)) - set(REMOTE))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_default_configuration_is_that_of_its_modules(model_type):
+    config = CONFIG_MAPPING[model_type](**MORE.get(model_type, {}))
+    description = describe_model(config, dtype="float32")
+
+    assert description.layers
+    assert not description.unserved
+    assert compare(config, description) & {"head size", "heads", "group", "scale"}
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TYPES) - LISTED))
+def test_a_file_that_leaves_everything_out_has_the_librarys_defaults(model_type):
+    cls = CONFIG_MAPPING[model_type]
+    fields = MORE.get(model_type, {})
+
+    left_out = describe_model({"model_type": model_type, **fields}, dtype="float32")
+    config = cls(**fields)
+
+    assert left_out.layers == describe_model(config, dtype="float32").layers
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TYPES) - LISTED))
+def test_layer_types_are_derived_as_the_library_derives_them(model_type):
+    fields = MORE.get(model_type, {})
+    config = CONFIG_MAPPING[model_type](**fields)
+    derived = ("layer_types", "layers_block_type", "per_layer_config", "no_rope_layers")
+    old = {name: value for name, value in config.to_dict().items() if name not in derived} | fields
+
+    assert describe_model(old, dtype="float32").layers == describe_model(config, dtype="float32").layers
+
+
+def test_the_table_of_defaults_is_the_librarys():
+    assert "transformers " + ".".join(transformers.__version__.split(".")[:2]) == LIBRARY
+    assert not stale(), "run `python -m tools.model_defaults --write`"
+
+
+FIXTURES = json.loads((ROOT / "core/tests/models/configurations.json").read_text("utf-8"))
+MADE = [fixture for fixture in FIXTURES if "made" in fixture]
+PUBLISHED = [fixture for fixture in FIXTURES if "made" not in fixture]
+
+
+@pytest.mark.parametrize("fixture", MADE, ids=[fixture["name"] for fixture in MADE])
+def test_a_fixture_that_was_made_by_a_class_has_its_values(fixture):
+    config = CONFIG_MAPPING[fixture["made"]["model_type"]](**fixture["made"]["fields"])
+    written = json.loads(config.to_json_string())
+
+    def check(stored, given):
+        for name, value in stored.items():
+            check(value, given[name]) if isinstance(value, dict) else same(name, value, given[name])
+
+    def same(name, stored, given):
+        assert stored == given, name
+
+    check(fixture["config"], written)
+
+
+@pytest.mark.parametrize("fixture", PUBLISHED, ids=[fixture["name"] for fixture in PUBLISHED])
+def test_a_published_configuration_is_that_of_its_modules(fixture):
+    text = fixture["config"].get("text_config") or fixture["config"]
+    model_type = text["model_type"]
+    if model_type not in TYPES:
+        pytest.skip(f"transformers has no class for {model_type!r}, or its attention is latent")
+    fields = {name: value for name, value in text.items() if name not in ("model_type", "quantization_config")}
+    if model_type.endswith("_moe"):
+        fields["num_experts"] = 4  # published ones have 128, which are no attention
+    config = CONFIG_MAPPING[model_type](**fields)
+
+    description = describe_model(fixture["config"])
+
+    assert compare(config, description) & {"head size", "heads", "group", "scale"}
