@@ -307,9 +307,11 @@ def _block_sparse(fields: Fields) -> dict[str, Any]:
 
 def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
     """Return the tokens that a token attends to on one side, itself included; encoders count without itself."""
-    width = fields.need_integer(architecture.window)
-    if architecture.window == "local_attention":
-        width //= 2  # a window over both sides is written as its whole width
+    width = fields.integer("sliding_window") if fields.data.get("sliding_window") is not None else None
+    if width is None:
+        width = fields.need_integer(architecture.window)
+        if architecture.window == "local_attention":
+            width //= 2  # a window over both sides is written as its whole width
     return width if causal else width + 1
 
 
@@ -397,6 +399,12 @@ def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[Model
     if architecture.family == "encoder_decoder":
         return
     described = {layer.index for layer in layers}
+    if architecture.beside:
+        raise RequirementsError(
+            f"{fields.origin}: each attention layer has {architecture.beside} beside it",
+            "that is not attention over keys, and no backend here serves it",
+            fix,
+        )
     kinds = kinds_of(fields, architecture)
     others = {kind for index, kind in enumerate(kinds) if index not in described}
     if others:

@@ -20,6 +20,7 @@ NEW = 10
 PROMPTS = [[5, 9, 20, 33, 7, 101, 64, 3, 250, 18, 77], [12, 4, 199]]
 RECURRENT = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid", "jamba"),
+    *("bamba", "falcon_h1", "minimax", "nemotron_h", "recurrent_gemma", "zamba2"),
 }
 CAUSAL = sorted(
     name
