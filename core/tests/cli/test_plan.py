@@ -175,7 +175,7 @@ def test_latent_attention_is_not_served(plan, no_plugins, options) -> None:
 def test_several_devices(plan, site) -> None:
     done = plan(GPT_OSS, *ON_HOPPER, "--device", "cuda:10.0", "--json")
 
-    assert done.json["schema"] == 1
+    assert done.json["schema_version"] >= 1
     assert [found["device"]["compute_capability"] for found in done.json["plans"]] == ["9.0", "10.0"]
 
 

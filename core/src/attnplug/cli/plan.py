@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.selection.plan import Plan
 
-SCHEMA: Final = 1
-"""Version of the JSON; a field that goes or changes its meaning raises it."""
-
 _EPILOG: Final = """\
 examples:
   attnplug plan path/to/config.json
@@ -73,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         for device in devices
     ]
     if arguments.json:
-        say_json({"schema": SCHEMA, "model": model.to_dict(), "plans": [each.to_dict() for each in plans]})
+        say_json({"model": model.to_dict(), "plans": [each.to_dict() for each in plans]})
     else:
         _show(model, plans)
     return OK if all(each.serves for each in plans) else NO

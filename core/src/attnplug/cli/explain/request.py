@@ -105,7 +105,7 @@ def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[
             )
     model = describe_model(arguments.config, assume=arguments.assume, **{"paged": True, **fields})
     for line in (*model.notes, *(f"besides, {other}" for other in model.others if not other.is_attention)):
-        complain(escaped(f"attnplug explain: {line}"))
+        complain(f"attnplug: note: {escaped(line)}")
     if not model.layers or (model.unserved and not arguments.partial):
         raise NoBackendError(
             f"{model.origin} has layers that no backend can serve",
