@@ -127,7 +127,7 @@ def test_logits_stay_within_the_budget(monkeypatch, record_property, calibrated,
 
 def test_cache_capacity(monkeypatch, record_property, tmp_path):
     """A token takes 1,024 bytes in 16 bits, 520 at level 1 and 776 at level 2, key scales included."""
-    monkeypatch.setattr("attnplug_transformers.engine.engine.free_bytes", lambda *rest: 2**28)
+    monkeypatch.setattr("attnplug_transformers.engine.core.free_bytes", lambda *rest: 2**28)
     monkeypatch.setattr(Groups, "workspace_bytes", lambda self, limits: 0)  # only KV caches are compared
     ValueScales({"layers.0.self_attn": torch.ones(2, 128)}).save(tmp_path / "scales")
     made, limits, tokens = wide(), {"max_num_reqs": 80, "max_num_tokens": 80, "block_size": 16}, {}

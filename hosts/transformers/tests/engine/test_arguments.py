@@ -122,7 +122,7 @@ def test_a_sampling_for_each_prompt(engine):
         greedy[2],
     ]
     assert drawn[1] != greedy[1]
-    assert "2 Samplings were given for 3 prompts" in refusal(
+    assert "2 SamplingParams were given for 3 prompts" in refusal(
         lambda: engine.generate(prompts, max_new_tokens=1, sampling=[GREEDY] * 2), BatchError
     )
 
@@ -242,3 +242,33 @@ def test_features_are_required_of_every_layer(host):
 
     assert "acme.rope_fused" in said
     assert "is a list" in refusal(lambda: Engine(model("llama"), features="acme.rope_fused"), RequirementsError)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"temperature": 0.5}, "pass sampling=SamplingParams(temperature=...)"),
+        ({"max_new_token": 3}, "'max_new_token'; did you mean 'max_new_tokens'?"),
+        ({"max_tokens": 3}, "pass max_new_tokens=..."),
+        ({"num_beams": 3}, "the engine has no beam search"),
+        ({"streamer": None}, "it has max_new_tokens, sampling, stop_tokens"),
+    ],
+)
+def test_unknown_names_are_refused(engine, option, said):
+    """The fields of SamplingParams with the way to pass them."""
+    for call in (engine.generate, engine.stream, lambda prompts, **how: engine.submit(prompts[0], **how)):
+        assert said in refusal(lambda call=call: call([[1]], **{"max_new_tokens": 1, **option}), RequirementsError)
+    assert not engine.has_work
+
+
+def test_a_request_without_a_length_is_refused(engine):
+    assert "pass max_new_tokens=..." in refusal(lambda: engine.submit([1]), LimitsError)
+    sampling = Sampling(max_new_tokens=2)
+    assert [len(one) for one in engine.generate([[1], [2]], max_new_tokens=4, sampling=[sampling, GREEDY])] == [2, 4]
+    assert len(engine.generate([[1]], sampling=sampling)[0]) == 2
+
+
+def test_submit_takes_one_prompt(engine):
+    for prompts in ([[1], [2]], ["a", "b"]):
+        assert "generate() or stream()" in refusal(lambda prompts=prompts: engine.submit(prompts, max_new_tokens=1))
+    assert "the engine has no tokenizer" in refusal(lambda: engine.submit("text", max_new_tokens=1), BatchError)

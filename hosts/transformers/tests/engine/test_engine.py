@@ -157,7 +157,7 @@ def test_a_seed_draws_equal_tokens_from_equal_logits(open_engine, monkeypatch, d
                     found[tuple(request.tokens)] = (logits[row].clone(), int(tokens[row]))
             return tokens
 
-        monkeypatch.setattr("attnplug_transformers.engine.engine.sample", recording)
+        monkeypatch.setattr("attnplug_transformers.engine.sampler.sample", recording)
         engine = open_engine(made, **how)
         others = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[1:]]
         tokens = engine.generate(prompts[:1], max_new_tokens=NEW, sampling=draws)

@@ -73,11 +73,10 @@ REFUSED = {
     "is_assistant": True,
     "assistant_ensemble_weight": 0.5,
     "max_time": 1.0,
-    "stop_strings": ["end"],
     "token_healing": True,
     "cache_implementation": "quantized",
 }
-FILTERS = {"min_p": 0.1, "top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
+FILTERS = {"top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
 
 
 def test_every_field_is_applied_refused_or_irrelevant():
@@ -85,7 +84,7 @@ def test_every_field_is_applied_refused_or_irrelevant():
 
     assert {name: sum(name in kind for kind in kinds) for name in FIELDS} == dict.fromkeys(FIELDS, 1)
     assert all(generation.IRRELEVANT.values())
-    assert APPLIED.keys() | generation.SAMPLING | {"remove_invalid_values"} == generation.APPLIED
+    assert APPLIED.keys() | generation.SAMPLING | {"remove_invalid_values", "stop_strings"} == generation.APPLIED
     assert REFUSED.keys() == generation.REFUSED.keys()
     assert FILTERS.keys() == generation.REFUSED_FILTERS.keys()
 
@@ -136,7 +135,10 @@ def test_invalid_logits_are_removed(made):
         assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.6}, {"top_k": 0, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.6}, {"top_k": 0, "top_p": 0.9}, {"top_k": 40, "min_p": 0.4}],
+)
 def test_requests_without_a_sampling_draw_as_generate_does(made, fields):
     configure(made, do_sample=True, **fields)
     ids = torch.tensor([PROMPTS[0]])
@@ -191,7 +193,7 @@ def test_filters_are_refused_where_they_apply(made, name):
         configure(made, do_sample=True)
         with pytest.raises(RequirementsError, match=f"{name}=") as refused:
             engine.generate(PROMPTS, max_new_tokens=NEW)
-        assert "or pass a Sampling" in refused.value.fix
+        assert "or pass SamplingParams" in refused.value.fix
         assert engine.generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling()) == free
 
 

@@ -7,17 +7,32 @@ import torch
 
 from attnplug.batching import assembler, block_table
 from attnplug.errors import BatchError
-from attnplug_transformers.engine import Engine, Sampling, block_pool, exclusive, runner, schedule, scheduler, weights
+from attnplug_transformers.engine import (
+    Engine,
+    Sampling,
+    block_pool,
+    core,
+    detokenizer,
+    exclusive,
+    penalties,
+    runner,
+    schedule,
+    scheduler,
+    streaming,
+    weights,
+)
 from attnplug_transformers.engine import engine as engine_module
 from attnplug_transformers.engine import request as request_module
 from attnplug_transformers.engine.request import Request
 from hosts.transformers.tests.fakes import interrupts
 from hosts.transformers.tests.fakes import model as fake
 from hosts.transformers.tests.models import model
+from hosts.transformers.tests.tokenizers import SIZE, byte_level
 
 HOST_CODE = (scheduler, schedule, block_pool, request_module)
-ENGINE_CODE = (engine_module, exclusive, weights, runner)
+ENGINE_CODE = (engine_module, core, exclusive, weights, runner)
 STEP_CODE = (*ENGINE_CODE, assembler, block_table)
+OUTPUT_CODE = (core, scheduler, request_module, detokenizer, penalties, streaming)
 PROMPTS = [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 2, 2], [1, 1, 1], [2, 2, 1], [0, 1, 2, 0, 2]]
 LENGTHS = [6, 5, 9, 7, 4]
 CANCELED = 2
@@ -227,3 +242,53 @@ class TestEngine:
         assert changed(interrupts.traced(ENGINE_CODE, found.append)) == 0
         for place in found:
             assert changed(interrupts.interrupted(ENGINE_CODE, place)) == 0
+
+
+class TestOutputs:
+    """Text, log-probabilities, penalties and times have each token once, whatever line an interrupt comes at."""
+
+    def run(self, made, watch):
+        """Generate with all of them; what is interrupted is called again."""
+        how = {"frequency_penalty": 0.5, "temperature": 1.0, "seed": 3, "logprobs": 1, "n": 2}
+        with Engine(made, block_size=4, num_blocks=12, max_num_reqs=3, tokenizer=byte_level()) as engine:
+            sampling = Sampling(**how, stop=["\n\n", "zz"], max_new_tokens=4)
+            with watch:
+                found = again(lambda: engine.generate(PROMPTS[:2], sampling=sampling, return_requests=True))
+                first = again(lambda: engine.submit(PROMPTS[2], sampling=sampling))
+                while again(lambda: engine.has_work):
+                    again(engine.step)
+                streamed = again(lambda: list(engine.stream(PROMPTS[:1], sampling=sampling)))
+            assert engine.stats.blocks_in_use == 0
+        for one in (*found, *first.samples):
+            assert [each.token for each in one.logprobs] == one.new_tokens
+            assert len(one.metrics.inter_token_latencies) == len(one.new_tokens) - 1
+        texts = [(one.new_tokens, one.text, one.finish_reason) for one in (*found, *first.samples)]
+        # An interrupt may change which sample comes first, by the prefixes that it evicts.
+        return texts, sorted(((one.sample, one.tokens, one.text) for one in streamed), key=lambda one: one[0])
+
+    def places(self, made):
+        found = []
+        return self.run(made, interrupts.traced(OUTPUT_CODE, found.append)), found
+
+    def check(self, made, expected, places):
+        for place in places:
+            assert self.run(made, interrupts.interrupted(OUTPUT_CODE, place)) == expected
+
+    def test_an_interrupt_at_a_sample_of_lines(self, host):
+        made = model("llama", num_hidden_layers=1, vocab_size=SIZE)
+        expected, found = self.places(made)
+        first = {place[:2]: place for place in found}
+        assert {place[0] for place in found} == {module.__file__ for module in OUTPUT_CODE}
+
+        self.check(made, expected, sorted(first.values())[::8])
+
+    @pytest.mark.slow
+    def test_an_interrupt_at_every_line(self, host, record_property):
+        """Of each line the first and the last time that it runs."""
+        made = model("llama", num_hidden_layers=1, vocab_size=SIZE)
+        expected, found = self.places(made)
+        last = {place[:2]: place for place in found}
+        chosen = [place for place in found if place[2] == 1 or place == last[place[:2]]]
+        record_property("injections", len(chosen))
+
+        self.check(made, expected, chosen)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import CacheError
+from attnplug_transformers.engine import Sampling
 from attnplug_transformers.engine.request import Request
-from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, sample
+from attnplug_transformers.engine.sampling import NO_TOKEN, sample
 from hosts.transformers.tests.fakes import model as fake
 
 

@@ -8,10 +8,18 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from attnplug.errors import LimitsError, TensorError
+from attnplug_transformers.engine.params import Sampling
 from attnplug_transformers.engine.request import Request
-from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, _pick, draw, ranked_weights, sample
+from attnplug_transformers.engine.sampling import NO_TOKEN, _pick, draw, ranked_weights, sample
 
 
 def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
@@ -32,6 +40,8 @@ def brute_force(logits: list[float], sampling: Sampling) -> list[float]:
             nucleus.append(token)
             mass += weights[token]
         kept = nucleus
+    if sampling.min_p is not None:
+        kept = [token for token in kept if weights[token] >= sampling.min_p * weights[kept[0]]]
     kept, total = set(kept), sum(weights[token] for token in kept)
     return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
 
@@ -46,6 +56,8 @@ drawn = st.builds(
     top_k=st.none() | st.integers(1, 7),
     # No sum of these weights comes within rounding of one of these shares.
     top_p=st.none() | st.sampled_from([0.0137, 0.3141, 0.5773, 0.9071, 0.99713, 1.0]),
+    # Nor does a ratio of two weights.
+    min_p=st.none() | st.sampled_from([0.0, 0.0137, 0.3141, 0.7771, 1.0]),
 )
 
 
@@ -70,6 +82,28 @@ def test_probabilities_are_those_of_plain_code(batch: list[tuple[list[float], Sa
 
     wanted = [brute_force(row, sampling) for row, sampling in batch]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "filters",
+    [{"min_p": 0.17}, {"top_k": 20, "min_p": 0.05}, {"top_p": 0.83}, {"top_k": 30, "top_p": 0.7, "min_p": 0.11}],
+)
+def test_probabilities_are_those_of_transformers(temperature: float, filters: dict[str, float]) -> None:
+    logits = 2 * torch.randn(3, 400, generator=torch.Generator().manual_seed(8))
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if name in filters:
+            theirs.append(warper(filters[name]))
+    wanted = theirs(torch.zeros(3, 1, dtype=torch.int64), logits.double()).softmax(-1)
+
+    sampling = Sampling(temperature=temperature, **filters)
+    found = distribution(logits, [evolve(sampling, top_k=sampling.top_k or 400)] * 3)
+
+    torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-6)
+    assert (found == 0).equal(wanted == 0)
+    drawn = count(logits[0], sampling, 300)  # the way without top-k keeps the same tokens
+    assert all(wanted[0, token] > 0 for token in drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,6 +142,8 @@ def test_tokens_of_a_small_vocabulary_are_drawn_in_proportion(row: list[float], 
         Sampling(temperature=1.0, top_p=0.9),
         Sampling(temperature=2.0, top_p=0.5),
         Sampling(temperature=1.0, top_k=30, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.21),
+        Sampling(temperature=1.5, top_p=0.9, min_p=0.1),
     ],
 )
 def test_frequencies_pass_a_chi_square_test(size: int, dtype: torch.dtype, sampling: Sampling) -> None:
@@ -134,7 +170,12 @@ def test_draws_cut_the_probabilities_exactly(monkeypatch: pytest.MonkeyPatch) ->
     """With draws at equal distances each token comes as often as its probability, but for one draw."""
     draws, row = 5000, torch.randn(300, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr("attnplug_transformers.engine.sampling.draw", lambda seed, *_: (seed + 0.5) / draws)
-    for sampling in (Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=20, top_p=0.9)):
+    for sampling in (
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=20, top_p=0.9),
+        Sampling(temperature=1.1, min_p=0.23),
+        Sampling(temperature=1.1, top_k=100, min_p=0.23),
+    ):
         counts = count(row, sampling, draws)
 
         for token, probability in enumerate(brute_force(row.tolist(), sampling)):
@@ -199,8 +240,15 @@ def test_rows_are_independent(batch: list[tuple[list[float], Sampling, int]]) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1000, 32000])
 def test_rows_of_a_large_vocabulary_are_independent(dtype: torch.dtype, size: int) -> None:
-    kinds = [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 500, "top_p": 0.8}]
-    samplings = [Sampling(temperature=0.9, seed=seed, **kinds[seed % 5]) for seed in range(19)]
+    kinds = [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9, "min_p": 0.2},
+        {"min_p": 0.1},
+        {"top_p": 0.3},
+        {"top_k": 500, "top_p": 0.8},
+    ]
+    samplings = [Sampling(temperature=0.9, seed=seed, **kinds[seed % 6]) for seed in range(19)]
     requests = [request(sampling) for sampling in [*samplings, Sampling()]]
     logits = torch.randn(20, size, generator=torch.Generator().manual_seed(2)).to(dtype)
 
@@ -279,7 +327,17 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         sample(torch.zeros(shape), [request(Sampling())])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=2.0, top_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1),
+    ],
+)
 @pytest.mark.parametrize("bad", [[nan] * 8, [-inf] * 8, [inf] + [0.0] * 7, [0.0] * 7 + [nan]])
 def test_rows_of_non_finite_logits_get_no_token(sampling: Sampling, bad: list[float]) -> None:
     good = torch.arange(8.0)

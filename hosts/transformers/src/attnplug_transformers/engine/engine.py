@@ -2,80 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-from contextlib import suppress
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import attrs
-from attrs import frozen
-
-from attnplug.contract import GraphShape, Limits
-from attnplug.dense import use_device
-from attnplug.errors import BatchError, LimitsError, TensorError
-from attnplug.models import model_layers
-from attnplug_transformers.engine.block_pool import BlockPool
-from attnplug_transformers.engine.exclusive import ExclusiveCall
-from attnplug_transformers.engine.generation import (
-    check_generation,
-    config_of,
-    default_sampling,
-    eos_tokens,
-    make_processors,
-    process,
-)
-from attnplug_transformers.engine.inspection import (
-    KEEP,
-    EvaluationMode,
-    check_class,
-    check_lengths,
-    check_model,
-    check_options,
-    inspect_layers,
-    resolve_max_seq_len,
-)
-from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
-from attnplug_transformers.engine.model_attention import ModelAttention
-from attnplug_transformers.engine.request import Request, check_vocabulary, to_prompts, to_samplings, to_stop_tokens
-from attnplug_transformers.engine.runner import Runner
-from attnplug_transformers.engine.sampling import sample
-from attnplug_transformers.engine.scheduler import Scheduler
-from attnplug_transformers.engine.weights import Weights
+from attnplug.errors import AttnplugError, TensorError
+from attnplug_transformers.engine.core import EngineCore
+from attnplug_transformers.engine.pretrained import load_pretrained
+from attnplug_transformers.engine.progress import check_progress, progress_bar
+from attnplug_transformers.engine.prompts import to_prompt, to_prompts, to_stop_tokens
+from attnplug_transformers.engine.request import to_samplings
+from attnplug_transformers.engine.streaming import stream
+from attnplug_transformers.engine.submission import check_names, check_prompt_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from os import PathLike
 
     import torch
     from typing_extensions import Self
 
-    from attnplug import Selection
-    from attnplug.contract import AttentionImpl
-    from attnplug.request import BackendNames, Options
-    from attnplug_transformers.engine.sampling import Sampling
-
-_log = logging.getLogger(__name__)
+    from attnplug_transformers.engine.params import SamplingParams
+    from attnplug_transformers.engine.request import Request
+    from attnplug_transformers.engine.streaming import StreamOutput
 
 
-@frozen
-class EngineStats:
-    """
-    The counters of an engine.
-
-    Attributes:
-        steps: Forward passes of the model.
-        replayed_steps: Those of them that were replays of captured decode steps.
-        preemptions: Times that a request released its blocks for an older one, to be recomputed later.
-        blocks_in_use: Blocks that requests own now.
-    """
-
-    steps: int
-    replayed_steps: int
-    preemptions: int
-    blocks_in_use: int
-
-
-class Engine:
+class Engine(EngineCore):
     """
     Generates with an unmodified causal language model of transformers, over paged KV caches.
 
@@ -106,6 +56,7 @@ class Engine:
             and `why_eager` has the reason where they do not.
         memory_fraction: The share of a CUDA device's memory that may be in use, KV caches included.
         assume: Read a model type that attnplug does not know as this one; refused for a type that it knows.
+        tokenizer: A tokenizer of transformers, for prompts and stop strings as text, and for the text of requests.
 
     Raises:
         RequirementsError: The engine does not run this kind of model, or an option is invalid.
@@ -115,310 +66,252 @@ class Engine:
 
     Attributes:
         model: The model.
+        tokenizer: The tokenizer, or None.
         limits: The limits of a step, the number of blocks included.
         why_eager: Why all steps run eagerly; None where decode steps are replayed.
     """
 
-    def __init__(  # noqa: PLR0913 - each is an option of the engine, with a default
-        self,
-        model: Any,
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
         *,
-        num_blocks: int | None = None,
-        max_num_reqs: int = 64,
-        max_num_tokens: int = 2048,
-        max_seq_len: int | None = None,
-        block_size: int | None = None,
-        kv_cache_dtype: str | torch.dtype = "auto",
-        features: Sequence[str] = (),
-        backend: BackendNames | None = None,
-        options: Options | None = None,
-        prefix_caching: bool = True,
-        graphs: bool | None = None,
-        memory_fraction: float = 0.9,
-        assume: str | None = None,
-    ) -> None:
-        check_options(graphs, prefix_caching, kv_cache_dtype)
-        check_class(model)
-        layers = model_layers(
-            model.config,
-            dtype=str(model.dtype).removeprefix("torch."),
-            paged=True,
-            assume=assume,
-            block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype,
-            features=features,
-            cudagraph="single_token_decode" if graphs else "never",
-            fix=KEEP,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        tokenizer: Any = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        local_files_only: bool = False,
+        **options: Any,
+    ) -> Self:
+        """
+        Load a model with its tokenizer, and make an engine of both.
+
+        Args:
+            model: The id of a model on the Hugging Face Hub, or a folder that `save_pretrained` wrote.
+            dtype: The dtype of the weights, such as ``"bfloat16"``; ``"auto"`` is that of the checkpoint.
+            device: Where it runs; None is the first CUDA device, or the CPU where there is none.
+            tokenizer: A tokenizer; None loads the one beside the model, where there is one.
+            revision: The branch, tag or commit on the Hub.
+            trust_remote_code: Whether code that comes with the model may run.
+            local_files_only: Whether nothing is downloaded.
+            options: Options of the engine, such as `backend` and `max_num_reqs`.
+
+        Raises:
+            RequirementsError: There is no such model, dtype, device or option, or the engine does not run the model.
+            AttnplugError: As for the constructor.
+        """
+        made, found = load_pretrained(
+            model,
+            options,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
         )
-        check_model(model, layers)
-        limits = Limits(
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=resolve_max_seq_len(model, max_seq_len),
-            num_blocks=num_blocks,
-        )
-        check_lengths(model, limits.max_seq_len, max_num_tokens)
-        self.model = model
-        attention = ModelAttention(model)
-        self._restore = weakref.finalize(self, attention.restore)
-        try:
-            with use_device(model.device):
-                specs = inspect_layers(model, layers, kv_cache_dtype)
-                self._groups = Groups.load(specs, model.device, backend, options)
-                self._runner = attention.runner = Runner(model, self._groups)
-                self.limits = self._init_caches(limits, memory_fraction)
-                self.why_eager = self._runner.capture(graphs)
-            num_blocks = self.limits.num_blocks or 0
-            pool = BlockPool(num_blocks, self._groups.block_size, prefix_caching=prefix_caching)
-            self._scheduler = Scheduler(pool, self.limits, **self._groups.window)
-        except BaseException:
-            self._restore()
-            raise
-        self._ids = count()
-        self._submitted: weakref.WeakSet[Request] = weakref.WeakSet()
-        self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._weights = Weights(model)
-        self._evaluation = EvaluationMode(model)
-        self._exclusive = ExclusiveCall()
-        self._num_steps = 0
-
-    def _init_caches(self, limits: Limits, memory_fraction: float) -> Limits:
-        """Size and allocate the KV caches, and return the limits with their number of blocks."""
-        groups, runner, device = self._groups, self._runner, self._runner.device
-        sizes = (limits.max_num_tokens, limits.max_num_reqs, limits.max_seq_len)
-        available = free_bytes(device, memory_fraction, lambda: runner.profile(*sizes))
-        if limits.num_blocks is None:
-            limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, device, available))
-        runner.init_caches(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, device))
-        if device.type == "cuda":
-            shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
-            for backend in groups.backends:
-                backend.warmup(shapes)
-        return limits
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def selections(self) -> dict[str, Selection]:
-        """The decision for each attention layer, by its module's name in `model.named_modules()`."""
-        layers = self._groups.by_module_name(self.model)
-        return {name: self._groups.plan[layer.spec.name] for name, layer in layers.items()}
-
-    @property
-    def implementations(self) -> dict[str, AttentionImpl]:
-        """The implementation of each attention layer, under the same names: some record statistics of their layer."""
-        return {name: layer.impl for name, layer in self._groups.by_module_name(self.model).items()}
-
-    @property
-    def stats(self) -> EngineStats:
-        """The counters of this engine."""
-        pool = self._scheduler.pool
-        return EngineStats(
-            steps=self._num_steps,
-            replayed_steps=self._runner.num_replays,
-            preemptions=self._scheduler.num_preemptions,
-            blocks_in_use=pool.num_usable - pool.num_free,
-        )
-
-    @property
-    def num_graphs(self) -> int:
-        """Decode steps that were captured."""
-        return self._runner.num_graphs
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._groups.block_size
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return self._scheduler.has_work
+        return cls(made, tokenizer=found, **options)
 
     def submit(
         self,
-        prompt_ids: Iterable[int],
+        prompt: Iterable[int] | str,
         *,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
         stop_tokens: Iterable[int] | None = None,
+        **unknown: object,
     ) -> Request:
         """
-        Enqueue a request.
+        Enqueue a request, or n of them where `sampling` has n samples.
 
         Args:
-            prompt_ids: The tokens of the prompt.
-            max_new_tokens: The most tokens to generate.
+            prompt: The tokens of the prompt, or its text where the engine has a tokenizer.
+            max_new_tokens: The most tokens to generate; that of `sampling` takes its place.
             sampling: How its tokens are sampled; None is as the model's generation_config has it, greedy by default.
             stop_tokens: Tokens that end the request; None takes the model's end-of-text tokens, and ``()`` has none.
+            unknown: Refused.
+
+        Returns:
+            The request; of several samples the first, and its `samples` has all.
 
         Raises:
             BatchError: The prompt is empty, or has tokens that the model's vocabulary lacks.
-            LimitsError: It may grow longer than `max_seq_len`.
+            LimitsError: It may grow longer than `max_seq_len`, or has no `max_new_tokens`.
             CacheError: It may need more blocks than there are.
-            RequirementsError: The model's generation_config has an unsupported or invalid field.
+            RequirementsError: The model's generation_config has an unsupported or invalid field, stop strings lack a
+                tokenizer, or a name is unknown.
             NotNegotiatedError: The model's parameters were replaced, and captured steps read the old ones.
         """
-        request = self._make_request(prompt_ids, max_new_tokens, sampling, stop_tokens)
+        check_names("submit", unknown)
+        check_prompt_kind(prompt)
+        requests = self._make_requests(to_prompt(prompt, self.tokenizer), max_new_tokens, sampling, stop_tokens)
         try:
-            self._enqueue(request)
-            return request  # noqa: TRY300 - an interrupt here leaves the caller without it, too
+            for request in requests:
+                self._enqueue(request)
+            return requests[0]
         except BaseException:
-            self._cancel_all([request])
+            self._cancel_all(requests)
             raise
 
-    def _make_request(
+    def _make_requests(
         self,
-        prompt_ids: Iterable[int],
-        max_new_tokens: int,
-        sampling: Sampling | None,
+        prompt: Iterable[Any],
+        max_new_tokens: int | None,
+        sampling: SamplingParams | None,
         stop_tokens: Iterable[int] | None,
-    ) -> Request:
+    ) -> list[Request]:
         self._check_open()
-        config = config_of(self.model)
-        check_generation(config)
-        request = Request(
-            id=next(self._ids),
-            tokens=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=default_sampling(config) if sampling is None else sampling,
-            stop_tokens=eos_tokens(config) if stop_tokens is None else stop_tokens,
-        )
-        check_vocabulary(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
-        request.processors = make_processors(config, request, self.model)
-        self._submitted.add(request)
-        return request
+        requests = self._submission.make(prompt, max_new_tokens, sampling, stop_tokens)
+        self._submitted.update(requests)
+        return requests
 
-    def _enqueue(self, request: Request) -> None:
-        with self._exclusive.enter("submit"):
-            self._check_open()
-            if self._weights.have_changed(self.num_graphs):
-                self._scheduler.reset_prefix_cache()
-                self._weights.store()
-            self._scheduler.add(request)
+    def _make_batch(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop_tokens: Iterable[int] | None,
+    ) -> list[tuple[int, Request]]:
+        """Return the requests of all prompts, each with the index of its prompt."""
+        found = to_prompts(prompts, self.tokenizer)
+        samplings = to_samplings(sampling, len(found))
+        stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
+        return [
+            (index, request)
+            for index, (prompt, how) in enumerate(zip(found, samplings, strict=True))
+            for request in self._make_requests(prompt, max_new_tokens, how, stops)
+        ]
 
-    def _cancel_all(self, requests: Iterable[Request]) -> None:
-        """Cancel requests after an exception, unless that was the refusal of a concurrent call."""
-        with suppress(LimitsError):
-            for request in requests:
-                self.cancel(request)
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Iterable[int] | str],
+        *,
+        max_new_tokens: int | None = ...,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        stop_tokens: Iterable[int] | None = ...,
+        progress: bool = ...,
+        return_requests: Literal[False] = ...,
+        **unknown: object,
+    ) -> list[list[int]]: ...
 
-    def step(self) -> list[Request]:
-        """
-        Run the model once, and return the requests that got a token or failed; an empty list without work.
-
-        A request with non-finite logits (NaN, infinity, or all tokens ruled out) fails: its `finish_reason` is
-        ``"failed"``, and the others go on.
-
-        After an exception, a KeyboardInterrupt included, no request of the step has advanced, or all have if the step
-        was complete: the next one goes on with the same tokens.
-        """
-        with self._exclusive.enter("step"):
-            self._check_open()
-            self._evaluation.check()
-            step = self._scheduler.schedule()
-            if step is None:
-                return []
-            logits = self._runner.run(step)
-            tokens = sample(process(logits, step.sampling), step.sampling).tolist()
-            self._num_steps += 1
-            moved = self._scheduler.finish_step(step, tokens)
-        if failed := [request.id for request in moved if request.finish_reason == "failed"]:
-            _log.warning("requests %s have failed: their logits are non-finite", failed)
-        return moved
-
-    def cancel(self, request: Request) -> None:
-        """
-        End a request, which keeps its generated tokens. One that has ended is left unchanged.
-
-        Raises:
-            BatchError: It was not submitted to this engine.
-        """
-        if not isinstance(request, Request) or request not in self._submitted:
-            what = f"request {request.id}" if isinstance(request, Request) else repr(request)
-            raise BatchError(
-                f"cancel() was called with {what}",
-                "it takes a request of this engine",
-                "pass what submit() of this engine returned",
-            )
-        with self._exclusive.enter("cancel"):
-            self._scheduler.cancel(request)
-
-    def reset_prefix_cache(self) -> None:
-        """
-        Evict all cached prefixes, as is necessary after a change of the model.
-
-        The next `submit` does so by itself after a parameter was written in place or replaced. It does not detect
-        writes into a parameter's `data`, nor changes of anything else. Unfinished requests keep what they have
-        computed: let them end first, or cancel them.
-        """
-        with self._exclusive.enter("reset_prefix_cache"):
-            self._scheduler.reset_prefix_cache()
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Iterable[int] | str],
+        *,
+        max_new_tokens: int | None = ...,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        stop_tokens: Iterable[int] | None = ...,
+        progress: bool = ...,
+        return_requests: Literal[True],
+        **unknown: object,
+    ) -> list[Request]: ...
 
     def generate(
         self,
-        prompts: Sequence[Iterable[int]],
+        prompts: Sequence[Iterable[int] | str],
         *,
-        max_new_tokens: int,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_tokens: Iterable[int] | None = None,
-    ) -> list[list[int]]:
+        progress: bool = False,
+        return_requests: bool = False,
+        **unknown: object,
+    ) -> list[list[int]] | list[Request]:
         """
         Return the tokens generated from each prompt. Requests that were submitted before advance meanwhile.
 
         Args:
-            prompts: The tokens of each prompt.
+            prompts: The tokens of each prompt, or its text where the engine has a tokenizer.
             max_new_tokens: As for `submit`.
             sampling: As for `submit`, or a list with one for each prompt.
             stop_tokens: As for `submit`.
+            progress: Whether standard error has a progress bar, where it is a terminal.
+            return_requests: Whether the finished requests are returned, with text, log-probabilities and metrics.
+            unknown: Refused.
+
+        Returns:
+            One list of tokens or request for each prompt; n of them in a row for a prompt with n samples, as `generate`
+            of transformers does for `num_return_sequences`.
 
         Raises:
             AttnplugError: As for `submit`, or from a step; all of these requests are canceled then.
             TensorError: The logits of one of these requests are non-finite; all of them are canceled.
         """
-        found = to_prompts(prompts)
-        samplings = to_samplings(sampling, len(found))
-        stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
-        requests = [
-            self._make_request(prompt, max_new_tokens, how, stops) for prompt, how in zip(found, samplings, strict=True)
-        ]
+        check_names("generate", unknown, "progress", "return_requests")
+        check_progress(progress)
+        batch = self._make_batch(prompts, max_new_tokens, sampling, stop_tokens)
+        requests = [request for _, request in batch]
         try:
-            for request in requests:
-                self._enqueue(request)
-            while not all(request.is_finished for request in requests):
-                self.step()
-                _check_finite(requests)
+            with progress_bar(requests, shown=progress) as update:
+                for request in requests:
+                    self._enqueue(request)
+                while not all(request.is_finished for request in requests):
+                    self.step()
+                    _check_complete(batch)
+                    update()
         except BaseException:
             self._cancel_all(requests)
             raise
-        return [request.new_tokens for request in requests]
+        return requests if return_requests else [request.new_tokens for request in requests]
 
-    def close(self) -> None:
-        """Cancel all requests, free the KV caches, and restore the model's own attention."""
-        with self._exclusive.enter("close"):
-            if self._restore.alive:
-                for request in (*self._scheduler.running, *self._scheduler.waiting):
-                    self._scheduler.cancel(request)
-                self._restore()
+    def stream(
+        self,
+        prompts: Sequence[Iterable[int] | str],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop_tokens: Iterable[int] | None = None,
+        **unknown: object,
+    ) -> Iterator[StreamOutput]:
+        """
+        Return an iterator over what is generated from each prompt, as soon as a step has ended.
 
-    def _check_open(self) -> None:
-        if not self._restore.alive:
-            raise LimitsError(
-                "a closed engine was used",
-                "its KV caches are freed, and its model has its own attention",
-                "make a new one",
-            )
+        The requests are checked at once, and enqueued when the iteration begins. Closing the iterator cancels those
+        that have not ended, and so does leaving a loop that alone refers to it. A request that fails ends with the
+        `finish_reason` ``"failed"``, and the others go on.
+
+        Args:
+            prompts: As for `generate`.
+            max_new_tokens: As for `submit`.
+            sampling: As for `generate`.
+            stop_tokens: As for `submit`.
+            unknown: Refused.
+
+        Raises:
+            AttnplugError: As for `submit`; the iterator raises those of a step, and all of these requests are canceled.
+        """
+        check_names("stream", unknown)
+        batch = self._make_batch(prompts, max_new_tokens, sampling, stop_tokens)
+        return self._stream(batch)
+
+    def _stream(self, batch: list[tuple[int, Request]]) -> Iterator[StreamOutput]:
+        requests = [request for _, request in batch]
+        try:
+            for request in requests:
+                request.decodes = request.detokenizer is not None
+                self._enqueue(request)
+            yield from stream(batch, self.step)
+        finally:
+            self._cancel_all(requests)
 
 
-def _check_finite(requests: Sequence[Request]) -> None:
-    failed = {index: request.id for index, request in enumerate(requests) if request.finish_reason == "failed"}
-    if failed:
+def _check_complete(batch: Sequence[tuple[int, Request]]) -> None:
+    failed = {index: request for index, request in batch if request.finish_reason == "failed"}
+    if not failed:
+        return
+    which = f"prompts {list(failed)}, as requests {[request.id for request in failed.values()]}"
+    error = next((request.error for request in failed.values() if request.error is not None), None)
+    if error is None:
         raise TensorError(
-            f"the logits of prompts {list(failed)}, as requests {list(failed.values())}, are non-finite",
+            f"the logits of {which}, are non-finite",
             "each row of logits has a finite highest value",
             "look for the first NaN in the model's layers, or submit() each prompt for the tokens of the others",
         )
+    raise AttnplugError(
+        f"the tokenizer cannot decode the tokens of {which}: {error!r}",
+        "tokenizer.decode() takes any token of the model",
+        "use the model's own tokenizer, or submit() each prompt for the tokens of the others",
+    ) from error

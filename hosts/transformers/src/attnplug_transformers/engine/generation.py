@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import frozen
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -26,18 +27,16 @@ from transformers import (
 )
 
 from attnplug.errors import RequirementsError
-from attnplug_transformers.engine.sampling import Sampling
+from attnplug_transformers.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
-
-    from torch import Tensor
 
     from attnplug_transformers.engine.request import Request
 
-SAMPLING: Final = frozenset({"do_sample", "temperature", "top_k", "top_p"})
-"""Applied to requests without a `Sampling`."""
+SAMPLING: Final = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p"})
+"""Applied to requests without a `SamplingParams`."""
 
 PROCESSORS: Final = frozenset(
     {
@@ -59,12 +58,11 @@ PROCESSORS: Final = frozenset(
 )
 """Applied to the logits of every request, by transformers' own classes."""
 
-APPLIED: Final = SAMPLING | PROCESSORS | {"eos_token_id"}
+APPLIED: Final = SAMPLING | PROCESSORS | {"eos_token_id", "stop_strings"}
 
 _BEAMS = "the engine has no beam search"
 _STRATEGY = "the engine samples one token at a time from one model"
-_TOKENIZER = "it needs a tokenizer, and the engine has none"
-_FILTER = "the filters of a Sampling are temperature, top_k and top_p"
+_FILTER = "the filters of SamplingParams are temperature, top_k, top_p and min_p"
 
 REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "num_beams": ((1,), _BEAMS),
@@ -72,7 +70,7 @@ REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "diversity_penalty": ((0,), _BEAMS),
     "constraints": ((), _BEAMS),
     "force_words_ids": ((), _BEAMS),
-    "num_return_sequences": ((1,), "a request has one sequence; submit the prompt several times"),
+    "num_return_sequences": ((1,), "a request has its own number of samples: pass SamplingParams(n=...)"),
     "penalty_alpha": ((0,), _STRATEGY),
     "dola_layers": ((), _STRATEGY),
     "guidance_scale": ((1,), "it takes a second, unconditional forward pass"),
@@ -80,8 +78,7 @@ REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "is_assistant": ((False,), "the engine is no assistant of another model: it would stop at unlikely tokens"),
     "assistant_ensemble_weight": ((), "the engine has no assistant model to mix with"),
     "max_time": ((), "the engine has no time limit; cancel() ends a request"),
-    "stop_strings": ((), _TOKENIZER),
-    "token_healing": ((False,), _TOKENIZER),
+    "token_healing": ((False,), "a prompt is tokens, and none of them is replaced"),
     "cache_implementation": (
         ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window", "paged"),
         "the engine has its KV caches, whose precision is the engine's kv_cache_dtype",
@@ -90,13 +87,12 @@ REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 """Refused with another value than None or these, and why."""
 
 REFUSED_FILTERS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "min_p": ((0,), _FILTER),
     "top_h": ((), _FILTER),
     "typical_p": ((1,), _FILTER),
     "epsilon_cutoff": ((0, 1), _FILTER),
     "eta_cutoff": ((0, 1), _FILTER),
 }
-"""Likewise, where `do_sample` is set and a request has no `Sampling`: `generate` ignores them otherwise."""
+"""Likewise, where `do_sample` is set and a request has no `SamplingParams`: `generate` ignores them otherwise."""
 
 IRRELEVANT: Final[dict[str, str]] = {
     **dict.fromkeys(("max_length", "max_new_tokens"), "each request has its max_new_tokens"),
@@ -184,25 +180,26 @@ def _refuse(config: GenerationConfig, name: str, why: str, default: object) -> N
     )
 
 
-def default_sampling(config: GenerationConfig) -> Sampling:
+def default_sampling(config: GenerationConfig) -> SamplingParams:
     """
     Return the sampling of requests that have none; where a field is None, with the default of `generate`.
 
     Raises:
-        RequirementsError: It has a filter that a `Sampling` lacks.
+        RequirementsError: It has a filter that `SamplingParams` lacks.
         LimitsError: A value is out of its range.
     """
     if not config.do_sample:
-        return Sampling()
+        return SamplingParams()
     try:
         _refuse_set(config, REFUSED_FILTERS)
     except RequirementsError as error:
-        raise RequirementsError(error.problem, error.expected, f"{error.fix}, or pass a Sampling") from None
+        raise RequirementsError(error.problem, error.expected, f"{error.fix}, or pass SamplingParams") from None
     top_k = 50 if config.top_k is None else config.top_k
-    return Sampling(
+    return SamplingParams(
         temperature=1.0 if config.temperature is None else config.temperature,
         top_k=top_k or None,
         top_p=config.top_p,
+        min_p=config.min_p,
     )
 
 
@@ -212,9 +209,45 @@ def eos_tokens(config: GenerationConfig) -> tuple[int, ...]:
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
-def make_processors(config: GenerationConfig, request: Request, model: Any) -> LogitsProcessorList | None:
+def stop_strings(config: GenerationConfig) -> tuple[str, ...]:
+    """Return the strings that end every request without other ones."""
+    found = config.stop_strings
+    return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+
+@frozen
+class Processors:
     """
-    Return what changes the logits of a request before its token is sampled; None where nothing does.
+    What changes the logits of a request by the model's generation_config, in the order of `generate`.
+
+    Attributes:
+        first: What comes before the penalties of `SamplingParams`.
+        last: What comes after them.
+    """
+
+    first: LogitsProcessorList
+    last: LogitsProcessorList
+
+
+def repetition_penalty(config: GenerationConfig) -> float:
+    """
+    Return the repetition penalty of requests without another one; 1 is none.
+
+    Raises:
+        RequirementsError: It is no positive float.
+    """
+    found = config.repetition_penalty
+    if found is None or found == 1:
+        return 1.0
+    try:
+        return RepetitionPenaltyLogitsProcessor(found).penalty
+    except ValueError as error:
+        raise _invalid(error) from error
+
+
+def make_processors(config: GenerationConfig, request: Request, model: Any) -> Processors | None:
+    """
+    Return what changes the logits of a request, beside the penalties; None where nothing does.
 
     They depend on the request's tokens alone, and `generate` applies the same ones in the same order.
 
@@ -229,23 +262,28 @@ def make_processors(config: GenerationConfig, request: Request, model: Any) -> L
     if not any(getattr(config, name, None) is not None for name in PROCESSORS):
         return None
     try:
-        found = LogitsProcessorList(_processors(config, request, str(model.device)))
-        if not found:
+        found = _processors(config, request, str(model.device))
+        if not (found.first or found.last):
             return None
         width = model.get_output_embeddings().weight.shape[0]
         # What cannot be applied is refused here, and not in the middle of each later step.
         tokens: Any = torch.tensor([request.tokens], device=model.device)
-        found(tokens, torch.zeros(1, width, device=model.device))
+        for each in (found.first, found.last):
+            each(tokens, torch.zeros(1, width, device=model.device))
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise RequirementsError(
-            f"the model's generation_config cannot be applied: {error}",
-            "its values are those of transformers' GenerationConfig",
-            "set the field to None, or to a valid value",
-        ) from error
+        raise _invalid(error) from error
     return found
 
 
-def _processors(config: GenerationConfig, request: Request, device: str) -> list[Any]:
+def _invalid(error: Exception) -> RequirementsError:
+    return RequirementsError(
+        f"the model's generation_config cannot be applied: {error}",
+        "its values are those of transformers' GenerationConfig",
+        "set the field to None, or to a valid value",
+    )
+
+
+def _processors(config: GenerationConfig, request: Request, device: str) -> Processors:
     prompt: Any = torch.tensor([request.tokens[: request.num_prompt_tokens]], device=device)
     length = request.num_prompt_tokens
     stops: Any = torch.tensor(sorted(request.stop_tokens), device=device) if request.stop_tokens else None
@@ -258,7 +296,7 @@ def _processors(config: GenerationConfig, request: Request, device: str) -> list
 
     add("sequence_bias", SequenceBiasLogitsProcessor)
     add("encoder_repetition_penalty", lambda value: EncoderRepetitionPenaltyLogitsProcessor(value, prompt), (1,))
-    add("repetition_penalty", RepetitionPenaltyLogitsProcessor, (1,))
+    first, found = found, []  # the repetition penalty is between the two: `penalize` applies it to all rows at once
     add("no_repeat_ngram_size", NoRepeatNGramLogitsProcessor, (0,))
     add("encoder_no_repeat_ngram_size", lambda value: EncoderNoRepeatNGramLogitsProcessor(value, prompt), (0,))
     add("bad_words_ids", lambda value: NoBadWordsLogitsProcessor(value, stops))
@@ -281,25 +319,4 @@ def _processors(config: GenerationConfig, request: Request, device: str) -> list
     # A forced first token comes before the first one that is chosen.
     begin = length + (length == 1 and config.forced_bos_token_id is not None)
     add("begin_suppress_tokens", lambda value: SuppressTokensAtBeginLogitsProcessor(value, begin, device))
-    return found
-
-
-def process(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """
-    Return the logits after the processors of each request.
-
-    Args:
-        logits: ``(len(requests), vocabulary)`` floats, which are not changed.
-        requests: The requests, in the order of the rows.
-
-    Returns:
-        The same tensor where no request has processors, otherwise float32, as in `generate`.
-    """
-    if all(request.processors is None for request in requests):
-        return logits
-    found = logits.to(torch.float32, copy=True)
-    for row, request in enumerate(requests):
-        if request.processors is not None:
-            tokens: Any = torch.tensor([request.tokens], device=logits.device)
-            found[row] = request.processors(tokens, found[row : row + 1])[0]
-    return found
+    return Processors(LogitsProcessorList(first), LogitsProcessorList(found))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import frozen
 
-from attnplug.errors import LimitsError, TensorError
+from attnplug.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from attnplug_transformers.engine.params import SamplingParams
     from attnplug_transformers.engine.request import Request
 
 NO_TOKEN: Final = -1
@@ -31,56 +31,6 @@ _CPU_LOGITS: Final = 2**18
 
 _STEEPEST: Final = 1e30
 """The largest inverse temperature, below the largest float32: with it all but the highest logit have no weight."""
-
-
-def _refuse(name: str, value: object, expected: str, fix: str) -> NoReturn:
-    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", fix)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-@frozen(kw_only=True)
-class Sampling:
-    """
-    How the tokens of a request are sampled. The filters apply in this order, each to what the one before has kept.
-
-    Raises:
-        LimitsError: A value is out of its range.
-
-    Attributes:
-        temperature: Logits are divided by it; 0 takes the most likely token, and of equal ones the lowest id.
-        top_k: Keep the k most likely tokens, of equal ones the lowest ids; None keeps all.
-        top_p: Keep the fewest most likely tokens whose probabilities sum to at least this; None keeps all.
-        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is a random seed per request. The
-            logits of a request may depend on the rest of its batch by rounding: see the guide of the engine.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            _refuse("temperature", self.temperature, "a finite number from 0 on", "pass 0 for greedy decoding, or 1.0")
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            _refuse("top_k", self.top_k, "a whole number from 1 on, or None", "leave top_k out to keep all tokens")
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            _refuse("top_p", self.top_p, "above 0 and at most 1, or None", "leave top_p out to keep all tokens")
-        if self.seed is not None and type(self.seed) is not int:
-            _refuse("seed", self.seed, "a whole number, or None", "pass an int")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without a random draw."""
-        return self.temperature == 0
-
-    @property
-    def filters(self) -> bool:
-        """Whether top-k or top-p excludes tokens."""
-        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -122,7 +72,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return tokens
 
 
-def _kind(sampling: Sampling) -> Callable[[Tensor, Sequence[Request]], Tensor]:
+def _kind(sampling: SamplingParams) -> Callable[[Tensor, Sequence[Request]], Tensor]:
     if sampling.is_greedy:
         return _take_highest
     return _draw if sampling.top_k is None else _draw_from_top_k
@@ -150,7 +100,7 @@ def _where_finite(tokens: Tensor, highest: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Return the tokens of requests without top-k, and with or without top-p."""
+    """Return the tokens of requests without top-k, and with or without top-p and min-p."""
     logits = logits.float()
     # The highest score becomes 0 before the division, so that no temperature overflows.
     highest = logits.amax(-1, keepdim=True)
@@ -158,6 +108,10 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     inverse = [min(1 / request.sampling.temperature, _STEEPEST) for request in requests]
     scores *= _column(inverse, logits).float()
     weights = scores.softmax(-1)
+    if any(request.sampling.min_p for request in requests):
+        # What min-p keeps is ranked before all else: the mass before such a token is the same without the rest.
+        least = _column([request.sampling.min_p or 0.0 for request in requests], logits).float()
+        weights = weights.where(weights >= least * weights.amax(-1, keepdim=True), 0.0)
     tokens = _pick(weights, _draws(requests))
     rows = [row for row, request in enumerate(requests) if request.sampling.filters]
     if rows:
@@ -202,16 +156,15 @@ def _ranked_before(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _draw_from_top_k(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Return the tokens of requests with top-k, and with or without top-p."""
+    """Return the tokens of requests with top-k, and with or without top-p and min-p."""
     order, weights = ranked_weights(logits, [request.sampling for request in requests])
-    return order.gather(-1, _search(weights, _column(_draws(requests), logits) * weights.sum(-1, keepdim=True))[0])[
-        :, 0
-    ]
+    places, _ = _search(weights, _column(_draws(requests), logits) * weights.sum(-1, keepdim=True))
+    return _where_finite(order.gather(-1, places).squeeze(-1), logits.gather(-1, order[:, :1]))
 
 
-def ranked_weights(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+def ranked_weights(logits: Tensor, samplings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """
-    Return the most likely tokens, and their weights after temperature, top-k and top-p.
+    Return the most likely tokens, and their weights after temperature, top-k, top-p and min-p.
 
     Args:
         logits: ``(rows, vocabulary)`` floats.
@@ -222,18 +175,28 @@ def ranked_weights(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tenso
     """
     size = logits.shape[-1]
     counts = [min(sampling.top_k or size, size) for sampling in samplings]
+    values, order = rank(logits.float(), counts)
     top_k = torch.tensor(counts, device=logits.device).unsqueeze(-1)
-    values, order = _rank(logits.float(), top_k, min(max(counts) + _SPARE, size))
     scores = (values - values[:, :1]).double() / _column([sampling.temperature for sampling in samplings], logits)
     weights = scores.exp().where(torch.arange(values.shape[-1], device=logits.device) < top_k, 0.0)
     mass = weights.cumsum(-1)
     top_p = _column([sampling.top_p or 1.0 for sampling in samplings], logits)
     # A token stays while those before it sum to less than top_p; without top_p all that top_k kept stays.
-    return order, weights.where((mass - weights < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
+    weights = weights.where((mass - weights < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
+    least = _column([sampling.min_p or 0.0 for sampling in samplings], logits)  # the first of each row has weight 1
+    return order, weights.where(weights >= least, 0.0)
 
 
-def _rank(logits: Tensor, top_k: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the `width` highest logits of each row and their tokens; the first `top_k` are exact, of equals too."""
+def rank(logits: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """
+    Return the highest logits of each row and their tokens, highest first, of equal ones the lowest token.
+
+    Args:
+        logits: ``(rows, vocabulary)`` float32.
+        counts: How many of each row are exact, at least 1; some more are returned.
+    """
+    width = min(max(counts) + _SPARE, logits.shape[-1])
+    top_k = torch.tensor(counts, device=logits.device).unsqueeze(-1)
     values, order = logits.topk(width)
     if width < logits.shape[-1] and bool((values[:, -1:] >= values.gather(-1, top_k - 1)).any()):
         order = _ranking(logits).topk(width).indices  # equals that topk left out may have lower ids

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, Final
 
 from attnplug.batching import NULL_BLOCK, num_freeable_blocks
 from attnplug.errors import BatchError, CacheError, LimitsError
@@ -14,17 +15,23 @@ if TYPE_CHECKING:
 
     from attnplug.contract import Limits
     from attnplug_transformers.engine.block_pool import BlockPool
+    from attnplug_transformers.engine.logprobs import TokenLogprobs
     from attnplug_transformers.engine.request import Request
+
+_NOTHING: Final = (None, None)
+"""The token and the log-probabilities of a request that does not sample."""
 
 
 class Scheduler:
     """
     Schedules decodes first, then prefill chunks, first come, first served (FCFS).
 
-    Every running request is older than every waiting one, and none overtakes another. When blocks run out, the youngest
-    running request is preempted: it returns to the head of the queue and is recomputed later. So the oldest request
-    always makes progress, and all requests finish. An admitted request owns the blocks of all its tokens; only a decode
-    ever needs one more. Blocks that no later query attends to are released as soon as a window or chunk has left them.
+    Every running request is older than every waiting one, and none overtakes another, with one exception: the samples
+    of one prompt wait until the first of them has computed it, and then share its blocks. When blocks run out, the
+    youngest running request is preempted: it returns to the head of the queue and is recomputed later. So the oldest
+    request always makes progress, and all requests finish. An admitted request owns the blocks of all its tokens; only
+    a decode ever needs one more. Blocks that no later query attends to are released as soon as a window or chunk has
+    left them.
 
     Each call is a transaction, whatever line an exception or a KeyboardInterrupt leaves it at. The truth is the
     unfinished requests in order of age, with their tokens. All else follows from it, so nothing needs a log: after a
@@ -154,7 +161,9 @@ class Scheduler:
         self._uncommitted = None
         return self._step
 
-    def finish_step(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+    def finish_step(
+        self, step: Step, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
+    ) -> list[Request]:
         """
         Record the results of a step: its keys and values are in the KV cache, and these tokens were sampled.
 
@@ -164,6 +173,7 @@ class Scheduler:
             step: What `schedule` returned last.
             tokens: One for each of ``step.sampling``, in that order. A negative one is no token: its request fails, and
                 its blocks leave the prefix cache.
+            logprobs: The log-probabilities of each token, in the same order; None without.
 
         Returns:
             The requests that got a token or failed, without those canceled since the step was scheduled.
@@ -173,19 +183,19 @@ class Scheduler:
         """
         self._recover()
         self._check_results(step, tokens)
-        sampled = iter(tokens)
-        results = [(one, next(sampled) if one.samples else None) for one in step.scheduled]
-        results = [(one, token) for one, token in results if one.request in self._running]
-        self._uncommitted = [one for one, _ in results]
+        sampled = zip(tokens, repeat(None) if logprobs is None else logprobs, strict=False)
+        results = [(one, *(next(sampled) if one.samples else _NOTHING)) for one in step.scheduled]
+        results = [result for result in results if result[0].request in self._running]
+        self._uncommitted = [one for one, *_ in results]
         self._step = None
-        for one, token in results:
-            self._advance(one, token)
+        for one, token, reported in results:
+            self._advance(one, token, reported)
         self._uncommitted = ()  # from here on the tokens are final
-        for one, _ in results:
+        for one, *_ in results:
             if one.request.is_finished:
                 del self._unfinished[one.request]
         self._uncommitted = None
-        return [one.request for one, token in results if token is not None]
+        return [one.request for one, token, _ in results if token is not None]
 
     def _recover(self) -> None:
         """Undo a call that did not end. Each line may run again: this may be left halfway as well."""
@@ -193,8 +203,7 @@ class Scheduler:
             return
         for one in self._uncommitted:
             if one.samples:
-                del one.request.tokens[one.stop :]
-                one.request.finish_reason = None
+                one.request.truncate(one.stop)
         for request in self._unfinished:
             request.blocks = []
             request.num_computed_tokens = 0
@@ -234,16 +243,24 @@ class Scheduler:
         # Each running request may need one more block: an admission into those would soon be preempted.
         reserved = sum(map(self._may_grow, self._running))
         while self._waiting and budget > 0 and len(self._running) < self.limits.max_num_reqs:
-            request = next(iter(self._waiting))
-            if not self._allocate_prompt(request, reserved):
+            request = next((one for one in self._waiting if not self._awaits_prompt(one)), None)
+            if request is None or not self._allocate_prompt(request, reserved):
                 break
             del self._waiting[request]
             self._running[request] = None
-            request.status = "running"
+            request.admit()
             reserved += self._may_grow(request)
             chunks.append(_chunk(request, budget))
             budget -= chunks[-1].num_new_tokens
         return chunks
+
+    def _awaits_prompt(self, request: Request) -> bool:
+        """Whether an earlier sample of the same prompt is about to compute full blocks that this one can share."""
+        first = request.samples[0]
+        if first is request or not self._pool.prefix_caching or first not in self._unfinished:
+            return False
+        size = self._pool.block_size
+        return first.num_computed_tokens < (request.num_prompt_tokens - 1) // size * size
 
     def _allocate_prompt(self, request: Request, reserved: int) -> bool:
         """Give a request the blocks of all its tokens, cached ones first; False where too few others are free."""
@@ -276,6 +293,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
         request.status = "waiting"
+        request.num_preemptions += 1
         self._waiting[request] = None
         self._waiting.move_to_end(request, last=False)
         self.num_preemptions += 1
@@ -286,7 +304,7 @@ class Scheduler:
         request.blocks = []
         request.num_computed_tokens = 0
 
-    def _advance(self, one: ScheduledRequest, token: int | None) -> None:
+    def _advance(self, one: ScheduledRequest, token: int | None, logprobs: TokenLogprobs | None) -> None:
         request, size = one.request, self._pool.block_size
         if token is not None and token < 0:
             # The cause may be in any of its blocks, released ones included: no other request may match them.
@@ -301,7 +319,7 @@ class Scheduler:
         if self._frees:
             self._release_unattended(request, one.start)
         if token is not None:
-            request.append(token)
+            request.append(token, logprobs)
             if request.is_finished:
                 self._stop_running(request)
                 request.status = "finished"
