@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -65,6 +71,8 @@ def test_a_model_that_is_not_there(host, tmp_path, where):
     [
         ({"max_num_req": 4}, "'max_num_req'; did you mean 'max_num_reqs'"),
         ({"dtyp": "float32"}, "'dtyp'; did you mean 'dtype'"),
+        ({"max_model_len": 64}, "pass max_seq_len=..."),
+        ({"tensor_parallel_size": 2}, "the engine runs on one device"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"dtype": "float31"}, "dtype='float31'"),
         ({"dtype": 32}, "dtype=32"),
@@ -76,6 +84,59 @@ def test_options_are_checked_first(host, option, said):
         Engine.from_pretrained("no-such-folder/at-all", local_files_only=True, **option)
 
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"max_num_req": 4}, "Engine() was given 'max_num_req'; did you mean 'max_num_reqs'"),
+        ({"gpu_memory_utilization": 0.5}, "pass memory_fraction=..."),
+        ({"enable_lora": True}, "the engine has no adapters"),
+        ({"dtype": "float32"}, "Engine() was given 'dtype'"),
+    ],
+)
+def test_unknown_options_of_the_engine(host, option, said):
+    with pytest.raises(RequirementsError) as caught:
+        Engine(model("llama"), **option)
+
+    assert said in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(host, tmp_path):
+    model("llama", **SIZES).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RequirementsError, match=r"the tokenizer of .* cannot be loaded") as caught:
+        Engine.from_pretrained(tmp_path, device="cpu")
+
+    assert "pass tokenizer=" in caught.value.fix
+
+
+HUB = """
+import json, sys
+from attnplug_transformers.engine import Engine
+with Engine.from_pretrained("acme/tiny", device="cpu", revision="main") as engine:
+    (request,) = engine.generate(["stop at"], max_new_tokens=5, return_requests=True)
+print(json.dumps([request.new_tokens, request.text]))
+"""
+
+
+@pytest.mark.slow
+def test_an_id_of_the_hub_from_its_cache(host, folder, tmp_path):
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "0123456789012345678901234567890123456789"
+    shutil.copytree(folder, snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(snapshot.name)
+    offline = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "ATTNPLUG_BACKEND": "torch/sdpa"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", HUB], capture_output=True, text=True, check=False, env=os.environ | offline
+    )
+
+    assert done.returncode == 0, done.stderr
+    with Engine(model("llama", **SIZES), tokenizer=byte_level()) as engine:
+        (request,) = engine.generate(["stop at"], max_new_tokens=5, return_requests=True)
+    assert json.loads(done.stdout) == [request.new_tokens, request.text]
 
 
 def test_a_backend_that_does_not_run_here(host, folder):

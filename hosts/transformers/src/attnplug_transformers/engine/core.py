@@ -28,6 +28,7 @@ from attnplug_transformers.engine.inspection import (
 from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
 from attnplug_transformers.engine.metrics import EngineStats
 from attnplug_transformers.engine.model_attention import ModelAttention
+from attnplug_transformers.engine.options import check_options_known
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.runner import Runner
 from attnplug_transformers.engine.sampler import Sampler
@@ -73,7 +74,9 @@ class EngineCore:
         memory_fraction: float = 0.9,
         assume: str | None = None,
         tokenizer: Any = None,
+        **unknown: object,
     ) -> None:
+        check_options_known("Engine()", unknown, EngineCore.__init__)
         check_options(graphs, prefix_caching, kv_cache_dtype)
         check_class(model)
         layers = model_layers(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from attnplug.errors import AttnplugError, TensorError
 from attnplug_transformers.engine.core import EngineCore
+from attnplug_transformers.engine.options import check_options_known
 from attnplug_transformers.engine.pretrained import load_pretrained
 from attnplug_transformers.engine.progress import check_progress, progress_bar
 from attnplug_transformers.engine.prompts import to_prompt, to_prompts, to_stop_tokens
@@ -57,6 +58,7 @@ class Engine(EngineCore):
         memory_fraction: The share of a CUDA device's memory that may be in use, KV caches included.
         assume: Read a model type that attnplug does not know as this one; refused for a type that it knows.
         tokenizer: A tokenizer of transformers, for prompts and stop strings as text, and for the text of requests.
+        unknown: Refused, with the nearest name.
 
     Raises:
         RequirementsError: The engine does not run this kind of model, or an option is invalid.
@@ -101,9 +103,9 @@ class Engine(EngineCore):
             RequirementsError: There is no such model, dtype, device or option, or the engine does not run the model.
             AttnplugError: As for the constructor.
         """
+        check_options_known("Engine.from_pretrained()", options, cls.__init__, cls.from_pretrained)
         made, found = load_pretrained(
             model,
-            options,
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
@@ -299,11 +301,12 @@ class Engine(EngineCore):
 
 
 def _check_complete(batch: Sequence[tuple[int, Request]]) -> None:
-    failed = {index: request for index, request in batch if request.finish_reason == "failed"}
+    failed = [(index, request) for index, request in batch if request.finish_reason == "failed"]
     if not failed:
         return
-    which = f"prompts {list(failed)}, as requests {[request.id for request in failed.values()]}"
-    error = next((request.error for request in failed.values() if request.error is not None), None)
+    prompts = sorted({index for index, _ in failed})
+    which = f"prompts {prompts}, as requests {[request.id for _, request in failed]}"
+    error = next((request.error for _, request in failed if request.error is not None), None)
     if error is None:
         raise TensorError(
             f"the logits of {which}, are non-finite",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from attnplug.errors import RequirementsError
-from attnplug_transformers.engine.params import unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 
 def load_pretrained(
     model: str | PathLike[str],
-    options: Mapping[str, object],
     *,
     dtype: str | torch.dtype,
     device: str | torch.device | None,
@@ -33,7 +30,6 @@ def load_pretrained(
 
     Args:
         model: As for `Engine.from_pretrained`.
-        options: The options of the engine; their names are checked before anything is loaded.
         dtype: As for `Engine.from_pretrained`, and so are the others.
         device: Likewise.
         tokenizer: Likewise.
@@ -45,9 +41,8 @@ def load_pretrained(
         The model, and the tokenizer or None.
 
     Raises:
-        RequirementsError: There is no such model, dtype, device or option.
+        RequirementsError: There is no such model, dtype or device, or the tokenizer cannot be loaded.
     """
-    _check_options(options)
     where = _device(device)
     how = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     how = {name: value for name, value in how.items() if value is not None}
@@ -62,22 +57,19 @@ def load_pretrained(
             "correct the id or the folder, or load the model with transformers and pass it to Engine(model)",
         ) from error
     if tokenizer is None and _has_tokenizer(model, how):
-        tokenizer = AutoTokenizer.from_pretrained(model, **how)
+        tokenizer = _load_tokenizer(model, how)
     return made.to(where).eval(), tokenizer
 
 
-def _check_options(options: Mapping[str, object]) -> None:
-    from attnplug_transformers.engine.engine import Engine  # noqa: PLC0415 - it imports this module
-
-    known = [
-        name
-        for call in (Engine.__init__, Engine.from_pretrained)
-        for name, one in inspect.signature(call).parameters.items()
-        if one.kind is one.KEYWORD_ONLY
-    ]
-    for name in options:
-        if name not in known:
-            raise unknown_name(name, "Engine.from_pretrained()", sorted({*known}))
+def _load_tokenizer(model: str | PathLike[str], how: Mapping[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model, **how)
+    except Exception as error:  # a broken file raises whatever its reader meets
+        raise RequirementsError(
+            f"the tokenizer of {str(model)!r} cannot be loaded: {error}",
+            "it is beside the model, and what it needs is installed",
+            "install what it needs, or pass tokenizer=...",
+        ) from error
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

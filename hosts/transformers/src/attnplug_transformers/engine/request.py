@@ -153,7 +153,8 @@ class Request:
                 "its engine has no tokenizer",
                 "make the engine with tokenizer=..., or decode new_tokens",
             )
-        found.update(self.tokens, self.num_prompt_tokens)
+        if self.error is None:
+            found.update(self.tokens, self.num_prompt_tokens)
         return found.text if self.is_finished else found.stable
 
     @property
