@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnplug.request.device import Device
+from kit.tests.check.test_check_project import PYPROJECT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,17 +25,6 @@ cudagraph = { max = "uniform_batch" }
 features = ["paged", "sliding_window", "acme.rope"]
 [variants.fast]
 supports = { compute_capability = ["8.0", "9.0"] }
-"""
-PYPROJECT = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[project]
-name = "attnplug-acme"
-version = "1.1"
-dependencies = ["attnplug>=0.1,<1"]
-[project.entry-points."attnplug.backends"]
-acme = "attnplug_acme.plugin"
 """
 PLUGIN = """\
 from attnplug.contract import hookimpl
@@ -62,7 +52,7 @@ def package(tmp_path: Path) -> Path:
     (folder / "attnplug.toml").write_text(MANIFEST, "utf-8")
     (folder / "plugin.py").write_text(PLUGIN, "utf-8")
     (folder / "__init__.py").write_text("", "utf-8")
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT, "utf-8")
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT.replace('"1.0"', '"1.1"'), "utf-8")
     return folder
 
 
