@@ -24,6 +24,7 @@ from attnplug_kit.oracle.attention import OracleResult, attend, seen_by
 from attnplug_kit.oracle.case import FEATURES, Case, cases, random_case
 from attnplug_kit.oracle.closeness import Tolerance, assert_close, assert_output, tolerance
 from attnplug_kit.oracle.host_memory import bind_pool, untouched
+from attnplug_kit.oracle.materializing import materialize
 from attnplug_kit.oracle.replaying import check_replays, check_replays_without_build, check_shared_state
 from attnplug_kit.oracle.rounding import by_channel, nearest, paged_tensors
 from attnplug_kit.oracle.running import (
@@ -35,7 +36,7 @@ from attnplug_kit.oracle.running import (
     padded_for,
     run,
 )
-from attnplug_kit.oracle.scene import CANARY, Dense, Paged, Scene, materialize
+from attnplug_kit.oracle.scene import CANARY, Dense, Paged, Scene
 
 __all__ = [
     "CANARY",

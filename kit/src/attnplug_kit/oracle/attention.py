@@ -94,6 +94,9 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     positions = torch.arange(key.shape[0])
     visible = _visible(queries, positions, window, attention_chunk, causal=causal)
     visible = visible if custom_mask is None else visible & custom_mask
+    seen = visible.any(0)  # no query attends to the other keys: windows and chunks hide most of a long sequence
+    visible, positions, key, value = visible[:, seen], positions[seen], key[seen], value[seen]
+    attn_bias = None if attn_bias is None else attn_bias[:, :, seen]
     distance = (queries[:, None] - positions[None, :]).abs().double()
 
     output = torch.zeros(num_queries, num_q_heads, value.shape[2], dtype=torch.float64)
@@ -104,7 +107,10 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         lse_with_sink = lse if sinks is None else sinks.double().expand_as(lse).clone()
         return OracleResult(output, lse, lse_with_sink, spread, peak)
     for head in range(num_q_heads):
-        keys, values = key[:, head // group].double(), value[:, head // group].double()
+        if head % group == 0:  # the first query head of a KV head
+            keys, values = key[:, head // group].double(), value[:, head // group].double()
+            squares = values.square()
+            sizes = (visible.double() @ squares).sqrt()
         scores = scale * (query[:, head].double() @ keys.T)
         if logits_soft_cap is not None:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
@@ -117,14 +123,15 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         if block_sparse is not None:
             heads = {"num_q_heads": num_q_heads, "num_kv_heads": key.shape[1]}
             mine = visible & seen_by(head, block_sparse, **heads, queries=queries, keys=positions)
+            sizes = (mine.double() @ squares).sqrt()
         lse[:, head] = torch.logsumexp(scores.masked_fill(~mine, -torch.inf), 1)
         lse_with_sink[:, head] = lse[:, head]
         if sinks is not None:
             lse_with_sink[:, head] = torch.logaddexp(lse[:, head], sinks[head].double())
         weights = torch.exp(scores - lse_with_sink[:, head, None]).masked_fill(~mine, 0.0)
         output[:, head] = weights @ values
-        spread[:, head] = (weights.square() @ values.square()).sqrt()
-        peak[:, head] = weights.amax(1, keepdim=True) * (mine.double() @ values.square()).sqrt()
+        spread[:, head] = (weights.square() @ squares).sqrt()
+        peak[:, head] = weights.amax(1, keepdim=True) * sizes
     return OracleResult(output, lse, lse_with_sink, spread, peak)
 
 

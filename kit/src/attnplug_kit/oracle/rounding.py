@@ -1,7 +1,7 @@
 """
 What a quantized KV cache makes of queries, keys and values, short enough to be verified by reading.
 
-FP8: the numbers of the dtype are looked up. Int8: symmetric, with a scale per row or per channel.
+FP8: to the nearest number of the dtype. Int8: symmetric, with a scale per row or per channel.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ INT8_DTYPES: Final = ("int8", "int8_k")
 
 _CALIBRATED: Final = 0.9
 """Part of the largest value that the value scales reach: a calibration leaves outliers, which are clipped."""
+
+_NUMBERS: Final = {torch.float8_e4m3fn: (3, -6, 448.0), torch.float8_e5m2: (2, -14, 57344.0)}
+"""Bits behind the point, the smallest exponent and the largest number: OCP 8-bit floating point, revision 1.0."""
 
 _QUERY_SCALE: Final = 0.5
 """Of quantized queries. It is a power of two, and the queries are numbers of the cache's dtype: no bit is lost."""
@@ -64,17 +67,10 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
         values: Of any shape, in float64.
         dtype: float8_e4m3fn or float8_e5m2.
     """
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    numbers = codes.view(dtype).double()
-    finite = numbers.isfinite()
-    numbers, order = (numbers[finite] + 0.0).sort()  # -0 becomes 0
-    is_even = codes[finite][order] % 2 == 0
-    flat = values.flatten().nan_to_num(nan=0.0).clamp(numbers[0], numbers[-1])
-    above = torch.searchsorted(numbers, flat)
-    below = (above - 1).clamp(min=0)
-    up, down = (numbers[above] - flat).abs(), (numbers[below] - flat).abs()
-    rounded = torch.where((up < down) | ((up == down) & is_even[above]), numbers[above], numbers[below])
-    return torch.where(values.isnan(), torch.nan, rounded.view(values.shape))
+    bits, smallest, largest = _NUMBERS[dtype]
+    _, exponent = torch.frexp(values)  # values are 0.5 to 1 times 2 ** exponent
+    step = torch.ldexp(torch.ones_like(values), (exponent - 1).clamp(min=smallest) - bits)
+    return ((values / step).round() * step + 0.0).clamp(-largest, largest)  # -0 becomes 0
 
 
 def fp8_rounding(case: Case) -> Fp8Rounding | None:
