@@ -14,6 +14,7 @@ from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug_kit.conformance import Basic, Tier
+from attnplug_kit.conformance.drawing import Draw
 from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
 from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
 from attnplug_kit.conformance.reporter import Reporter
@@ -54,9 +55,11 @@ def test_every_request_is_served_and_contains_its_value() -> None:
             assert spec.fields[capability.field] == capability.value
 
 
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("subject", [SUBJECT, vendor(None), COMPILED], ids=str)
-def test_rows_cover_every_pair_that_is_served(subject: Subject) -> None:
-    rows = [set(row.pairs) for row in covering_specs(subject)]
+def test_rows_cover_every_pair_that_is_served(subject: Subject, draws: bool) -> None:
+    drawn = [Draw(subject, f"test_pairs[-{number:02}]")(row) for number, row in enumerate(covering_specs(subject))]
+    rows = [set(row.pairs) for row in (drawn if draws else covering_specs(subject))]
     served = [item for item in field_values_of(subject).specs if item.field not in APART]
     uncovered = [
         (one, other)

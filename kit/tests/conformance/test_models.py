@@ -60,7 +60,7 @@ def test_a_part_of_the_longest_sequence_is_hidden(layer, field, value) -> None:
     record = Record(SimpleNamespace(user_properties=[]))
 
     with observing(found.add):
-        Models().test_layer(SDPA, record, _layers(SDPA)[layer])
+        Models().test_layer(SDPA, lambda spec, keep: spec, record, _layers(SDPA)[layer])
 
     assert found.ranges[field] == (value, value)
     assert found.ranges["seq_len"][1] == value + 1025

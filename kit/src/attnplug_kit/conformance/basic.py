@@ -56,11 +56,12 @@ class Basic(Tier):
     def test_mixed_batch(self, subject: Subject, draw: Draw, record: Record) -> None:
         """Decodes come first, then prefills, and each row of the output belongs to its token."""
         spec = draw(plain(subject), many_heads=True)
-        serve(subject, spec, record, spec.case(seed=2, query_lens=(1, 1, 1, 9, 21), context_lens=(40, 3, 17, 0, 25)))
+        context_lens = spec.over_pages((40, 3, 17, 0, 25))
+        serve(subject, spec, record, spec.case(seed=2, query_lens=(1, 1, 1, 9, 21), context_lens=context_lens))
 
-    def test_one_token(self, subject: Subject, record: Record) -> None:
+    def test_one_token(self, subject: Subject, draw: Draw, record: Record) -> None:
         """A request of a single token attends to itself."""
-        spec = plain(subject)
+        spec = draw(plain(subject), many_heads=True)
         serve(subject, spec, record, spec.case(seed=3, query_lens=(1,), context_lens=(0,)))
 
     def test_rows_of_wider_tensors(self, subject: Subject, draw: Draw) -> None:
@@ -72,10 +73,11 @@ class Basic(Tier):
         runner.forward(call, runner.builder.build(call.batch))
         runner.compare(call, scene, f"{subject}: rows of wider tensors")
 
-    def test_profiling_run(self, subject: Subject) -> None:
+    def test_profiling_run(self, subject: Subject, draw: Draw) -> None:
         """A run without metadata and KV cache, by which an engine measures memory, succeeds."""
-        scene = materialize(plain(subject).case(seed=7))
-        runner = runner_for(subject, plain(subject), scene)
+        spec = draw(plain(subject), keep=("kv_in_cache",))
+        scene = materialize(spec.case(seed=7))
+        runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
         lse = call.lse if runner.backend.agreement.requirements.return_lse else None
         try:
@@ -87,10 +89,12 @@ class Basic(Tier):
     def test_decodes_alone(self, subject: Subject, draw: Draw, record: Record) -> None:
         """A batch may have no prefills."""
         spec = draw(plain(subject, phases=("decode",)))
-        serve(subject, spec, record, spec.case(seed=4, query_lens=(1, 1, 1), context_lens=(0, 64, 31)))
+        serve(subject, spec, record, spec.case(seed=4, query_lens=(1, 1, 1), context_lens=spec.over_pages((0, 64, 31))))
 
     @needs(phases=("prefill",))
     def test_prefills_alone(self, subject: Subject, draw: Draw, record: Record) -> None:
         """A batch may have no decodes."""
         spec = draw(plain(subject, phases=("prefill",)))
-        serve(subject, spec, record, spec.case(seed=5, query_lens=(2, 33, 17), context_lens=(0, 5, 16)))
+        serve(
+            subject, spec, record, spec.case(seed=5, query_lens=(2, 33, 17), context_lens=spec.over_pages((0, 5, 16)))
+        )

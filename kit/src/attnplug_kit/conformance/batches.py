@@ -62,7 +62,8 @@ class Batches(Tier):
         spec = draw(plain(subject))
         if spec.fields.get("phases") == ("decode",):
             pytest.skip(f"{subject}: it serves no prefills, behind which decodes could come")
-        serve(subject, spec, record, spec.case(seed=81, **point))
+        lens = {**point, "context_lens": spec.over_pages(point["context_lens"])}
+        serve(subject, spec, record, spec.case(seed=81, **lens))
 
     @over(_padded)
     def test_padding(self, subject: Subject, draw: Draw, point: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import by_phase, is_narrow_float, torch_dtype
+from attnplug.contract import PAD_SLOT_ID, by_phase, is_narrow_float, torch_dtype
 from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract import Backend
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -139,14 +140,40 @@ class CacheWrites(Tier):
 
     @needs(paged=True)
     def test_requests_without_tokens(self, subject: Subject, draw: Draw) -> None:
-        """A request without queries and keys affects no other request: at the end, as padding, and elsewhere."""
+        """
+        A request without queries affects no other request: at the end, as padding, and elsewhere.
+
+        It has no keys either, or those of earlier steps: it waits in this one.
+        """
         spec = draw(plain(subject, paged=True))
+        lens = {"query_lens": (1, 9, 0, 0), "context_lens": spec.over_pages((30, 4, 0, 21))}
         runner = None
-        for order in ((0, 1, 2, 2), (2, 0, 2, 1), (2, 2, 1, 0)):
-            lens = {"query_lens": (1, 9, 0), "context_lens": (30, 4, 0)}
-            scene = materialize(spec.case(45, **{name: tuple(one[n] for n in order) for name, one in lens.items()}))
+        for order in ((0, 1, 3, 2, 2), (2, 0, 3, 1), (3, 2, 1, 0)):
+            ordered: dict[str, Any] = {name: tuple(one[n] for n in order) for name, one in lens.items()}
+            scene = materialize(spec.case(45, **ordered))
             runner = runner or runner_for(subject, spec, scene)
-            runner.compare(runner.run(scene).call, scene, f"{subject} with {spec}: requests {order}, 2 without tokens")
+            what = f"{subject} with {spec}: requests {order}, of which 2 and 3 have no query"
+            runner.compare(runner.run(scene).call, scene, what)
+
+    @needs(paged=True)
+    def test_rows_without_slots(self, subject: Subject, draw: Draw) -> None:
+        """Rows whose K/V are in the cache already have no slot, wherever they are: the other rows are written."""
+        spec = draw(plain(subject, paged=True), keep=("kv_in_cache",))
+        scene = materialize(spec.case(47))
+        runner = runner_for(subject, spec, scene)
+        call = scene.paged(runner.backend, runner.backend.device, written=True)
+        slots, tokens = new_slots(call, scene), scene.case.num_tokens
+        kept = torch.arange(tokens) % 3 > 0
+        places = slots[kept] // scene.case.block_size, slots[kept] % scene.case.block_size
+        for pages in paged_tensors(call.cache).values():
+            _as_integers(pages)[places] = -1  # NaN, for every float; int8 keys have a scale of NaN then
+        mapping = torch.cat([slots.where(kept, PAD_SLOT_ID), call.batch.slot_mapping[tokens:].cpu()])  # type: ignore[index]
+        mapping = mapping.to(runner.backend.device)
+        on_cpu = mapping if runner.backend.device.type == "cpu" else None
+        call = evolve(call, batch=evolve(call.batch, slot_mapping=mapping, slot_mapping_cpu=on_cpu))
+        runner.forward(call, runner.builder.build(call.batch))
+        runner.compare(call, scene, f"{subject} with {spec}: every third row without a slot")
+        require_rows(runner.backend, scene, call, slots[kept])
 
 
 def _poison(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -164,14 +191,36 @@ def _require_written(runner: SceneRunner, scene: Scene) -> None:
     before = {name: as_bytes(pages).clone() for name, pages in paged_tensors(call.cache).items()}
     runner.forward(call, runner.builder.build(call.batch))
     require(untouched(call.cache), f"{subject}: memory between the blocks was written, which belongs to the host")
-    new = call.batch.slot_mapping[:tokens].cpu()  # type: ignore[index]
-    expected = paged_tensors(scene.paged(runner.backend, written=True).cache)
+    new = new_slots(call, scene)
     for name, was in before.items():
-        now = paged_tensors(call.cache)[name]
-        _require_no_strays(_slots(as_bytes(now)) != _slots(was), new, scene.case.block_size, f"{subject}: {name}s")
-        pair = _slots(now.float().cpu())[new], _slots(expected[name].float())[new]
+        changed = _slots(as_bytes(paged_tensors(call.cache)[name])) != _slots(was)
+        _require_no_strays(changed, new, scene.case.block_size, f"{subject}: {name}s")
+    require_rows(runner.backend, scene, call, new)
+    runner.compare(call, scene, f"{subject}: attention over what was written")
+
+
+def new_slots(call: Paged, scene: Scene) -> Tensor:
+    """Return the slots of a step's tokens, on the CPU."""
+    return call.batch.slot_mapping[: scene.case.num_tokens].cpu()  # type: ignore[index]
+
+
+def require_rows(backend: Backend, scene: Scene, call: Paged, slots: Tensor) -> None:
+    """
+    Compare slots of a KV cache with what the host would have written into them.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    expected = paged_tensors(scene.paged(backend, written=True).cache)
+    for name, now in paged_tensors(call.cache).items():
+        pair = _slots(now.float().cpu())[slots], _slots(expected[name].float())[slots]
         close = torch.isclose(*pair, rtol=_rtol(name, now.dtype), atol=1.0 if now.dtype == torch.int8 else 0.0)
-        require(bool(close.all()), f"{subject}: {int((~close).sum())} numbers of new {name}s are not in their slots")
+        what = f"{int((~close).sum())} numbers of new {name}s are not in their slots"
+        require(bool(close.all()), f"{backend.id}: {what}")
+
+
+def _as_integers(pages: Tensor) -> Tensor:
+    return pages.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.itemsize])
 
 
 def _require_no_strays(changed: Tensor, new: Tensor, block_size: int, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug_kit.conformance.field_values import field_values_of, is_served
 from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
+from attnplug_kit.conformance.request_spec import FP8_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -78,6 +79,10 @@ class Draw:
             found[name] = source.choice(declared.get(name, (None,)))
         found["kv_in_cache"] = source.choice((True, None)) if "kv_in_cache" in declared else None
         found["seq_lens_cpu_kind"] = source.choice(("upper_bound", "absent", None, None))
+        narrow = [name for name in declared.get("kv_cache_dtype", ()) if name in FP8_DTYPES]
+        found["kv_cache_dtype"] = source.choice((*narrow, *[None] * (3 * len(narrow) or 1)))
+        found["per_head_scales"] = source.choice((True, None)) if "per_head_scales" in declared else None
+        found["return_lse"] = source.choice((True, None, None)) if "return_lse" in declared else None
         for name, value in found.items():
             if value is not None and name not in spec.fixed and name not in keep:
                 yield {name: value}

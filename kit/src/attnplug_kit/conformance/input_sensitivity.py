@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import evolve
 
-from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of, is_served
 from attnplug_kit.conformance.serving import load_for, require, runner_for
 from attnplug_kit.conformance.tier import Tier, over
@@ -37,7 +37,14 @@ _FEATURES: Final = (
     "block_sparse",
 )
 _WITHOUT: Final = {"block_sparse": tuple(sorted(FULL_PATTERN.items()))}  # a backend may serve patterns only
-_UNDRAWN: Final[dict[str, Any]] = {"shared_blocks": 0, "score_shift": 0.0, "scale": 0.2}  # the same in both requests
+_UNDRAWN: Final[dict[str, Any]] = {  # the same in both requests
+    "shared_blocks": 0,
+    "score_shift": 0.0,
+    "scale": 0.2,
+    "k_scale": 0.3,
+    "v_scale": 0.7,
+}
+_SWAPPED: Final = 0.5  # of the requests for features: the prefill comes first
 _GAINS: Final = (4.0, 1.0)  # large scores show a soft cap, small ones a sink
 
 
@@ -119,8 +126,8 @@ class InputSensitivity(Tier):
     def test_input_is_used(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Another value of an input gives another output."""
         name, spec, change = point
-        spec = draw(spec, keep=OF_HOSTS)
-        scene = materialize(spec.case(31, **_LENGTHS, **_UNDRAWN))
+        spec = draw(spec)
+        scene = materialize(spec.case(31, any_order=True, **_LENGTHS, **_UNDRAWN))
         changed, backend = change(scene), load_for(subject, spec, scene.case)
         first, second = SceneRunner(backend, scene), SceneRunner(backend, changed)
         outputs = [first.run(scene).output, _run_changed(second, scene, changed)]
@@ -131,10 +138,11 @@ class InputSensitivity(Tier):
     def test_feature_is_used(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A request for a feature gives another output than the same request without it."""
         name, spec, without = point
-        drawn = draw(spec, keep=OF_HOSTS)
+        drawn = draw(spec)
         if is_served(subject, other := _without(drawn, name)):
             spec, without = drawn, other
-        pairs = [(_scene(spec, gain), _scene(without, gain)) for gain in _GAINS]
+        swaps = random.Random(str(spec)).random() < _SWAPPED  # the same in both, whose rows are compared
+        pairs = [(_scene(spec, gain, swaps=swaps), _scene(without, gain, swaps=swaps)) for gain in _GAINS]
         shown = max(pairs, key=_difference)  # in half precision, not every batch shows every feature
         outputs = [_output(subject, *each) for each in zip((spec, without), shown, strict=True)]
         requested = f"{subject}: {name}={dict(spec.pairs)[name]} was requested"
@@ -150,9 +158,9 @@ def _run_changed(runner: SceneRunner, scene: Scene, changed: Scene) -> Tensor:
     return runner.result(call, scene).output
 
 
-def _scene(spec: RequestSpec, gain: float) -> Scene:
+def _scene(spec: RequestSpec, gain: float, *, swaps: bool) -> Scene:
     lengths = _LENGTHS if "attn_type" not in spec.fields else {}
-    scene = materialize(spec.case(32, **lengths, **_UNDRAWN, gain=gain))
+    scene = materialize(spec.case(32, **lengths, **_UNDRAWN, gain=gain).reordered(1 - swaps))
     return evolve(scene, sinks=None if scene.sinks is None else scene.sinks + 3)
 
 

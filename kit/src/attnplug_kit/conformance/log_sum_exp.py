@@ -10,17 +10,29 @@ import torch
 from attrs import evolve
 
 from attnplug.ops import merge_attention_states
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import plain, require, runner_for
-from attnplug_kit.conformance.tier import Tier, needs
+from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle import CANARY, assert_close, assert_output, materialize, tolerance
 from attnplug_kit.oracle.attention import FULL_PATTERN
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from attnplug_kit.conformance.drawing import Draw
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import RunResult, Scene
+
+
+def _dtypes(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return a request with an LSE for each dtype of half precision."""
+    declared = field_values_of(subject)
+    halves = [name for name in declared.values()["dtype"] if name != "float32"]
+    found = {name: declared.spec(return_lse=True, dtype=name) for name in halves}
+    return {name: spec for name, spec in found.items() if spec is not None}
 
 
 class LogSumExp(Tier):
@@ -35,7 +47,7 @@ class LogSumExp(Tier):
             not _near(ran, exact * log2(e)),
             f"{subject}: the LSE is a logarithm to base 2, and the contract's is natural: multiply it by ln 2",
         )
-        assert_close(ran.lse, exact, dtype=ran.output.dtype, what="lse")
+        _compare(ran, scene, exact)
 
     @needs(return_lse=True)
     def test_rows(self, subject: Subject, draw: Draw) -> None:
@@ -53,25 +65,39 @@ class LogSumExp(Tier):
         expected, other = (exact.lse_with_sink, exact.lse) if includes else (exact.lse, exact.lse_with_sink)
         found = "does not include it" if includes else "includes it"
         require(not _near(ran, other), f"{subject}: lse_includes_sink is {includes}, and the LSE {found}")
-        assert_close(ran.lse, expected, dtype=ran.output.dtype, what="lse")
+        _compare(ran, scene, expected)
+
+    @over(_dtypes)
+    def test_precision(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """The LSE is a float32 sum in layers of half precision too: it is not rounded to their dtype."""
+        spec = draw(point)
+        scene = materialize(spec.case(53))
+        ran = runner_for(subject, spec, scene).run(scene)
+        rounded = ran.lse.to(ran.output.dtype).float()
+        require(not torch.equal(ran.lse, rounded), f"{subject} with {spec}: the LSE is rounded to {ran.output.dtype}")
 
     @needs(return_lse=True)
-    def test_merge(self, subject: Subject) -> None:
+    def test_merge(self, subject: Subject, draw: Draw) -> None:
         """Partial outputs over two parts of the keys merge to attention over all of them."""
-        _require_merged(subject)
+        _require_merged(subject, draw)
 
     @needs(return_lse=True, sinks=True)
-    def test_merge_with_sink(self, subject: Subject) -> None:
+    def test_merge_with_sink(self, subject: Subject, draw: Draw) -> None:
         """A sink in one of two parts is counted once in the merged output."""
         if not _includes_sink(subject):
             pytest.skip(f"{subject}: its LSE does not include the sink, so that only the host can merge it in")
-        _require_merged(subject, sinks=True)
+        _require_merged(subject, draw, sinks=True)
 
 
 def _run(subject: Subject, draw: Draw, **fields: Any) -> tuple[RunResult, Scene]:
     spec = draw(plain(subject, **fields))
     scene = materialize(spec.case(51))
     return runner_for(subject, spec, scene).run(scene), scene
+
+
+def _compare(ran: RunResult, scene: Scene, exact: Tensor) -> None:
+    scaled = scene.rounding is not None
+    assert_close(ran.lse, exact, dtype=ran.output.dtype, what="lse", scaled_keys=scaled)
 
 
 def _near(ran: RunResult, lse: Tensor) -> bool:
@@ -84,26 +110,26 @@ def _includes_sink(subject: Subject) -> bool:
     return bool(backend.impl_class.lse_includes_sink)
 
 
-def _require_merged(subject: Subject, **fields: Any) -> None:
+def _require_merged(subject: Subject, draw: Draw, **fields: Any) -> None:
     # A block-sparse pattern over a part of the keys is another pattern: only the full one can be split.
     base: dict[str, Any] = {"return_lse": True}
     if plain(subject, **base).fields.get("block_sparse"):
         base["block_sparse"] = tuple(sorted(FULL_PATTERN.items()))
     whole_keys: dict[str, Any] = {"shared_blocks": 0, "score_shift": 0.0}
-    whole = materialize(
-        plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17), **whole_keys)
-    )
+    spec = draw(plain(subject, **base, **fields))
+    lens: dict[str, Any] = {"query_lens": (1, 1), "context_lens": spec.over_pages((40, 17))}
+    whole = materialize(spec.case(52, **lens, **whole_keys))
     states, cut = [], 9
-    for own, part in (({}, slice(None, cut)), (fields, slice(cut, None))):
-        spec = plain(subject, **base, **own)
+    without = spec.evolve(**dict.fromkeys(fields))
+    for each, own, part in ((without, {}, slice(None, cut)), (spec, fields, slice(cut, None))):
         scene = _part(whole, part, sinks="sinks" in own)
-        ran = runner_for(subject, spec, scene).run(scene)
+        ran = runner_for(subject, each, scene).run(scene)
         states += [ran.output.float().cpu(), ran.lse.cpu()]
     output, lse = merge_attention_states(*states, sink_in_b="sinks" in fields)
     exact, dtype = whole.expected(), whole.queries[0].dtype
     try:
         assert_output(output.to(dtype), whole, wider=2.0)
-        assert_close(lse, exact.lse_with_sink, dtype=dtype, what="lse")
+        assert_close(lse, exact.lse_with_sink, dtype=dtype, what="lse", scaled_keys=whole.rounding is not None)
     except AssertionError as error:
         raise AssertionError(f"{subject}: two parts of the keys do not merge to the whole: {error}") from error
 

@@ -13,6 +13,7 @@ from attnplug_kit.conformance.tier import Tier, over
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -40,7 +41,8 @@ _LONGEST: Final = 2100
 _BEYOND: Final = 1024
 """Tokens of the longest sequence beyond a window or a chunk: enough to find one that is ignored, or smaller."""
 
-_PREFILL: Final = 70
+_PREFILL: Final = 40
+"""Tokens of the prefill: more than a tile of 32 rows. Tests of long sequences have more, of shorter ones."""
 
 
 def _layers(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -84,11 +86,13 @@ class Models(Tier):
     """Requests of published models, over thousands of tokens."""
 
     @over(_layers)
-    def test_layer(self, subject: Subject, record: Record, point: Any) -> None:
+    def test_layer(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """A layer gives the oracle's output where its window or chunk hides a part of the sequence."""
+        point = draw(point, keep=("kv_cache_dtype",))  # a layer fixes all but pages, and what hosts do
         fields = point.fields
         longest = max(_LONGEST, *(_BEYOND + fields.get(name, 0) for name in ("sliding_window", "attention_chunk")))
         lens = {"decode": ((1, 1), (longest, 300)), "prefill": ((_PREFILL,), (longest - _PREFILL,))}
         parts = [lens[phase] for phase in ("decode", "prefill") if phase in fields.get("phases", lens)]
         query_lens, context_lens = (sum(each, ()) for each in zip(*parts, strict=True))
-        serve(subject, point, record, point.case(27, query_lens=query_lens, context_lens=context_lens, gain=2.0))
+        case = point.case(27, any_order=True, query_lens=query_lens, context_lens=context_lens, gain=2.0)
+        serve(subject, point, record, case)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _SEED: Final = 20
 _TESTED_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
 _BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every request has these
+_DRAWN_ONLY: Final = {"kv_in_cache"}  # drawing adds it, and writes K/V before the calls of requests that have it
 _Pair = frozenset[tuple[str, Any]]
 
 # What a kernel is compiled for: a value of each field, or whether it has one. A compilation takes seconds to minutes.
@@ -89,17 +90,16 @@ class _Cover:
         self._left = {self._pair(one, other): (one, other) for one, other in possible}
 
     def rows(self) -> tuple[RequestSpec, ...]:
-        """Return the requests."""
+        """Return the requests; each fixes the fields by which it contains pairs that those before it do not."""
         rows = []
         while self._left:
             one, other = next(iter(self._left.values()))
             seed, names = self._seed_of(one, other), {one.field, other.field}
             row = self._with_compiled_kernel(seed, names) if self._compiles else None
             row = self._row(seed, names) if row is None else row
-            for pair in list(self._pairs_in(row)):
-                self._left.pop(pair, None)
+            covered = [pair for pair in self._pairs_in(row) if self._left.pop(pair, None)]
             self._kernels[kernel_of(row)] = None
-            rows.append(row)
+            rows.append(RequestSpec(row.pairs, frozenset(name for pair in covered for name, _ in pair) - _DRAWN_ONLY))
         return tuple(rows)
 
     @staticmethod

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.manifest import Constraint, Rule
+    from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.subject import Subject
 
 _ODD: Final[dict[str, tuple[Any, ...]]] = {
@@ -163,9 +164,9 @@ class Refusals(Tier):
             require(reasons and not silent, f"{subject}: {spec} is refused without a reason")
 
     @over(lambda subject: {name: name for name in _OF_A_LAYER if not _is_in_plain_requests(subject, name)})
-    def test_layer_feature_not_negotiated(self, subject: Subject, point: Any) -> None:
+    def test_layer_feature_not_negotiated(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A layer with a feature that is not in its agreement is refused, and the refusal names it."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         case = spec.case(71)
         backend = subject.load(case.requirements(**spec.engine))
         heads = torch.ones(case.num_q_heads, device=backend.device)
@@ -179,18 +180,18 @@ class Refusals(Tier):
         _require_refused(lambda: backend.make_impl(Layer(name="layer")), "sinks", f"{subject}: a layer without sinks")
 
     @over(lambda _: {name: name for name in _OF_A_BATCH})
-    def test_batch_feature_not_negotiated(self, subject: Subject, point: Any) -> None:
+    def test_batch_feature_not_negotiated(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A batch with a feature that is not in its agreement is refused, and the refusal names it."""
-        spec = plain(subject)
+        spec = draw(plain(subject))
         scene = materialize(spec.case(72))
         runner = runner_for(subject, spec, scene)
         batch = runner.call(scene).batch
         changed = evolve(batch, **{point: _OF_A_BATCH[point](batch.seq_lens)})
         _require_refused(lambda: runner.builder.build(changed), point, f"{subject}: a batch with {point}")
 
-    def test_lse_not_negotiated(self, subject: Subject) -> None:
+    def test_lse_not_negotiated(self, subject: Subject, draw: Draw) -> None:
         """A tensor for the LSE is refused if the LSE was not requested."""
-        spec = plain(subject)
+        spec = draw(plain(subject), keep=("return_lse",))
         scene = materialize(spec.case(73))
         runner = runner_for(subject, spec, scene)
         call = runner.call(scene)

@@ -20,11 +20,17 @@ FP8_DTYPES: Final = ("fp8_e4m3", "fp8_e5m2")
 """The FP8 cache dtypes whose rounding the oracle has."""
 
 _CASE_FIELDS: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
-_FP8_SCALES: Final = ((0.3, 0.7), (0.3, 0.004), (0.004, 0.7))
-"""Scales of keys and values. At 0.004 values beyond 1.8 exceed the largest e4m3, and are clipped."""
+_FP8_SCALES: Final = {
+    "fp8_e4m3": ((0.3, 0.004), (0.004, 0.7)),
+    "fp8_e5m2": ((0.3, 3e-5), (3e-5, 0.7)),
+}
+"""Scales of keys and values. At the smallest ones values beyond 1.8 exceed the largest number, and are clipped."""
 
 _SHIFTED_SIZE: Final = 16
 """The smallest head whose last number may shift the scores: the others decide between keys."""
+
+_LARGEST_BLOCK: Final = 512
+"""Requests have more than one block up to this size: steps have sequences of 1,024 tokens at most."""
 
 _OF_PAGES: Final = ("block_size", "kv_layout", "kv_cache_form")
 
@@ -80,7 +86,7 @@ class RequestSpec:
         names = set(FIELDS) - _CASE_FIELDS - {"gqa_ratio", "cascade"}
         return {name: value for name, value in self.pairs if name in names}
 
-    def case(self, seed: int, **fixed: Any) -> Case:
+    def case(self, seed: int, *, any_order: bool = False, **fixed: Any) -> Case:
         """
         Return a batch that exercises the request: decodes and prefills, with and without context.
 
@@ -89,6 +95,7 @@ class RequestSpec:
 
         Args:
             seed: Of lengths and tensors.
+            any_order: Whether the order of requests is drawn where `fixed` has their lengths.
             fixed: Fields of the case that have these values.
         """
         fields = self.fields
@@ -98,9 +105,13 @@ class RequestSpec:
         case["causal"] = fields.get("causal", fields.get("attn_type", "decoder") == "decoder")
         drawn = _drawn(self, random.Random(f"{seed} {self}"), fixed)
         made = Case(**{**case, **_lengths(fields, random.Random(seed)), "seed": seed, **drawn, **fixed})
-        if not {"query_lens", "context_lens"} & set(fixed):
+        if any_order or not {"query_lens", "context_lens"} & set(fixed):
             made = made.reordered(random.Random(f"{self} {seed}").randrange(len(made.query_lens)))
         return made.with_shared_prefix(max(1, 32 // made.block_size)) if fields.get("cascade") else made
+
+    def over_pages(self, context_lens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return lengths of context of which the longest exceeds a block, by a block more where none does."""
+        return _over_pages(context_lens, self.fields)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.pairs)
@@ -117,7 +128,7 @@ def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -
     own = {"sinks", "logits_soft_cap"} & set(fields) or fields.get("kv_cache_dtype") in INT8_DTYPES
     found["score_shift"] = 0.0 if own or size < _SHIFTED_SIZE else shift
     if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
-        found |= dict(zip(("k_scale", "v_scale"), source.choice(_FP8_SCALES), strict=True))
+        found |= dict(zip(("k_scale", "v_scale"), source.choice(_FP8_SCALES[fields["kv_cache_dtype"]]), strict=True))
         found["score_shift"] = 0.0
     if fields.get("kv_in_cache") and "kv_in_cache" not in spec.fixed:
         found["kv_written"] = True
@@ -148,9 +159,16 @@ def _lengths(fields: Mapping[str, Any], source: random.Random) -> dict[str, Any]
     query_lens = (*decodes, *prefills)
     context_lens = [source.choice((3, 18, 41)) for _ in query_lens]
     context_lens[-1] = 0 if prefills else context_lens[-1]
-    lens: dict[str, Any] = {"query_lens": query_lens, "context_lens": tuple(context_lens), "num_padding_tokens": 2}
+    lens: dict[str, Any] = {"query_lens": query_lens, "num_padding_tokens": 2}
+    lens["context_lens"] = _over_pages(tuple(context_lens), fields)
     if fields.get("attn_type") in ("encoder", "encoder_only"):
         lens["context_lens"] = (0,) * len(query_lens)
     if fields.get("attn_type") == "encoder_decoder":
-        lens["encoder_lens"] = tuple(source.randint(1, 40) for _ in query_lens)
+        lens["encoder_lens"] = _over_pages(tuple(source.randint(1, 40) for _ in query_lens), fields)
     return lens
+
+
+def _over_pages(lens: tuple[int, ...], fields: Mapping[str, Any]) -> tuple[int, ...]:
+    size, longest = fields.get("block_size", 0), max(lens, default=0)
+    first = lens.index(longest) if _LARGEST_BLOCK >= size > longest > 0 else -1
+    return tuple(length + size * (n == first) for n, length in enumerate(lens))
