@@ -41,16 +41,6 @@ class NoScale(Defect):
         call.attend(1 / call.impl.scale)
 
 
-class DefaultScale(Defect):
-    """Uses the default scale, whatever the layer says."""
-
-    alone = True
-    test = "test_plain_attention[*]"
-
-    def run(self, call):
-        call.attend(call.default)
-
-
 class ScaleTwice(Defect):
     """Scales queries, and then scores."""
 

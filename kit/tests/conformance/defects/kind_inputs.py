@@ -156,7 +156,7 @@ class EmptyRequestsLast(Defect):
 class ClearsRowsOfIdleRequests(Defect):
     """Clears the row before a request that has keys, and no queries in this step."""
 
-    test = "test_capability[*]"
+    test = "test_requests_without_tokens[*]"
 
     def run(self, call):
         call.attend()
@@ -261,8 +261,7 @@ class StopsAtPadding(Defect):
     """Writes the keys before the first row without a slot alone."""
 
     alone = True
-    test = "test_capability[*]"
-    message = ""
+    test = "test_rows_without_slots[*]"
 
     def write(self, write, impl, key, value, cache, slots):
         write(key, value, cache, torch.where((slots < 0).cumsum(0) > 0, -1, slots))

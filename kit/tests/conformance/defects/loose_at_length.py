@@ -128,8 +128,8 @@ class LseWithoutOneSplit(Defect):
 class LseOfBfloat16(Defect):
     """Rounds the LSE to bfloat16 for layers of bfloat16."""
 
-    test = "test_capability[*return_lse*"
-    message = "lse: "
+    test = "test_precision[*bfloat16*"
+    message = "the LSE is rounded"
 
     def run(self, call):
         call.attend()

@@ -70,10 +70,10 @@ class RoundsWideChunks(Defect):
         return with_params(params, chunk=-(-chunk // 128) * 128 + 128) if chunk and chunk > 64 else params
 
 
-class RowsBeyond256(Defect):
-    """Returns the 256th row of a prefill for each later one."""
+class RowsBeyond2048(Defect):
+    """Returns the 2,048th row of a prefill for each later one."""
 
-    most = 256
+    most = 2048
     test = "test_long_prompt[*]"
 
     def run(self, call):
@@ -86,22 +86,10 @@ class RowsBeyond256(Defect):
                 call.heads[start + self.most : end] = call.heads[start + self.most - 1].clone()
 
 
-class RowsBeyond1024(RowsBeyond256):
-    """Returns the 1,024th row of a prefill for each later one."""
-
-    most = 1024
-
-
-class RowsBeyond2048(RowsBeyond256):
-    """Returns the 2,048th row of a prefill for each later one."""
+class KeysBeyond2048(Defect):
+    """Attends to the last 2,048 keys alone."""
 
     most = 2048
-
-
-class KeysBeyond1536(Defect):
-    """Attends to the last 1,536 keys alone."""
-
-    most = 1536
     test = "test_long_sequences[*]"
 
     def params(self, params, builder, batch, graph):
@@ -109,16 +97,10 @@ class KeysBeyond1536(Defect):
         return params if left >= 0 or params.chunk or graph else with_params(params, window=(self.most - 1, right))
 
 
-class KeysBeyond2048(KeysBeyond1536):
-    """Attends to the last 2,048 keys alone."""
+class RequestsBeyond128(Defect):
+    """Returns the output of the 128th request for each later one."""
 
-    most = 2048
-
-
-class RequestsBeyond40(Defect):
-    """Returns the output of the 40th request for each later one."""
-
-    most = 40
+    most = 128
     test = "test_many_requests[*]"
 
     def run(self, call):
@@ -129,20 +111,7 @@ class RequestsBeyond40(Defect):
             call.heads[rows] = call.heads[int(call.batch.query_start_loc[self.most]) - 1].clone()
 
 
-class RequestsBeyond64(RequestsBeyond40):
-    """Returns the output of the 64th request for each later one."""
-
-    most = 64
-
-
-class RequestsBeyond128(RequestsBeyond40):
-    """Returns the output of the 128th request for each later one."""
-
-    most = 128
-    test = "test_replays_of_many_requests[*]"
-
-
-class GraphsBeyond8Requests(RequestsBeyond40):
+class GraphsBeyond8Requests(RequestsBeyond128):
     """Returns the output of the eighth request for each later one, in graphs."""
 
     most = 8
@@ -207,7 +176,8 @@ class OffsetsOf32Bits(Defect):
 class WritesOf256Tokens(Defect):
     """Writes the first 256 new keys of a step alone."""
 
-    test = "test_long_sequences[*]"
+    test = "test_long_prompt[*]"
+    message = "are not in their slots"
 
     def write(self, write, impl, key, value, cache, slots):
         write(key, value, cache, torch.where(torch.arange(len(slots)) < 256, slots, -1))
