@@ -32,7 +32,7 @@ WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyprojec
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-hosts test-oldest lint docs bench test-gpu clean tables
+.PHONY: help demo test test-all test-slow test-hosts test-oldest release-check lint docs bench test-gpu clean tables
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -87,6 +87,10 @@ test-hosts: ## hosts/vllm beside vLLM: whole engines on the CPU, and three versi
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-oldest.sh
 
+# Minutes, and 1 GB below build/: every distribution in an environment apart. Run it before a release; neither `make test` nor CI does.
+release-check: $(READY) ## build every wheel and sdist, check them, install each alone, run its smoke test
+	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m tools.release
+
 lint: $(READY) ## ruff, ruff format, mypy strict, words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -108,4 +112,4 @@ test-gpu: $(READY) ## the tests of core and plugins that need an NVIDIA GPU; wri
 	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
 
 clean: ## everything that the other targets made
-	rm -rf $(VENV) .venv-hosts site .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hosts build site .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
