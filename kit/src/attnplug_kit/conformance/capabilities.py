@@ -71,9 +71,11 @@ def _long(subject: Subject) -> Mapping[str, RequestSpec]:
     return {name: spec for name, spec in specs.items() if "attn_type" not in spec.fields}
 
 
-def _many_keys(spec: RequestSpec) -> dict[str, Any]:
-    """Return the lengths of requests with many keys, in the phases of the request."""
+def _many_keys(subject: Subject, spec: RequestSpec) -> dict[str, Any]:
+    """Return the lengths of requests with many keys, in the phases of the request; interpreted kernels get fewer."""
     lens = {"decode": ((1, 1), (2100, 300)), "prefill": ((200,), (600,))}
+    if subject.is_interpreted:
+        lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((130,), (300,))}
     parts = [lens[phase] for phase in ("decode", "prefill") if phase in spec.fields.get("phases", lens)]
     query_lens, context_lens = (sum(each, ()) for each in zip(*parts, strict=True))
     return {"query_lens": query_lens, "context_lens": context_lens}
@@ -133,7 +135,7 @@ class Capabilities(Tier):
     def test_long_sequences(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Many keys, which kernels split and merge, and more rows than a tile has, give the oracle's output."""
         spec = draw(point)
-        serve(subject, spec, record, spec.case(seed=23, any_order=True, **_many_keys(spec)))
+        serve(subject, spec, record, spec.case(seed=23, any_order=True, **_many_keys(subject, spec)))
 
     @over(_cuts)
     def test_beyond_cuts(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
@@ -177,7 +179,7 @@ class Capabilities(Tier):
     def test_split_kv_limit(self, subject: Subject, draw: Draw) -> None:
         """With any split-KV limit that is supported, every key is attended to."""
         spec = draw(plain(subject))
-        scene = materialize(spec.case(26, **_many_keys(spec)))
+        scene = materialize(spec.case(26, **_many_keys(subject, spec)))
         backend = load_for(subject, spec, scene.case)
         if not backend.supports_max_num_splits:
             pytest.skip(f"{subject}: limits with a split-KV limit are refused")
@@ -187,7 +189,8 @@ class Capabilities(Tier):
 
     def test_many_requests(self, subject: Subject, draw: Draw, record: Record) -> None:
         """More requests than a block has threads, with more KV heads than elsewhere if that is served."""
-        spec = draw(field_values_of(subject).spec(num_kv_heads=_HEADS) or plain(subject), keep=("gqa_ratio",))
+        many = None if subject.is_interpreted else field_values_of(subject).spec(num_kv_heads=_HEADS)
+        spec = draw(many or plain(subject), keep=("gqa_ratio",))
         decodes = 70 if subject.is_interpreted else 130
         context_lens = spec.over_pages(tuple(7 * request % 50 for request in range(decodes + 4)))
         lens: dict[str, Any] = {"query_lens": (*[1] * decodes, *[3, 18] * 2), "context_lens": context_lens}

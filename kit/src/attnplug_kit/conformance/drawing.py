@@ -28,7 +28,8 @@ OF_HOSTS: Final = ("kv_in_cache", "seq_lens_cpu_kind")
 
 _FEW: Final = ((1, 1), (1, 4), (1, 8), (1, 16), (2, 1), (2, 2), (2, 7), (4, 1), (4, 2), (8, 1), (8, 2))
 _MANY: Final = ((1, 16), (2, 16), (4, 8), (8, 4), (8, 8), (32, 1), (32, 2))
-"""KV heads, and query heads per KV head: for batches with many tokens, and for short ones."""
+_FEWEST: Final = ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1))
+"""KV heads, and query heads per KV head: for batches with many tokens, for short ones, and for interpreted kernels."""
 
 
 class Draw:
@@ -68,7 +69,8 @@ class Draw:
         self, source: random.Random, spec: RequestSpec, keep: Collection[str], *, many_heads: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield single fields in a fixed order, so that one that is fixed or refused changes no other."""
-        pairs = [pair for pair in (_MANY if many_heads else _FEW) if self._have(pair, spec)]
+        few = _FEWEST if self._subject.is_interpreted else _FEW
+        pairs = [pair for pair in (_MANY if many_heads else few) if self._have(pair, spec)]
         kv_heads, ratio = source.choice(pairs or [(None, None)])
         found: dict[str, Any] = {"num_kv_heads": kv_heads, "gqa_ratio": ratio}
         declared = field_values_of(self._subject).values()
