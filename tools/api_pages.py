@@ -46,8 +46,8 @@ class Page:
 _FACADE: Final = Page(
     "attnplug",
     "attnplug",
-    "Request, select, explain, plan and load: what a host or a notebook calls. [Fields](../requirements.md) has the domain "
-    "and the unit of each field of `Requirements`.",
+    "Request, select, explain, plan and load: what a host or a notebook calls. [Fields](../requirements.md) has the "
+    "domain and the unit of each field of `Requirements`.",
 )
 
 # In the order of the index. What the facade has, too, is documented there only.
