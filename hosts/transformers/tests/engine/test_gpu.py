@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from attnplug_transformers.engine import Engine, Sampling
+from attnplug_transformers.engine import Engine, Sampling, SamplingParams
 from attnplug_transformers.engine.sampling import sample
 from hosts.transformers.tests.engine.reference import NAMES, NEW
 from hosts.transformers.tests.models import PAD, generate, model, prompts
@@ -117,3 +117,53 @@ def test_engines_are_made_while_others_run_in_threads(on_gpu):
     assert found
     assert found == [expected] * len(found)
     running.close()
+
+
+def test_penalties_and_biases_are_those_of_transformers(on_gpu):
+    made, inputs, plain = on_gpu("llama")
+    bias, penalty, expected = {5: 3.0, 9: -3.0}, 1.5, []
+    for prompt in inputs:
+        ids = torch.tensor([prompt], device="cuda")
+        found = made.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=PAD,
+            repetition_penalty=penalty,
+            sequence_bias=[[[token], value] for token, value in bias.items()],
+        )
+        expected.append(found[0, len(prompt) :].tolist())
+    assert expected != plain
+
+    changed = SamplingParams(repetition_penalty=penalty, logit_bias=bias, logprobs=2)
+    with Engine(made, max_num_tokens=24, max_num_reqs=4, max_seq_len=64) as engine:
+        how = [changed, SamplingParams(), changed, SamplingParams(), changed, SamplingParams()]
+        found = engine.generate(inputs, max_new_tokens=NEW, sampling=how, return_requests=True)
+        assert engine.stats.replayed_steps > 0
+
+    assert [request.new_tokens for request in found] == [
+        expected[row] if row % 2 == 0 else plain[row] for row in range(6)
+    ]
+    with torch.no_grad():
+        logits = made(torch.tensor([found[0].tokens], device="cuda")).logits[0, len(inputs[0]) - 1 : -1]
+    wanted = logits.double().log_softmax(-1).cpu()
+    for one, row in zip(found[0].logprobs, wanted, strict=True):
+        assert abs(one.logprob - float(row[one.token])) < 1e-3
+        assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    "filters", [{"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}, {"presence_penalty": 1.0}]
+)
+def test_samples_of_a_prompt_are_those_of_the_cpu(on_gpu, filters):
+    made, inputs, _ = on_gpu("llama")
+    sampling = SamplingParams(n=3, temperature=1.0, seed=3, **filters)
+    with Engine(made, max_num_reqs=4, max_seq_len=64) as engine:
+        found = engine.generate(inputs[:2], max_new_tokens=8, sampling=sampling, return_requests=True)
+    with Engine(made.cpu(), max_num_reqs=4, max_seq_len=64, backend="torch/sdpa") as engine:
+        assert [request.new_tokens for request in found] == engine.generate(
+            inputs[:2], max_new_tokens=8, sampling=sampling
+        )
+
+    assert [request.num_cached_tokens for request in found[:3]] == [0, 16, 16]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug_transformers.engine import Engine, RequestMetrics
+from attnplug_transformers.engine import Engine, RequestMetrics, scheduler
 from attnplug_transformers.engine import request as request_module
 from hosts.transformers.tests.models import model
 
@@ -13,7 +13,8 @@ from hosts.transformers.tests.models import model
 def clock(monkeypatch):
     """Return a list whose last element is the time."""
     times = [100.0]
-    monkeypatch.setattr(request_module, "perf_counter", lambda: times[-1])
+    for module in (request_module, scheduler):
+        monkeypatch.setattr(module, "perf_counter", lambda: times[-1])
     return times
 
 

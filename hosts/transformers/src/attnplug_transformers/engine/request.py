@@ -205,10 +205,17 @@ class Request:
         if self._scheduled is None:
             self._scheduled = perf_counter()
 
-    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Add a generated token, and set `finish_reason` where it is the last one."""
+    def append(self, token: int, logprobs: TokenLogprobs | None = None, now: float | None = None) -> None:
+        """
+        Add a generated token, and set `finish_reason` where it is the last one.
+
+        Args:
+            token: The token.
+            logprobs: Its log-probabilities, where they are reported.
+            now: When its step has ended, in seconds of `time.perf_counter`; None reads the clock.
+        """
         self.tokens.append(token)
-        self._times.append(perf_counter())
+        self._times.append(perf_counter() if now is None else now)
         if self.logprobs is not None:
             self.logprobs.append(logprobs)
         if self.decodes and self._decode():

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import repeat
-from typing import TYPE_CHECKING, Final
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from attnplug.batching import NULL_BLOCK, num_freeable_blocks
 from attnplug.errors import BatchError, CacheError, LimitsError
 from attnplug_transformers.engine.schedule import ScheduledRequest, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from attnplug.contract import Limits
     from attnplug_transformers.engine.block_pool import BlockPool
     from attnplug_transformers.engine.logprobs import TokenLogprobs
     from attnplug_transformers.engine.request import Request
-
-_NOTHING: Final = (None, None)
-"""The token and the log-probabilities of a request that does not sample."""
 
 
 class Scheduler:
@@ -183,19 +180,20 @@ class Scheduler:
         """
         self._recover()
         self._check_results(step, tokens)
-        sampled = zip(tokens, repeat(None) if logprobs is None else logprobs, strict=False)
-        results = [(one, *(next(sampled) if one.samples else _NOTHING)) for one in step.scheduled]
-        results = [result for result in results if result[0].request in self._running]
-        self._uncommitted = [one for one, *_ in results]
+        sampled, now = iter(tokens), perf_counter()
+        reported = {} if logprobs is None else dict(zip(step.sampling, logprobs, strict=True))
+        results = [(one, next(sampled) if one.samples else None) for one in step.scheduled]
+        results = [(one, token) for one, token in results if one.request in self._running]
+        self._uncommitted = [one for one, _ in results]
         self._step = None
-        for one, token, reported in results:
-            self._advance(one, token, reported)
+        for one, token in results:
+            self._advance(one, token, now, reported)
         self._uncommitted = ()  # from here on the tokens are final
-        for one, *_ in results:
+        for one, _ in results:
             if one.request.is_finished:
                 del self._unfinished[one.request]
         self._uncommitted = None
-        return [one.request for one, token, _ in results if token is not None]
+        return [one.request for one, token in results if token is not None]
 
     def _recover(self) -> None:
         """Undo a call that did not end. Each line may run again: this may be left halfway as well."""
@@ -304,7 +302,9 @@ class Scheduler:
         request.blocks = []
         request.num_computed_tokens = 0
 
-    def _advance(self, one: ScheduledRequest, token: int | None, logprobs: TokenLogprobs | None) -> None:
+    def _advance(
+        self, one: ScheduledRequest, token: int | None, now: float, logprobs: Mapping[Request, TokenLogprobs | None]
+    ) -> None:
         request, size = one.request, self._pool.block_size
         if token is not None and token < 0:
             # The cause may be in any of its blocks, released ones included: no other request may match them.
@@ -319,7 +319,7 @@ class Scheduler:
         if self._frees:
             self._release_unattended(request, one.start)
         if token is not None:
-            request.append(token, logprobs)
+            request.append(token, logprobs.get(request) if logprobs else None, now)
             if request.is_finished:
                 self._stop_running(request)
                 request.status = "finished"
