@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import SettingsError
 from attnplug.request import files
-from attnplug.request.files import read_bytes, read_capped, read_text
+from attnplug.request.files import read_bytes, read_capped, read_head, read_text
 from attnplug.request.settings import Settings, parse_toml
 from attnplug.selection.options import read_profile
 
@@ -81,16 +81,43 @@ def test_what_is_opened_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_bytes(path, 100) == b"content"
 
 
+@pytest.mark.parametrize("kind", ODD)
+def test_beginnings_are_those_of_regular_files(tmp_path: Path, monkeypatch, read_sizes: list, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    ODD[kind](tmp_path / "odd")
+
+    with pytest.raises(OSError, match=r"odd"):
+        read_head(tmp_path / "odd", 100)
+    assert read_sizes == []
+
+
+@given(st.binary(max_size=300), st.integers(0, 400))
+def test_a_beginning_is_that_of_the_file(tmp_path_factory, content: bytes, size: int) -> None:
+    path = tmp_path_factory.mktemp("head") / "file"
+    path.write_bytes(content)
+
+    assert read_head(path, size) == content[:size]
+
+
+def test_a_large_file_is_read_as_far_as_requested(tmp_path: Path, read_sizes: list[int]) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**32)
+
+    assert read_head(tmp_path / "large", 2**21 + 1) == bytes(2**21 + 1)
+    assert sum(read_sizes) == 2**21 + 1
+
+
 def test_every_descriptor_is_closed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 9)
     before = len([*Path("/proc/self/fd").iterdir()])
 
     for largest in (9, 8):
         for name in ("file", ""):
-            try:
-                read_bytes(tmp_path / name, largest)
-            except OSError:
-                continue
+            for read in (read_bytes, read_head):
+                try:
+                    read(tmp_path / name, largest)
+                except OSError:
+                    continue
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 

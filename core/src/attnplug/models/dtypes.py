@@ -49,7 +49,7 @@ def find_dtype(fields: Fields, dtype: str | None) -> tuple[str, str]:
 
 def _dtypes_of_weights(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the first file of weights beside a configuration with the dtype of its first floating-point tensor."""
-    for pattern in ("model.safetensors", "model-00001-of-*.safetensors"):
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors"):
         for path in sorted(folder.glob(pattern)):
             for found in _floating(path):
                 yield path.name, found

@@ -1,0 +1,158 @@
+"""Published configurations, with what each publisher says of its attention beside the answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug.models import describe_model
+
+FIXTURES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("configurations.json").read_text("utf-8"))
+BY_NAME = {fixture["name"]: fixture["config"] for fixture in FIXTURES}
+# Layers, query heads, KV heads and size of a head: from the model cards and papers, not from this package.
+SHAPES = {
+    "meta-llama/Llama-2-7b-hf": (32, 32, 32, 128),
+    "meta-llama/Meta-Llama-3.1-8B": (32, 32, 8, 128),
+    "meta-llama/Meta-Llama-3.1-405B": (126, 128, 8, 128),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (48, 40, 8, 128),
+    "mistralai/Mixtral-8x7B-v0.1": (32, 32, 8, 128),
+    "google/gemma-2-27b": (46, 32, 16, 128),
+    "google/gemma-3-4b-it": (34, 8, 4, 256),
+    "google/gemma-3-12b-it": (48, 16, 8, 256),
+    "openai/gpt-oss-20b": (24, 64, 8, 64),
+    "openai/gpt-oss-120b": (36, 64, 8, 64),
+    "Qwen/Qwen2-0.5B": (24, 14, 2, 64),
+    "Qwen/Qwen3-8B": (36, 32, 8, 128),
+    "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128),
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": (12, 16, 2, 256),
+    "microsoft/Phi-3-small-8k-instruct": (32, 32, 8, 128),
+    "THUDM/chatglm2-6b-32k": (28, 32, 2, 128),
+    "zai-org/GLM-4.7-FP8": (92, 96, 8, 128),
+    "Falcon 7B": (32, 71, 1, 64),
+    "Falcon, new decoder architecture": (60, 128, 8, 64),
+    "Jamba v0.1": (4, 32, 8, 128),
+    "BERT base": (12, 12, 12, 64),
+}
+LATENT = {
+    "deepseek-ai/DeepSeek-V3": 61,
+    "deepseek-ai/DeepSeek-V3.2": 61,
+    "moonshotai/Kimi-K2-Instruct": 61,
+    "moonshotai/Kimi-K2.5": 61,
+    "zai-org/GLM-5": 78,
+}
+
+
+def layers_of(name: str) -> list[Any]:
+    return [layer.requirements for layer in describe_model(BY_NAME[name]).layers]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str) -> None:
+    layers = layers_of(name)
+
+    found = {(len(layers), one.num_q_heads, one.num_kv_heads, one.head_size) for one in layers}
+    assert found == {SHAPES[name]}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(name: str) -> None:
+    found = describe_model(BY_NAME[name])
+
+    assert found.layers == ()
+    assert [(other.kind, len(other.indices)) for other in found.unserved] == [
+        ("multi-head latent attention", LATENT[name])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "first", "full"),
+    [
+        ("google/gemma-2-27b", 4096, True, 23),
+        ("google/gemma-3-4b-it", 1024, True, 5),
+        ("google/gemma-4-26B-A4B", 1024, True, 5),
+        ("openai/gpt-oss-20b", 128, True, 12),
+        ("Qwen/Qwen2-0.5B", None, False, 24),
+        ("Mistral 7B v0.1", 4096, True, 0),
+        ("OLMo 3", 4096, True, 8),
+        ("Command R7B", 4096, True, 10),
+    ],
+)
+def test_windows(name: str, window: int | None, first: bool, full: int) -> None:
+    found = [one.sliding_window for one in layers_of(name)]
+
+    assert set(found) - {None} == {window} - {None}
+    assert (found[0] is not None) == first
+    assert found.count(None) == full
+
+
+def test_every_fourth_layer_of_llama_4_is_full() -> None:
+    found = [one.attention_chunk for one in layers_of("meta-llama/Llama-4-Scout-17B-16E-Instruct")]
+
+    assert found == [8192, 8192, 8192, None] * 12
+
+
+def test_every_second_layer_of_phi_3_small_is_dense() -> None:
+    found = [one.block_sparse is None for one in layers_of("microsoft/Phi-3-small-8k-instruct")]
+
+    assert found == [False, True] * 16
+
+
+def test_full_layers_of_gemma_4_have_larger_and_fewer_heads() -> None:
+    layers = layers_of("google/gemma-4-26B-A4B")
+
+    assert {(one.head_size, one.num_kv_heads) for one in layers if one.sliding_window is None} == {(512, 2)}
+    assert {(one.head_size, one.num_kv_heads) for one in layers if one.sliding_window is not None} == {(256, 8)}
+
+
+def test_sinks_soft_caps_and_alibi() -> None:
+    sinks = {name for name in BY_NAME if any(one.sinks for one in layers_of(name))}
+    capped = {name for name in BY_NAME if any(one.logits_soft_cap for one in layers_of(name))}
+    alibi = {name for name in BY_NAME if any(one.alibi for one in layers_of(name))}
+
+    assert sinks == {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}
+    assert capped == {"google/gemma-2-27b"}
+    assert alibi == {"Falcon with ALiBi", "MPT 7B", "BLOOM"}
+
+
+def test_scales_that_are_not_one_over_the_root_of_a_head() -> None:
+    odd: dict[str, float] = {}
+    for name, config in BY_NAME.items():
+        for layer in describe_model(config).layers:
+            if layer.scale is not None and abs(layer.scale - layer.requirements.head_size**-0.5) > 1e-9:
+                odd[name] = layer.scale
+
+    assert odd == pytest.approx(
+        {
+            "google/gemma-2-27b": 144**-0.5,
+            "Gemma 3n": 1.0,
+            "google/gemma-4-26B-A4B": 1.0,
+            "microsoft/Phi-3-small-8k-instruct": 1 / 128,
+            "T5 small": 1.0,
+            "Granite 3": 0.0078125,
+            "Zamba2 2.7B": 80**-0.5,
+        }
+    )
+
+
+def test_encoders_see_both_sides_and_have_no_cache() -> None:
+    for name in ("BERT base", "ModernBERT base"):
+        assert {(one.attn_type, one.causal, one.paged) for one in layers_of(name)} == {("encoder_only", False, False)}
+    for name in ("T5 small", "BART large", "Whisper tiny"):
+        found = {one.attn_type: (one.causal, one.paged) for one in layers_of(name)}
+        assert found["encoder"] == (False, False)
+        assert found["decoder"] == (True, name != "T5 small")  # its bias is an additive mask: contiguous K/V
+        assert found["encoder_decoder"] == (False, True)
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=[fixture["name"] for fixture in FIXTURES])
+def test_every_configuration_is_answered_and_names_its_source(fixture: dict[str, Any]) -> None:
+    found = describe_model(fixture["config"])
+
+    assert fixture["source"].startswith(("config.json of ", "transformers "))
+    assert found.layers or found.others
+    numbers = [layer.index for layer in found.layers] + [index for other in found.others for index in other.indices]
+    if all(layer.requirements.attn_type != "encoder_decoder" for layer in found.layers):
+        assert sorted(numbers) == list(range(len(numbers)))  # no layer is lost, and none is described twice
