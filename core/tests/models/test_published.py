@@ -107,12 +107,31 @@ def test_full_layers_of_gemma_4_have_larger_and_fewer_heads() -> None:
     assert {(one.head_size, one.num_kv_heads) for one in layers if one.sliding_window is not None} == {(256, 8)}
 
 
+def test_windowed_layers_of_mimo_have_twice_the_kv_heads_and_sinks() -> None:
+    layers = layers_of("XiaomiMiMo/MiMo-V2-Flash")
+
+    found = {(one.sliding_window, one.num_kv_heads, one.sinks) for one in layers}
+    assert found == {(None, 4, False), (129, 8, True)}  # 128 tokens before each token, and itself
+    assert {(one.head_size, one.head_size_v) for one in layers} == {(192, 128)}
+    assert [index for index, one in enumerate(layers) if one.sliding_window is None] == [
+        0,
+        5,
+        11,
+        17,
+        23,
+        29,
+        35,
+        41,
+        47,
+    ]
+
+
 def test_sinks_soft_caps_and_alibi() -> None:
     sinks = {name for name in BY_NAME if any(one.sinks for one in layers_of(name))}
     capped = {name for name in BY_NAME if any(one.logits_soft_cap for one in layers_of(name))}
     alibi = {name for name in BY_NAME if any(one.alibi for one in layers_of(name))}
 
-    assert sinks == {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}
+    assert sinks == {"openai/gpt-oss-20b", "openai/gpt-oss-120b", "XiaomiMiMo/MiMo-V2-Flash"}
     assert capped == {"google/gemma-2-27b"}
     assert alibi == {"Falcon with ALiBi", "MPT 7B", "BLOOM"}
 

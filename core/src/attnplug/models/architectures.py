@@ -33,6 +33,7 @@ from attnplug.models.patterns import (
     late,
     late_windows,
     listed,
+    mimo,
     mpt,
     nas_blocks,
     repeated,
@@ -52,7 +53,7 @@ from attnplug.models.scales import (
     weights_switch,
     zamba,
 )
-from attnplug.models.shapes import LayerFields, gemma4, nas, own, zamba_heads
+from attnplug.models.shapes import LayerFields, gemma4, mimo_heads, nas, own, zamba_heads
 
 Family = Literal["decoder", "encoder", "encoder_decoder"]
 
@@ -77,6 +78,7 @@ class Architecture:
         kv_heads: What reads the number of key and value heads, where that is no field of its usual name.
         floors: Whether the module rounds the size of its heads down where the heads do not divide the hidden size.
         window: The field that holds the window.
+        value_size: The field that holds the size of a value head, where that is another than of keys.
         beside: What a layer has beside its attention, for messages; empty where that is a feed-forward layer alone.
     """
 
@@ -93,6 +95,7 @@ class Architecture:
     kv_heads: KvHeads | None = None
     floors: bool = False
     window: str = "sliding_window"
+    value_size: str = ""
     beside: str = ""
 
 
@@ -170,6 +173,10 @@ _WINDOWED: Final = (
     | _each("gemma3n_text", _decoder(listed(every(5)), scale=unit))
     | _each("gemma4_text", _decoder(last_full(listed(every(6))), scale=unit, layer=gemma4))
     | _each("gpt_oss", _decoder(listed(every(2)), sinks=_EVERYWHERE))
+    | _each(
+        "mimo_v2_flash",
+        _decoder(listed(mimo), sinks=frozenset({SLIDING}), layer=mimo_heads, value_size="v_head_dim"),
+    )
     | _each("flint", _decoder(listed(flint), sinks=_EVERYWHERE))
     | _each("granite_swa granitemoe_swa", _decoder(listed(first_of(4)), sinks=_EVERYWHERE, scale=granite))
     | _each("modernbert-decoder", _MODERN_BERT)

@@ -322,7 +322,8 @@ def _heads(fields: Fields, architecture: Architecture, heads: tuple[str, ...] = 
     else:
         kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
     size = fields.integer(*_SIZES) or _divided(fields, architecture, count)
-    return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size}
+    values = {"head_size_v": fields.need_integer(architecture.value_size)} if architecture.value_size else {}
+    return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size, **values}
 
 
 def _divided(fields: Fields, architecture: Architecture, count: int) -> int:

@@ -226,6 +226,13 @@ def kimi_linear(fields: Fields, count: int) -> Sequence[str]:
     return [FULL if index + 1 in set(numbers) else LINEAR for index in range(count)]
 
 
+def mimo(fields: Fields, count: int) -> Sequence[str]:
+    """`hybrid_layer_pattern` has a 1 for each windowed layer; without it the first and every sixth layer are full."""
+    found = fields.get("hybrid_layer_pattern")
+    windowed = found if found is not None else [bool(index and (index + 1) % 6) for index in range(count)]
+    return [SLIDING if each else FULL for each in windowed[:count]]
+
+
 def nas_blocks(fields: Fields, count: int) -> Sequence[str]:
     """`block_configs` says for each layer whether it has attention: searched architectures replace or leave it out."""
     kinds = []

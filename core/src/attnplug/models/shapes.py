@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import evolve
 
-from attnplug.models.patterns import FULL
+from attnplug.models.patterns import FULL, SLIDING
 
 if TYPE_CHECKING:
     from attnplug.models.fields import Fields
@@ -38,6 +38,17 @@ def zamba_heads(fields: Fields, index: int, _: str) -> Fields:
         return fields.layer(index)
     size = 2 * fields.need_integer("hidden_size") // fields.need_integer("num_attention_heads")
     return evolve(fields, data={**fields.data, "head_dim": size})
+
+
+def mimo_heads(fields: Fields, index: int, kind: str) -> Fields:
+    """Windowed layers have twice the KV heads, and a window that counts the tokens before each token."""
+    if kind != SLIDING:
+        return fields.layer(index)
+    changes = {"num_key_value_heads": 2 * fields.need_integer("num_key_value_heads")}
+    before = fields.integer("sliding_window_size")
+    if before is not None:
+        changes["sliding_window"] = before + 1
+    return evolve(fields, data={**fields.data, **changes})
 
 
 def nas(fields: Fields, index: int, _: str) -> Fields:
