@@ -54,8 +54,9 @@ _FLOOR: Final = 2**-20
 # Scores around 100 have 7 bits fewer behind the point.
 _SHIFTED: Final = 8.0
 
-# The mean error of a whole result, as a part of its mean tolerance. Rounding has less: 0.01 to 0.06 in half precision.
-_MEAN: Final = 0.125
+# The mean error of a whole result, as a part of its mean tolerance. Rounding has less: 0.01 to 0.06 in half
+# precision. Triton's interpreter truncates bfloat16, and has up to 0.13.
+_MEAN: Final = 0.14
 
 # Keys of an FP8 cache that were multiplied by their scale are rounded to the dtype once more: half an eps in each
 # element of a key, which changes a score several times as much as rounding the score would.
