@@ -102,7 +102,7 @@ def test_what_a_person_reads(plan, site, monkeypatch) -> None:
 
     assert done.code == 0
     assert done.out.partition("\n\n")[2] == (
-        "device: cuda:9.0, tensor parallelism over 16\n"
+        "device: cuda:9.0, tensor parallelism over 16, kernel libraries assumed installed\n"
         "plan: block_size=128 kv_layout=NHD kv_cache_form=joint cudagraph=never\n"
         "  flash/new  layers.{0..4..2}.self_attn (3 layers)\n"
         f"{heads}\n      sliding_window=128, sinks\n"

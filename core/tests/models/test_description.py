@@ -438,6 +438,15 @@ def test_chatglm_groups_its_queries_where_it_says_so() -> None:
     assert heads(multi_query_attention=False) == (32, 128)
 
 
+@pytest.mark.parametrize(("hidden", "heads", "alibi"), [(4096, 32, None), (5120, 40, "linear")])
+def test_only_the_larger_baichuan_has_alibi(hidden: int, heads: int, alibi: str | None) -> None:
+    config = {"model_type": "baichuan", "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 1}
+
+    wanted = describe_model(config, dtype="bfloat16").layers[0].requirements
+
+    assert (wanted.alibi, wanted.head_size, wanted.num_kv_heads) == (alibi, 128, heads)
+
+
 def test_vision_layers_of_mllama_attend_to_the_image() -> None:
     config = {"model_type": "mllama_text_model", "num_hidden_layers": 4, "dtype": "bfloat16"}
 

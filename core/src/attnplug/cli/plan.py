@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -15,7 +16,6 @@ from attnplug.models.parallel import cache_bytes, kept_tokens, shard
 from attnplug.selection.plan import plan
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Mapping
 
     from attnplug.models.description import ModelDescription
@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", action="append", metavar="NAME", help="as for explain; repeatable")
     parser.add_argument("--option", action="append", metavar="BACKEND.OPTION=VALUE", help="as for explain; repeatable")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_field_options(parser, ("engine",), ("dtype",))
+    parser.add_argument(
+        "--dtype", default=argparse.SUPPRESS, metavar="NAME", help="dtype of query, key and value, such as bfloat16"
+    )
+    add_field_options(parser, ("engine",))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json({"model": model.to_dict(), "plans": [each.to_dict() for each in plans]})
     else:
-        _show(model, plans)
+        _show(model, plans, assume_installed=arguments.assume_installed)
     return OK if all(each.serves for each in plans) else NO
 
 
@@ -171,7 +174,7 @@ def plan_model(
 # What a person reads
 
 
-def _show(model: ModelDescription, plans: list[ModelPlan]) -> None:
+def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: bool) -> None:
     _say(f"{model.origin}: {model.model_type}; attention layers that backends can serve: {len(model.layers)}")
     for note in model.notes:
         _say(f"note: {note}")
@@ -180,7 +183,8 @@ def _show(model: ModelDescription, plans: list[ModelPlan]) -> None:
     for each in plans:
         say()
         parallel = f", tensor parallelism over {each.size}" if each.size > 1 else ""
-        _say(f"device: {each.device}{parallel}")
+        assumed = ", kernel libraries assumed installed" if assume_installed else ""
+        _say(f"device: {each.device}{parallel}{assumed}")
         for line in _lines(each):
             _say(line)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 from attrs import frozen
@@ -15,6 +15,7 @@ from attnplug.models.patterns import (
     KvHeads,
     Pattern,
     at,
+    baichuan_has_alibi,
     block_sparse,
     chatglm_kv_heads,
     chunked_with_rope,
@@ -23,6 +24,7 @@ from attnplug.models.patterns import (
     early_alternating,
     every,
     every_layer,
+    falcon_has_alibi,
     falcon_kv_heads,
     first_of,
     flint,
@@ -55,6 +57,11 @@ from attnplug.models.scales import (
 )
 from attnplug.models.shapes import LayerFields, gemma4, mimo_heads, nas, own, zamba_heads
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnplug.models.fields import Fields
+
 Family = Literal["decoder", "encoder", "encoder_decoder"]
 
 
@@ -74,7 +81,7 @@ class Architecture:
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
         alibi: The form of the ALiBi bias.
-        alibi_switch: The field that switches ALiBi on; empty where the architecture always has it, or never.
+        has_alibi: Whether a configuration has ALiBi; None where the architecture always has it, or never.
         kv_heads: What reads the number of key and value heads, where that is no field of its usual name.
         floors: Whether the module rounds the size of its heads down where the heads do not divide the hidden size.
         window: The field that holds the window.
@@ -91,7 +98,7 @@ class Architecture:
     soft_cap: str = ""
     sinks: frozenset[str] = frozenset()
     alibi: str | None = None
-    alibi_switch: str = ""
+    has_alibi: Callable[[Fields], bool] | None = None
     kv_heads: KvHeads | None = None
     floors: bool = False
     window: str = "sliding_window"
@@ -138,7 +145,7 @@ _PLAIN: Final = (
     | _each("mpt", _decoder(mpt, path="blocks.{}.attn", alibi="linear", scale=mpt_scale))
     | _each(
         "falcon",
-        _decoder(path="h.{}.self_attention", alibi="linear", alibi_switch="alibi", kv_heads=falcon_kv_heads),
+        _decoder(path="h.{}.self_attention", alibi="linear", has_alibi=falcon_has_alibi, kv_heads=falcon_kv_heads),
     )
     | _each("dbrx", _decoder(path="blocks.{}.norm_attn_norm.attn", kv_heads=dbrx_kv_heads))
     | _each("gptj codegen", _decoder(path="h.{}.attn"))
@@ -187,6 +194,7 @@ REMOTE: Final = (
     _each("phi3small", _decoder(block_sparse, scale=mup))
     | _each("aquila internlm internlm2 minicpm orion xverse yi", _decoder())
     | _each("chatglm", _decoder(path="encoder.layers.{}.self_attention", kv_heads=chatglm_kv_heads))
+    | _each("baichuan", _decoder(alibi="linear", has_alibi=baichuan_has_alibi))
     | _each("qwen", _decoder(path="h.{}.attn"))
     | _each("exaone", _decoder(path="h.{}.attn.attention"))
     | _each("nemotron-nas", _decoder(nas_blocks, layer=nas))

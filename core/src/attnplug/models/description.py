@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from attnplug.models.fields import Fields
     from attnplug.request.requirements import Requirements
 
-_KEPT: Final = "it has no KV cache, and its own state"
+_KEPT: Final = "with a state instead of a KV cache"
 _WHY: Final = {
-    "linear_attention": f"linear attention or a state-space recurrence (Mamba, gated delta net): {_KEPT}",
-    "conv": f"a short convolution: {_KEPT}",
+    "linear_attention": f"linear attention or a state-space recurrence (Mamba, gated delta net), {_KEPT}",
+    "conv": f"a short convolution, {_KEPT}",
     "mlp": "a feed-forward layer",
     "moe": "a feed-forward layer of experts",
     "no_attention": "a layer whose attention was left out",

@@ -280,14 +280,14 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
     cap = fields.get(architecture.soft_cap) if architecture.soft_cap else None
     if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
         raise _refused(fields, "transformers ignores its attn_logit_softcapping")
-    switched_off = architecture.alibi_switch and not fields.get(architecture.alibi_switch)
+    without_alibi = architecture.has_alibi is not None and not architecture.has_alibi(fields)
     if kind == CROSS:
         return {"attn_type": "encoder_decoder"}
     return {
         "attn_type": "decoder" if causal else "encoder_only",
         "logits_soft_cap": cap,
         "sinks": kind in architecture.sinks,
-        "alibi": None if switched_off else architecture.alibi,
+        "alibi": None if without_alibi else architecture.alibi,
         "sliding_window": _window(fields, architecture, causal=causal) if kind == SLIDING else None,
         "attention_chunk": fields.need_integer("attention_chunk_size") if kind == CHUNKED else None,
         "block_sparse": _block_sparse(fields) if kind == BLOCK_SPARSE else None,

@@ -263,6 +263,16 @@ def _rope_layers(fields: Fields, count: int) -> Sequence[object]:
     return [(index + 1) % interval != 0 for index in range(count)]
 
 
+def falcon_has_alibi(fields: Fields) -> bool:
+    """A switch, beside rotary positions."""
+    return bool(fields.get("alibi"))
+
+
+def baichuan_has_alibi(fields: Fields) -> bool:
+    """The models of 13 billion parameters have ALiBi, those of 7 have rotary positions and a hidden size of 4096."""
+    return fields.need_integer("hidden_size") != 4096
+
+
 def falcon_kv_heads(fields: Fields, count: int) -> int:
     """The new architecture groups queries; the old one has one key and value head, or one for each query head."""
     if fields.get("new_decoder_architecture"):

@@ -145,20 +145,13 @@ _KINDS: Final = {
 }
 
 
-def add_field_options(
-    parser: argparse.ArgumentParser, kinds: Sequence[str] = tuple(_KINDS), besides: Sequence[str] = ()
-) -> None:
+def add_field_options(parser: argparse.ArgumentParser, kinds: Sequence[str] = tuple(_KINDS)) -> None:
     """
-    Add one option for each field that can be requested. One that is not given is not in the parsed arguments.
-
-    Args:
-        parser: The command's parser.
-        kinds: The kinds of field.
-        besides: Further fields, in the first group.
+    Add one option for each field of these kinds. One that is not given is not in the parsed arguments.
     """
     for kind in kinds:
         group = parser.add_argument_group(_KINDS[kind])
-        for item in (*(FIELDS[name] for name in besides if kind == kinds[0]), *fields_of(kind)):  # type: ignore[arg-type]
+        for item in fields_of(kind):  # type: ignore[arg-type]
             _add_option(group, item)
 
 
