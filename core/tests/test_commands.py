@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from collections import Counter
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
+import pytest
 from rich.console import Console
 
-from attnplug.commands import STYLES, Row, plain, table
+from attnplug.commands import STYLES, Row, plain, table, tracked, wrapped
 from attnplug.negotiation.candidate import Availability
+from attnplug.negotiation.install import is_command
 from attnplug.negotiation.verdict import Status
-
-if TYPE_CHECKING:
-    import pytest
 
 LONG = Row(
     "some_long_backend_name/and_a_variant",
@@ -74,3 +74,52 @@ def test_plain_text_wraps_with_an_indent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_status_has_a_style() -> None:
     assert {*get_args(Availability), *get_args(Status)} <= set(STYLES)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_has_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for stream, shown in ((io.StringIO(), False), (_Terminal(), True)):
+        monkeypatch.setattr("sys.stderr", stream)
+
+        assert list(tracked(["one[red]", "two\x1b"], "measuring {}".format)) == ["one[red]", "two\x1b"]
+
+        assert ("measuring one[red]" in stream.getvalue()) is shown
+        assert ("measuring two\\x1b" in stream.getvalue()) is shown
+        assert shown or not stream.getvalue()
+
+
+def test_a_command_is_continued_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    command = "pip install --no-build-isolation 'flash-attn >=2.7.1,<2.9' 'other >=1'  # its build imports torch, too"
+
+    lines = wrapped(f"fix: {command}", "  ")
+
+    assert max(map(len, lines)) <= 50
+    script = "\n".join(lines).replace("fix: pip", "printf '%s|'", 1)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "install|--no-build-isolation|flash-attn >=2.7.1,<2.9|other >=1|"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "is_one"),
+    [
+        ("pip install 'acme >=1'  # its build needs torch", True),
+        ("pip install --no-build-isolation acme", True),
+        ("pip install acme>=1", False),
+        ("pip install acme; id", False),
+        ("pip install acme && id", False),
+        ("pip install 'acme @ https://example.org/a.whl'", False),
+        ("pip install --index-url https://example.org acme", False),
+        ("pip install 'acme", False),
+        ("pip install acme  # \x1b[2J", False),
+        ("pip install", False),
+        ("from its vendor", False),
+    ],
+)
+def test_an_instruction_is_offered_as_a_command_if_safe(instruction: str, is_one: bool) -> None:
+    assert is_command(instruction) is is_one

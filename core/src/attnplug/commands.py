@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attrs import frozen
 
@@ -21,7 +21,7 @@ from attnplug._columns import shortened, width, wrapped
 from attnplug._escape import escaped, escaped_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -56,10 +56,13 @@ __all__ = [
     "shortened",
     "styled",
     "table",
+    "tracked",
     "version_of",
     "width",
     "wrapped",
 ]
+
+T = TypeVar("T")
 
 OK: Final = 0
 """Everything requested is supported, or there is nothing to report."""
@@ -87,6 +90,7 @@ STYLES: Final = {
     "not_loaded": "dim",
     "missing_dependency": "yellow",
     "absent": "dim",
+    "other_device": "dim",
     "refused": "red",
     "broken": "bold red",
     "failed": "bold red",
@@ -169,6 +173,30 @@ def say_styled(lines: Iterable[Sequence[str | tuple[str, str]]]) -> None:
             to.print(styled(*line), soft_wrap=True)
     else:
         say("\n".join("".join(escaped(p if isinstance(p, str) else p[0]) for p in line) for line in lines))
+
+
+def tracked(items: Sequence[T], named: Callable[[T], str]) -> Iterator[T]:
+    """
+    Yield items of long work, with a progress bar on standard error where that is a terminal. It is drawn between items
+    only: nothing runs beside the work.
+
+    Args:
+        items: The items.
+        named: What the bar says while an item is at work.
+    """
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console  # noqa: PLC0415 - only a terminal needs rich
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415 - likewise
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=len(items))
+        for item in items:
+            bar.update(task, description=escaped(named(item)), refresh=True)
+            yield item
+            bar.advance(task)
 
 
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:

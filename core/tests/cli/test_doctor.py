@@ -9,6 +9,7 @@ import pytest
 import attnplug
 from attnplug.cli.device_report import DeviceReport
 from attnplug.cli.doctor import report
+from attnplug.request.device import Device
 from tests.command import FROM_A_VENDOR
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
         ("BACKEND", "flsh", "the backend 'flsh' was requested; did you mean 'flash'?", "correct the name"),
         ("BACKEND", "flsh,auto", "the backend 'flsh' was requested", "correct the name"),
         ("BACKEND", "flash/hst", "'flash' has the variants", "name one of them"),
-        ("BACKEND", "flash/new", "flash-new >=4 is required and not installed", "pip install 'flash-new >=4'"),
+        ("BACKEND", "flash/new", "flash/new: requires device type cuda; the device is cpu", "permit others"),
+        ("BACKEND", "flash/old", "flash/old: requires device type cuda; the device is cpu", "flash/old,auto"),
         ("OPT_FLASH__SPLITZ", "1", "the option 'splitz' of 'flash'", "correct the name"),
         ("OPT_FLASH__SPLITS", "-1", "number of splits", "its default is 0"),
         ("OPT_FLASH__SPLITS", "many", "splits='many' was given by environment variable", "its default is 0"),
@@ -228,6 +230,7 @@ def test_what_pip_does_not_install_has_the_fix_of_the_manifest(
 ) -> None:
     empty.add("flash", FROM_A_VENDOR)
     monkeypatch.setenv(f"ATTNPLUG_{setting}", "flash/new")
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
 
     (problem,) = run("doctor", "--json").json["problems"]
 
@@ -270,10 +273,11 @@ def test_plain_text_says_what_is_missing(run, site, monkeypatch: pytest.MonkeyPa
 
     assert done.out.startswith("environment\n    attnplug ")
     assert "    backend = automatic  (default)\n    allow = all  (default)\n    block = none  (default)\n" in done.out
-    assert (
-        "    flash/new  missing dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed\n"
-        in done.out
-    )
+    wrong = "flash/new  other device  (attnplug-flash 1.0): requires device type cuda; the device is cpu"
+    assert f"    {wrong}\n" in done.out
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
+    missing = "flash/new  missing dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed"
+    assert f"    {missing}\n" in run("doctor").out
     assert done.out.endswith("\nnothing is broken\n")
     assert "loading" not in done.out
 
@@ -393,3 +397,27 @@ def test_a_configuration_folder_out_of_reach_stops_no_command(
     for done in (listed, examined):
         (note,) = [note for note in done.json["notes"] if note["stage"] == "settings"]
         assert note["subject"] == str(place / "attnplug" / "config.toml")
+
+
+def test_a_listed_backend_that_is_missing_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new")
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
+
+    done = run("doctor", "--json")
+
+    (problem,) = done.json["problems"]
+    assert done.code == 1
+    assert "flash-new >=4 is required and not installed" in problem["what"]
+    assert "pip install 'flash-new >=4'" in problem["fix"]
+
+
+@pytest.mark.parametrize(("listed", "why"), [("flash/old,torch", "the device is cpu"), ("flash/new,auto", "flash/new")])
+def test_a_listed_backend_that_is_passed_over_is_a_warning(run, site, monkeypatch, listed: str, why: str) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", listed)
+
+    done = run("doctor", "--json")
+
+    (warning,) = done.json["warnings"]
+    assert done.code == 0
+    assert f"{listed.partition(',')[0]!r} in environment variable ATTNPLUG_BACKEND is passed over: " in warning
+    assert why in warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attnplug.request.device import Device
 from tests.command import FROM_A_VENDOR
 
 KEYS = {"name", "aliases", "summary", "distribution", "module", "built_in", "api", "manifest", "variants"}
@@ -67,21 +68,23 @@ def test_a_broken_plugin_does_not_hide_the_others(run, site) -> None:
     assert _backend(done, "flash")["variants"][0]["availability"] == "ready"
 
 
-def test_plain_text_has_status_origin_and_fix(run, site) -> None:
+def test_plain_text_has_status_origin_and_fix(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
     done = run("list")
 
     assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in done.out
     assert "    - flash-new >=4 is required and not installed\n    fix: pip install 'flash-new >=4'\n" in done.out
 
 
-def test_what_pip_does_not_install_has_the_fix_of_the_manifest(run, empty) -> None:
+def test_what_pip_does_not_install_has_the_fix_of_the_manifest(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
     empty.add("flash", FROM_A_VENDOR)
 
     text, done = run("list").out, run("list", "--json")
 
     (new,) = [one for one in _backend(done, "flash")["variants"] if one["id"] == "flash/new"]
     assert (new["install"], new["action"]) == (["flash-tools"], "install flash-new >=4: from its vendor")
-    assert "    fix: install flash-new >=4: from its vendor; pip install flash-tools\n" in text
+    assert "    fix: install flash-new >=4: from its vendor\n    then pip install flash-tools\n" in text
 
 
 def test_notes_are_counted_and_left_to_doctor(run, site) -> None:
@@ -135,3 +138,31 @@ def test_an_entry_that_could_never_match_is_refused(run, site, monkeypatch: pyte
 
     assert (done.code, done.out) == (2, "")
     assert "the entry 'flash=1.0' is in ATTNPLUG_BLOCK, and could never match" in done.err
+
+
+def test_what_the_device_cannot_run_is_not_ready(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("list")
+    document = run("list", "--json").json
+
+    (old,) = [text for text in done.out.split("\n\n") if text.startswith("flash/old  ")]
+    assert old.startswith("flash/old  other device  ")
+    assert old.endswith("\n    - requires device type cuda; the device is cpu")
+    (new,) = [text for text in done.out.split("\n\n") if text.startswith("flash/new  ")]
+    assert "pip install" not in new  # nothing that is installed makes it run here
+    runs = {v["id"]: v["runs_here"] for b in document["backends"] for v in b["variants"]}
+    assert document["device"] == {"type": "cpu"}
+    assert (runs["flash/old"], runs["flash/new"], runs["flash/host"]) == (False, False, True)
+    here = [id_ for id_, found in runs.items() if found]
+    assert f" can run on this machine (cpu): {', '.join(here)}\n" in done.out
+
+
+def test_a_gpu_makes_its_backends_ready(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0", name="NVIDIA H100"))
+
+    done = run("list")
+
+    assert "\nflash/old  ready  " in done.out
+    assert "\nflash/new  missing dependency  " in done.out
+    assert "\nflash/host  other device  " in done.out
+    assert "can run on this machine (cuda:9.0 (NVIDIA H100)): flash/old" in done.out

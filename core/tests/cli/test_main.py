@@ -11,6 +11,7 @@ import pytest
 import attnplug
 from attnplug.cli import BUILT_IN
 from attnplug.cli import list as listing
+from attnplug.cli.command import installed_commands
 
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
@@ -151,7 +152,7 @@ def test_the_package_is_the_command_too(start, site) -> None:
     done = start("-m", "attnplug", "list")
 
     assert (done.code, done.err) == (0, "")
-    assert "flash/old  ready" in done.out
+    assert "flash/host  ready" in done.out
     assert start("-m", "attnplug", "nosuch").code == 2
 
 
@@ -172,3 +173,57 @@ device_type = "cpu"
 dtype = "float32"
 head_size = { min = 1 }
 """
+
+
+@pytest.mark.parametrize("command", [*BUILT_IN, "help"])
+def test_help_of_a_command_is_that_of_its_option(run, command: str) -> None:
+    found = run("help", command)
+
+    assert (found.code, found.err) == (0, "")
+    assert found.out == run(*(() if command == "help" else (command,)), "--help").out
+    assert run("help").out == run("--help").out
+
+
+def test_help_of_an_unknown_command_is_refused(run) -> None:
+    assert "the command 'lst' was given; did you mean 'list'?" in run("help", "lst").err
+    assert run("help", "list", "explain").code == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_help_fits_the_terminal(run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = [*BUILT_IN, *installed_commands()]
+
+    for words in (["--help"], *([name, "--help"] for name in names)):
+        lines = run(*words).out.splitlines()
+        long = [line for line in lines if len(line) > columns and " | " not in line]
+        assert not long, long
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["lst"], ["list", "--jsn"], ["explain"], ["explain", *ONE_LAYER, "--device", "h1000"], ["help", "lst"]],
+)
+def test_every_error_begins_alike(run, words: list[str]) -> None:
+    done = run(*words)
+
+    assert done.code == 2
+    assert done.err.startswith("attnplug: ")
+    assert not done.err.startswith("attnplug: attnplug")
+
+
+def test_a_warning_that_is_logged_begins_alike(start, site, tmp_path) -> None:
+    (tmp_path / "config.toml").write_text("block = 'nobody'")
+
+    done = start("-m", "attnplug", "list", ATTNPLUG_CONFIG=str(tmp_path / "config.toml"))
+
+    assert done.err.startswith("attnplug: warning: ")
+
+
+@pytest.mark.parametrize(
+    "words", [["list"], ["doctor"], ["options"], ["explain", *ONE_LAYER], ["lst"], ["explain", "--head-size", "0"]]
+)
+def test_every_json_document_has_its_version_first(run, site, words: list[str]) -> None:
+    document = run(*words, "--json").json
+
+    assert next(iter(document.items())) == ("schema_version", 1)

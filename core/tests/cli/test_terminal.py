@@ -26,8 +26,8 @@ def test_a_list_is_a_table_in_color(on_terminal, site) -> None:
     assert shown.code == 0
     assert "\x1b[" in shown.out
     assert _fits(shown.out)
-    assert re.search(r"flash/new +missing dependency +three libraries behind one name", _plain(shown.out))
-    assert re.search(r"fix: pip install 'flash-new >=4'", _plain(shown.out))
+    assert re.search(r"flash/new +other device +three libraries behind one name", _plain(shown.out))
+    assert re.search(r"- requires device type cuda; the device is cpu", _plain(shown.out))
 
 
 def test_no_color_is_honored(on_terminal, site) -> None:

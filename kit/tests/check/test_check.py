@@ -221,11 +221,6 @@ def test_a_path_with_nothing_to_check_is_an_invalid_request(run, tmp_path, monke
     assert outcome.err.startswith("attnplug: ")
 
 
-def test_a_path_has_to_be_given(run) -> None:
-    assert run("check").code == 2
-    assert "attnplug check PATH" in run("check", "--help").out
-
-
 def test_a_binary_file_is_a_finding(run, tmp_path) -> None:
     file = tmp_path / "attnplug.toml"
     file.write_bytes(b"\xff\xfe")
@@ -267,3 +262,16 @@ def test_neither_torch_nor_the_plugin_is_imported(start, tmp_path) -> None:
     )
 
     assert start("-c", code).out.endswith("False\n")
+
+
+def test_without_a_path_this_folder_is_checked(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    empty = run("check")
+    run("new", "acme", "--path", str(tmp_path / "acme"))
+    monkeypatch.chdir(tmp_path / "acme")
+
+    assert empty.code == 2
+    assert "the folder '.' has no pyproject.toml" in empty.err
+    assert run("check").code == 0
+    assert run("check").out == run("check", ".").out

@@ -12,3 +12,6 @@ BUILT_IN: Final = {
     "doctor": "what is wrong with this environment",
 }
 """The built-in commands with their summaries; each is a module of this package. No distribution can replace them."""
+
+HELP: Final = "help"
+"""The command that describes another one, as ``attnplug help list``. No distribution can replace it either."""

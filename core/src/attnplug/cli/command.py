@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from attrs import frozen
 
-from attnplug.cli import BUILT_IN
+from attnplug.cli import BUILT_IN, HELP
 from attnplug.cli.extension import Extension, entries_of, label_of, offered
 from attnplug.errors import PluginLoadError
 
@@ -56,13 +56,13 @@ class Command(Extension):
 
 def installed_commands() -> dict[str, Command]:
     """Return the commands that installed distributions add, by name."""
-    return offered(Command, tuple(entry for entry in entries_of(_GROUP) if entry.name not in BUILT_IN))
+    return offered(Command, tuple(entry for entry in entries_of(_GROUP) if entry.name not in (*BUILT_IN, HELP)))
 
 
 def ignored_commands() -> Iterator[str]:
     """Yield a line for each entry that names a built-in command, and is ignored for that reason."""
     for entry in entries_of(_GROUP):
-        if entry.name in BUILT_IN:
+        if entry.name in (*BUILT_IN, HELP):
             yield f"{entry.name} of {label_of(entry)} is ignored: a built-in command cannot be replaced"
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import asdict
 
+from attnplug.cli.device_report import report_device
 from attnplug.commands import OK, Row, say, say_json, say_rows, wrapped
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic
@@ -16,15 +17,18 @@ from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attnplug.discovery.plugin import Plugin
     from attnplug.manifest.schema import Variant
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.reason import Reason
+    from attnplug.request.device import Device
 
 _EPILOG: Final = """\
 status:
-  ready               everything that it requires is installed
+  ready               it can run here: everything that it requires is installed, and it supports this machine's device
+  other device        it does not support this machine's device; what a device could run: attnplug explain --device
   missing dependency  the plugin is installed, and something that it requires is not
   absent              a plugin that is known by name and not installed
   refused             the settings exclude it, or it is written for another version of the contract
@@ -35,10 +39,15 @@ examples:
   attnplug list --json | jq -r '.backends[].variants[] | select(.availability == "ready") | .id'
 """
 
+_USABLE: Final = ("ready", "missing_dependency")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.description = "List every backend that is installed or known, and what is missing for it to be ready."
+    parser.description = (
+        "List every backend that is installed or known, which of them can run on this machine, and what is missing for "
+        "the others."
+    )
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -50,10 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = registry.candidates(settings)
     store = EvidenceStore(registry.plugins, settings.evidence)
     notes = (*registry.notes, *store.notes(), *_note_of_profile(settings))
+    device = report_device().device
     if arguments.json:
-        say_json({"backends": describe(candidates, registry, store), "notes": [asdict(note) for note in notes]})
+        say_json(
+            {
+                "device": device.to_dict(),
+                "backends": describe(candidates, registry, store, device),
+                "notes": [asdict(note) for note in notes],
+            }
+        )
     else:
-        _show(candidates, store, len(notes))
+        _show(candidates, store, device, len(notes))
     return OK
 
 
@@ -69,14 +85,18 @@ def _note_of_profile(settings: Settings) -> Iterator[Diagnostic]:
         yield Diagnostic(settings.sources["profile"], "settings", text)
 
 
-def describe(candidates: Iterable[Candidate], registry: Registry, store: EvidenceStore) -> list[dict[str, Any]]:
-    """Return backends with their variants as plain JSON values."""
+def describe(
+    candidates: Iterable[Candidate], registry: Registry, store: EvidenceStore, device: Device
+) -> list[dict[str, Any]]:
+    """Return backends with their variants as plain JSON values, and whether these can run on a device."""
     plugins = {(plugin.name, plugin.label): plugin for plugin in registry.plugins}
     groups = groupby(candidates, key=lambda c: (c.backend, c.distribution))
-    return [_backend(tuple(group), plugins.get(key), store) for key, group in groups]
+    return [_backend(tuple(group), plugins.get(key), store, device) for key, group in groups]
 
 
-def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, store: EvidenceStore) -> dict[str, Any]:
+def _backend(
+    candidates: tuple[Candidate, ...], plugin: Plugin | None, store: EvidenceStore, device: Device
+) -> dict[str, Any]:
     first = candidates[0]
     manifest = first.manifest
     return {
@@ -88,14 +108,17 @@ def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, store: Ev
         "built_in": first.built_in,
         "api": ".".join(map(str, manifest.api)) if manifest else "",
         "manifest": manifest.path if manifest else "",
-        "variants": [_variant(candidate, store) for candidate in candidates],
+        "variants": [_variant(candidate, store, device) for candidate in candidates],
     }
 
 
-def _variant(candidate: Candidate, store: EvidenceStore) -> dict[str, Any]:
+def _variant(candidate: Candidate, store: EvidenceStore, device: Device) -> dict[str, Any]:
+    elsewhere = device_objections(candidate, device)
     return {
         "id": candidate.id,
         "availability": candidate.availability,
+        "runs_here": candidate.availability == "ready" and not elsewhere,
+        "device_reasons": [reason.to_dict() for reason in elsewhere],
         **(_declared(candidate.variant) if candidate.variant else {}),
         "verified_on": [device.to_dict() for device in store.verified_on(candidate)],
         "reasons": [reason.to_dict() for reason in candidate.reasons],
@@ -115,18 +138,32 @@ def _declared(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _show(candidates: Iterable[Candidate], store: EvidenceStore, notes: int) -> None:
-    say_rows([_row(candidate, store) for candidate in candidates], "what it is, and what is missing")
+def _show(candidates: Sequence[Candidate], store: EvidenceStore, device: Device, notes: int) -> None:
+    say_rows([_row(candidate, store, device) for candidate in candidates], "what it is, and what is missing")
+    here = [each.id for each in candidates if each.availability == "ready" and not device_objections(each, device)]
+    text = f"{len(here)} of {len(candidates)} can run on this machine ({device}): {', '.join(here) or 'none'}"
+    say("\n".join(["", *wrapped(text)]))
     if notes:
         text = f"{notes} note{'s' * (notes > 1)} about this environment: see `attnplug doctor`"
-        say("\n".join(["", *wrapped(text)]))
+        say("\n".join(wrapped(text)))
 
 
-def _row(candidate: Candidate, store: EvidenceStore) -> Row:
-    return Row(candidate.id, candidate.availability, tuple(_lines(candidate, store)), candidate.distribution)
+def _row(candidate: Candidate, store: EvidenceStore, device: Device) -> Row:
+    elsewhere = device_objections(candidate, device)
+    # What is missing does not matter where the device cannot run it.
+    status = "other_device" if elsewhere and candidate.availability in _USABLE else candidate.availability
+    lines = tuple(_lines(candidate, store, elsewhere if status == "other_device" else ()))
+    return Row(candidate.id, status, lines, candidate.distribution)
 
 
-def _lines(candidate: Candidate, store: EvidenceStore) -> Iterator[str]:
+def device_objections(candidate: Candidate, device: Device) -> list[Reason]:
+    """Return why a candidate does not support a device, by the fields that its manifest declares."""
+    if candidate.variant is None:
+        return []
+    return candidate.objections((name, value) for name, value in device.facts().items() if value is not None)
+
+
+def _lines(candidate: Candidate, store: EvidenceStore, elsewhere: Sequence[Reason]) -> Iterator[str]:
     variant, manifest = candidate.variant, candidate.manifest
     if variant is not None and manifest is not None:
         yield variant.summary or manifest.summary
@@ -134,7 +171,11 @@ def _lines(candidate: Candidate, store: EvidenceStore) -> Iterator[str]:
             yield f"requires {', '.join(variant.requires)}"
         devices = dict.fromkeys(map(str, store.verified_on(candidate)))
         yield f"verified on {', '.join(devices) or 'no device'}"
+    if elsewhere:
+        yield from (f"- {reason}" for reason in elsewhere)
+        return
     for reason in candidate.reasons:
         yield f"- {reason}"
     if candidate.availability != "ready":
-        yield f"fix: {Fix(install=candidate.install, action=candidate.fix)}"
+        steps = Fix(install=candidate.install, action=candidate.fix).steps()
+        yield from (f"{'then' if index else 'fix:'} {step}" for index, step in enumerate(steps))

@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after the program's name; those of this process by default.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line could go on
+        from attnplug.cli.completion import complete  # noqa: PLC0415 - only for a shell
+
+        complete()
     _make_printable()
     try:
         with _logged_warnings():
@@ -41,7 +45,7 @@ class _Complaints(logging.Handler):
     """Prints warnings as everything else is printed. Without a handler, logging prints them as they are."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        complain(self.format(record))
+        complain(f"attnplug: {record.levelname.lower()}: {self.format(record)}")
 
 
 @contextmanager
@@ -97,7 +101,7 @@ def _report(error: AttnplugError, *, as_json: bool) -> None:
 
         complain("".join(traceback.format_exception(error)).rstrip())
     else:
-        complain(str(error) if error.problem.startswith("attnplug ") else f"attnplug: {error}")
+        complain(f"attnplug: {error}")
 
 
 def _is_strict() -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped, escaped_lines
-from attnplug.cli import BUILT_IN
+from attnplug.cli import BUILT_IN, HELP
 from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
 
@@ -22,7 +24,7 @@ _EPILOG: Final = """\
 examples:
   attnplug list
   attnplug explain --head-size 64 --num-q-heads 64 --num-kv-heads 8 --dtype bfloat16 --sinks
-  attnplug explain --config path/to/config.json --device cuda:9.0 --assume-installed
+  attnplug explain --config path/to/config.json --device h100 --assume-installed
   attnplug doctor --load
 
 exit codes:
@@ -30,9 +32,48 @@ exit codes:
   1  something cannot be served, something is broken, a budget is missed
   2  the request is wrong: an unknown option, impossible requirements, a setting that does not parse
 
-Every command takes --json, and `attnplug COMMAND --help` describes it. ATTNPLUG_STRICT=1 shows where an error comes
+Every command takes --json, and `attnplug help COMMAND` describes it. ATTNPLUG_STRICT=1 shows where an error comes
 from.
 """
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fits the terminal: sentences are filled, and lists, tables and commands keep their lines."""
+
+    def __init__(self, prog: str) -> None:
+        columns = min(width(), WIDEST)
+        super().__init__(prog, max_help_position=min(30, columns // 3), width=columns)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs: list[str] = []
+        for line in text.splitlines():
+            follows = paragraphs and paragraphs[-1] and not paragraphs[-1].startswith(" ")
+            if follows and line and not line.startswith(" ") and not paragraphs[-1].endswith(":"):
+                paragraphs[-1] += f" {line}"
+            elif paragraphs and _CONTINUED.match(line) and _COLUMNS.match(paragraphs[-1]):
+                paragraphs[-1] += f" {line.strip()}"  # the second column of a table goes on
+            else:
+                paragraphs.append(line)
+        return "\n".join(indent + line for text in paragraphs for line in _filled(text, width - len(indent)))
+
+
+_COLUMNS: Final = re.compile(r"  \S+(?: \S+)*  +(?=\S)")  # an indented word or two, then what they mean
+_CONTINUED: Final = re.compile(r" {6,}\S")
+
+
+def _filled(text: str, columns: int) -> list[str]:
+    """Return a paragraph as lines: under its second column, if it has two; as a shell continues it, if a command."""
+    from textwrap import wrap  # noqa: PLC0415 - only help needs it
+
+    table = _COLUMNS.match(text)
+    indent = len(text) - len(text.lstrip())
+    if text.lstrip().startswith("attnplug ") and not table:
+        lines = wrap(text, columns - 2, subsequent_indent=" " * (indent + 4), **_WHOLE)
+        return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+    return wrap(text, columns, subsequent_indent=" " * (table.end() if table else indent), **_WHOLE) or [""]
+
+
+_WHOLE: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             usage=usage or None,
             description=description,
             epilog=epilog or None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
         )
 
@@ -54,9 +95,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        raise RequestError(
-            f"{self.prog}: {message}", f"its options are those of `{self.prog} --help`", "correct the command line"
-        )
+        raise RequestError(message, f"the command line is as `{self.prog} --help` says", "correct the command line")
 
 
 def parse(words: Sequence[str]) -> Callable[[], int]:
@@ -71,6 +110,8 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
         PluginLoadError: The command belongs to another distribution, and is broken.
         SystemExit: Help or the version was requested, and is printed.
     """
+    if words and words[0] == HELP:
+        words = [*_of_help(words[1:]), "--help"]
     if not words or words[0].startswith("-"):
         _without_command(words)
     name = words[0]
@@ -86,6 +127,15 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
     command.calling("cannot declare its options: add_arguments raised", lambda: module.add_arguments(parser))
     arguments = _parsed(parser, words)
     return lambda: command.run(module, arguments)
+
+
+def _of_help(words: Sequence[str]) -> Sequence[str]:
+    """Return the command that ``attnplug help`` is about; none for the program itself."""
+    if len(words) > 1:
+        raise RequestError(
+            f"{words[1]!r} follows `attnplug help {words[0]}`", "help is about one command", "see `attnplug --help`"
+        )
+    return () if words and words[0] in {HELP, "-h", "--help"} else words
 
 
 def _parser_of(name: str, summary: str) -> Parser:
@@ -117,7 +167,7 @@ def _installed(name: str) -> Command:
             )
     from attnplug.request.fields import near  # noqa: PLC0415 - likewise
 
-    commands = (*BUILT_IN, *installed)
+    commands = (*BUILT_IN, HELP, *installed)
     known = (name for names in command.KNOWN.values() for name in names)
     raise RequestError(
         f"the command {name!r} was given{near(name, (*commands, *known))}",
@@ -149,9 +199,13 @@ def _commands() -> str:
     from attnplug.cli import command  # noqa: PLC0415 - as above
 
     installed = command.installed_commands()
-    summaries = {**BUILT_IN, **{name: each.summary() for name, each in installed.items()}}
-    width = max(map(len, summaries)) + 2
-    lines = ["commands:", *(escaped(f"  {name:{width}}{summary}") for name, summary in summaries.items())]
+    summaries = {
+        **BUILT_IN,
+        HELP: "the options of a command",
+        **{name: each.summary() for name, each in installed.items()},
+    }
+    longest = max(map(len, summaries)) + 2
+    lines = ["commands:", *(escaped(f"  {name:{longest}}{summary}") for name, summary in summaries.items())]
     lines += _section("not installed:", command.missing_commands(installed))
     return "\n".join([*lines, *_section("ignored:", command.ignored_commands())])
 

@@ -7,14 +7,13 @@ The names load on first use (PEP 562): ``attnplug --help`` imports this module f
 from __future__ import annotations
 
 import shlex
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.commands import NO, OK, complain, say_json
+from attnplug.commands import NO, OK, complain, say_json, tracked
 from attnplug.errors import RequestError
 from attnplug.request import near
 
@@ -191,7 +190,7 @@ def _without_torch(names: Sequence[str], *, is_requested: bool) -> tuple[str, ..
             "pip install 'attnplug[torch]'",
         )
     if missing:
-        complain(f"attnplug bench: left out, since torch is not installed: {', '.join(missing)}")
+        complain(f"attnplug: warning: left out, since torch is not installed: {', '.join(missing)}")
     return tuple(name for name in names if name not in missing)
 
 
@@ -201,9 +200,7 @@ def _measure(names: Sequence[str], repeats: int, target: Target) -> Result:
     named = names if len(names) < len(SECTIONS) else ()
     words = [*named, *target.options(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
     found = Result(command=shlex.join(["attnplug", "bench", *words]), machine=machine())
-    for name in names:
-        if sys.stderr.isatty():
-            complain(f"measuring {name} ...")
+    for name in tracked(names, lambda name: f"measuring {name}"):
         measure = resolve_name(f"{__name__}.{SECTIONS[name]}")
         found += measure(repeats, target) if name in ON_A_BACKEND else SectionResult(tuple(measure(repeats)))
     return found

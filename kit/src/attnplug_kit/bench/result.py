@@ -14,6 +14,7 @@ from attrs import asdict, evolve, field, frozen
 
 from attnplug.commands import (
     PACKAGES,
+    SCHEMA_VERSION,
     STYLES,
     Lines,
     console,
@@ -286,6 +287,9 @@ class Result(SectionResult):
             return f"# Build and forward of {self.setup.get('backend', 'a backend').partition(',')[0]}"
         return "# Budgets" if names & _ON_A_BACKEND else "# Budgets of the selection"
 
+    def _document(self) -> str:
+        return json.dumps({"schema_version": SCHEMA_VERSION, **self.to_dict()}, indent=2) + "\n"
+
     def write(self, file: Path) -> None:
         """
         Write the result, as Markdown or JSON by the file's suffix.
@@ -293,7 +297,7 @@ class Result(SectionResult):
         Raises:
             RequestError: The suffix is another one, or the file cannot be written.
         """
-        text = self.page() if check_suffix(file) == ".md" else json.dumps(self.to_dict(), indent=2) + "\n"
+        text = self.page() if check_suffix(file) == ".md" else self._document()
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:

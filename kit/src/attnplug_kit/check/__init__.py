@@ -15,7 +15,7 @@ _EPILOG: Final = """\
 A problem keeps the plugin, or a part of its manifest, from ever working. A note may be a mistake, or intended.
 
 examples:
-  attnplug check .
+  attnplug check
   attnplug check src/acme_attention/attnplug.toml --json
 
 exit codes: 0 there is no problem, 1 there is one, 2 there is nothing to check at PATH
@@ -24,13 +24,19 @@ exit codes: 0 there is no problem, 1 there is one, 2 there is nothing to check a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.usage = "attnplug check PATH [options]"
+    parser.usage = "attnplug check [PATH] [options]"
     parser.description = (
         "Check a manifest, or a plugin project: the folder of its pyproject.toml. Every finding has a file and a\n"
         "line. Nothing is imported, and nothing is built."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("path", metavar="PATH", help="an attnplug.toml, or a folder with a pyproject.toml")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default=".",
+        metavar="PATH",
+        help="an attnplug.toml, or a folder with a pyproject.toml; default: this folder",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

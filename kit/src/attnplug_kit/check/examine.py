@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnplug.commands import tracked
 from attnplug.errors import ManifestError, RequestError
 from attnplug.manifest import CONTRACT_API, MANIFEST, Manifest, locate
 from attnplug.request import parse_toml
@@ -19,7 +20,7 @@ from attnplug_kit.check.source import check_hooks, check_options
 from attnplug_kit.check.tolerant import TolerantReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from attnplug_kit.unexercised import Unexercised
 
@@ -114,17 +115,26 @@ class _Check:
             return
         self.findings += reader.findings
         self.names += [] if point else [manifest.name]
-        self.findings += check_names(manifest, text, project.name if project else None, self.others)
-        self.findings += check_requires(manifest, text)
-        self.findings += _check_api(manifest, text)
+        parts: dict[str, Callable[[], Iterable[Finding]]] = {
+            "names": lambda: check_names(manifest, text, project.name if project else None, self.others),
+            "requirements": lambda: check_requires(manifest, text),
+            "version of the contract": lambda: _check_api(manifest, text),
+        }
         if point is not None and point.name != manifest.name:
-            self.findings.append(_other_name(manifest, text, point))
+            parts["name of the entry point"] = lambda: [_other_name(manifest, text, point)]
         if package is not None:
-            self.findings += check_options(manifest, text, package)
+            parts["options"] = lambda: check_options(manifest, text, package)
         if not reader.findings:
-            self.findings += check_rules(manifest, text)
-            self.findings += check_preferences(manifest, text)
-            self.unexercised += find_unexercised(manifest, project.distribution if project else None)
+            parts["rules"] = lambda: check_rules(manifest, text)
+            parts["orders of preference"] = lambda: check_preferences(manifest, text)
+            parts["evidence"] = lambda: self.evidence(manifest, project)
+        for part in tracked(tuple(parts), lambda part: f"checking {manifest.name}: {part}"):
+            self.findings += parts[part]()
+
+    def evidence(self, manifest: Manifest, project: Project | None) -> tuple[Finding, ...]:
+        """Record what no evidence covers, which is no finding."""
+        self.unexercised += find_unexercised(manifest, project.distribution if project else None)
+        return ()
 
     def toml(self, path: Path, what: str, form: str) -> tuple[str, dict[str, Any]] | None:
         """Return the text and the data of a file, or record why it cannot be read."""

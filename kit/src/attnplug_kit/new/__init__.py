@@ -56,4 +56,4 @@ def _show(folder: Path, files: dict[str, str], name: str, similar: str) -> None:
     say("\n".join(f"  {file}" for file in files))
     if similar:
         say(f"note: {name!r} is close to {similar!r}, the name of another backend: users may confuse them")
-    say(f"\nnext:\n  cd {escaped(shlex.quote(str(folder)))}\n  pip install -e '.[test]'\n  attnplug check .\n  pytest")
+    say(f"\nnext:\n  cd {escaped(shlex.quote(str(folder)))}\n  pip install -e '.[test]'\n  attnplug check\n  pytest")

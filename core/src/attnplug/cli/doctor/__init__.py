@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnplug.cli.list import device_objections
 from attnplug.commands import NO, OK, STYLES, console, is_terminal, readable, say, say_json, wrapped
 
 if TYPE_CHECKING:
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
 
     from attnplug.cli.doctor.report import Report
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.request.device import Device
 
 _EPILOG: Final = """\
 What is odd and does no harm is a note; a setting that has no effect is a warning; what is broken is a problem.
 
-exit codes: 0 nothing is broken, 1 something is
+exit codes: 0 nothing is broken, 1 something is, or what a setting requests cannot be used here
 """
 _INDENT: Final = "    "
 
@@ -62,7 +64,7 @@ def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "environment", _environment(report.environment)
     yield "device", [str(report.device.device), report.device.how]
     yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in report.setting_rows()]
-    yield "candidates", [_status(candidate) for candidate in report.candidates]
+    yield "candidates", [_status(candidate, report.device.device) for candidate in report.candidates]
     yield "loading", [f"{result.id}  {readable(result.status)}  {result.text}" for result in report.loading]
     yield "engines", [line for engine in report.engines for line in engine.lines()]
     yield "notes", [str(note) for note in report.notes]
@@ -75,7 +77,11 @@ def _environment(facts: Mapping[str, Any]) -> list[str]:
     return [versions, f"Python {facts['python']} ({facts['executable']})", facts["platform"]]
 
 
-def _status(candidate: Candidate) -> str:
+def _status(candidate: Candidate, device: Device) -> str:
+    elsewhere = device_objections(candidate, device)
+    if elsewhere and candidate.availability in ("ready", "missing_dependency"):
+        origin = f"  ({candidate.distribution})" if candidate.distribution else ""
+        return f"{candidate.id}  other device{origin}: {elsewhere[0]}"
     origin = f"  ({candidate.distribution})" if candidate.distribution else ""
     # Broken ones are among the problems, and of an absent one its name says enough.
     with_reasons = candidate.availability in ("missing_dependency", "refused")

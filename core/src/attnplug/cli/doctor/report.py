@@ -12,11 +12,12 @@ from attrs import frozen
 from attnplug.cli.device_report import DeviceReport, report_device
 from attnplug.cli.doctor.engines import EngineState, examine_engines
 from attnplug.cli.doctor.loading import LoadResult, in_one_line, load_ready
+from attnplug.cli.list import describe, device_objections
 from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
 from attnplug.errors import AttnplugError, DeviceError, SettingsError
 from attnplug.evidence.store import EvidenceStore
-from attnplug.negotiation.ranking import AUTO, Policy
+from attnplug.negotiation.ranking import AUTO, Policy, is_named
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
@@ -98,15 +99,13 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        from attnplug.cli.list import describe  # noqa: PLC0415 - only JSON lists them in full
-
         return {
             **self.environment,
             "device": {**self.device.device.to_dict(), "found": self.device.how},
             "settings": [
                 {"name": name, "value": value, "source": source} for name, value, source in self.setting_rows()
             ],
-            "backends": describe(self.candidates, self.registry, self.store),
+            "backends": describe(self.candidates, self.registry, self.store, self.device.device),
             "notes": [attrs.asdict(note) for note in self.notes],
             "warnings": list(self.warnings),
             "loading": [result.to_dict() for result in self.loading],
@@ -129,7 +128,8 @@ def examine(*, load: bool) -> Report:
         registry = Registry.scan(attrs.evolve(settings, strict=False))
         candidates = registry.candidates(attrs.evolve(settings, strict=False))
         problems += _problems_of_candidates(candidates)
-        problems += _problems_of_settings(registry, candidates, settings)
+        problems += _problems_of_settings(registry, candidates, settings, device.device)
+        unused = tuple(_unused_of_list(candidates, settings, device.device))
         loading = tuple(load_ready(candidates, device.device)) if load else ()
     problems += [Problem(result.id, result.text, result.fix) for result in loading if result.status == "failed"]
     engines = examine_engines(load=load)
@@ -143,7 +143,7 @@ def examine(*, load: bool) -> Report:
         store=store,
         candidates=candidates,
         notes=(*registry.notes, *store.notes()),
-        warnings=(*warnings, *(text for engine in engines for text in engine.diagnosis.warnings)),
+        warnings=(*warnings, *unused, *(text for engine in engines for text in engine.diagnosis.warnings)),
         loading=loading,
         problems=tuple(problems),
         engines=engines,
@@ -231,12 +231,14 @@ def _first_fix(candidates: Sequence[Candidate]) -> str:
 # What the settings request and this installation cannot serve: every selection fails on it
 
 
-def _problems_of_settings(registry: Registry, candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
+def _problems_of_settings(
+    registry: Registry, candidates: Sequence[Candidate], settings: Settings, device: Device
+) -> Iterator[Problem]:
     """Yield what is wrong with the listed backends, the KV-cache layout, the options of backends, and the profile."""
     unknown = tuple(_unknown_backends(registry, settings))
     yield from unknown
     if settings.backend and not unknown:
-        yield from _nothing_permitted(candidates, settings)
+        yield from _nothing_permitted(candidates, settings, device)
     yield from _layout_of_none(candidates, settings)
     yield from _wrong_options(registry, settings)
     error = profile_error(settings)
@@ -252,21 +254,39 @@ def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Proble
             yield Problem.of(_source(settings, "backend"), error)
 
 
-def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
-    """Yield that no listed backend is ready. Where nothing at all is ready, that is another problem."""
+def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings, device: Device) -> Iterator[Problem]:
+    """Yield that no listed backend can run here. Where nothing at all is ready, that is another problem."""
     policy = Policy(settings.backend)
     permitted = [candidate for candidate in candidates if policy.admits(candidate)]
     ready = [candidate for candidate in candidates if candidate.availability == "ready"]
-    if not ready or any(candidate in permitted for candidate in ready):
+    if not ready or any(candidate in permitted and not device_objections(candidate, device) for candidate in ready):
         return
-    why = "; ".join(f"{c.id}: {', '.join(map(str, c.reasons)) or c.availability}" for c in permitted)
+    why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in permitted)
     listed = ", ".join(map(repr, settings.backend))
-    fix = _fix_of_list(permitted, settings)
+    fix = _fix_of_list(permitted, settings, device)
     yield Problem(_source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", fix)
 
 
-def _fix_of_list(permitted: Iterable[Candidate], settings: Settings) -> str:
-    fixable = sorted((c for c in permitted if c.install or c.fix), key=lambda c: bool(c.fix))
+def _unused_of_list(candidates: Sequence[Candidate], settings: Settings, device: Device) -> Iterator[str]:
+    """Yield each listed backend of which nothing can run here, where another permitted one can."""
+    if next(iter(_nothing_permitted(candidates, settings, device)), None) is not None:
+        return
+    for name in settings.backend:
+        named = [candidate for candidate in candidates if name != AUTO and is_named(candidate, name)]
+        if named and not any(c.availability == "ready" and not device_objections(c, device) for c in named):
+            why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in named)
+            yield f"{name!r} in {_source(settings, 'backend')} is passed over: {why}"
+
+
+def _why_unused(candidate: Candidate, device: Device) -> str:
+    """Return why a candidate cannot run on a device: the device, else what is missing for it."""
+    reasons = device_objections(candidate, device) or candidate.reasons
+    return ", ".join(map(str, reasons)) or candidate.availability
+
+
+def _fix_of_list(permitted: Iterable[Candidate], settings: Settings, device: Device) -> str:
+    usable = (c for c in permitted if not device_objections(c, device))
+    fixable = sorted((c for c in usable if c.install or c.fix), key=lambda c: bool(c.fix))
     fixes = [f"{c.id}: {Fix(install=c.install, action=c.fix)}" for c in fixable]
     return "; or ".join([*fixes, f"permit others: {','.join((*settings.backend, AUTO))}"])
 
