@@ -81,7 +81,7 @@ def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
     assert "| something fast | 2.00 us | 1.50 to 5.50 us | 1.00 us | 3 us | within |\n" in page
     assert "| something slow | 150 ms | 125 to 175 ms | 100 ms | 130 ms | over |\n" in page
     assert "| shown for comparison | 500 ms | 500 to 500 ms | 500 ms | - | - |\n" in page
-    assert json.loads((tmp_path / "result.json").read_text()) == found.to_dict()
+    assert json.loads((tmp_path / "result.json").read_text()) == {"schema_version": 1, **found.to_dict()}
 
 
 @pytest.mark.parametrize(
