@@ -183,7 +183,8 @@ def _runner_up(explanation: Explanation) -> str:
     """Return the runner-up and why it lost."""
     runner_up = explanation.runner_up
     if runner_up is None:
-        return "none; no other installed candidate can serve this" if explanation.chosen else "none"
+        which = "permitted" if explanation.listed else "installed"
+        return f"none; no other {which} candidate can serve this" if explanation.chosen else "none"
     tie = f"; settle it with --backend {runner_up.id} --backend auto" if explanation.tie else ""
     return f"{runner_up.id}: {explanation.why_runner_up}{tie}"
 
@@ -215,7 +216,8 @@ def _rows(result: Result) -> list[Row]:
             if verdict.id not in shown and verdict.status != "absent":
                 by_id.setdefault(verdict.id, []).append((group, verdict))
     rows = [_row(id_, found) for id_, found in by_id.items()]
-    return sorted(rows, key=lambda row: _ORDER.index(row.status))
+    listed = explanations[0].listed  # those that were named come first: the user wants to know about them
+    return sorted(rows, key=lambda row: (not {row.id, _backend(row)} & set(listed), _ORDER.index(row.status)))
 
 
 def _row(id_: str, found: Sequence[tuple[LayerGroup, Verdict]]) -> Row:
