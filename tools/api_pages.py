@@ -99,6 +99,7 @@ INTRODUCTION: Final = """\
 
 Look up a public name: its signature, its parameters with shapes and units, and the errors that it raises. The pages are
 made from the docstrings of this revision; `help(attnplug.select)` in Python shows the same text.
+[Examples by name](../examples/index.md) uses each name in code that runs.
 
 What is not listed here is private and may change without notice. [The API policy](../api-policy.md) says what may
 change when. Data, such as `Requirements`, `Batch` or `Verdict`, are frozen [attrs](https://www.attrs.org) classes: the

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.entries import check_entries, parse_entries, parse_names, validate_entries
@@ -77,6 +77,13 @@ class Settings:
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
     unread: tuple[tuple[str, str], ...] = field(default=(), eq=False)
+
+    def __repr__(self) -> str:
+        plain = Settings()
+        values = {item.name: getattr(self, item.name) for item in fields(Settings)}
+        given = {name: value for name, value in values.items() if value != getattr(plain, name)}
+        given |= {name: {**value} for name, value in given.items() if name in ("options", "sources")}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
