@@ -1,4 +1,4 @@
-"""Every public name has an example: `tests/test_docs.py` runs the pages, and this finds a name that none of them uses."""
+"""Every public name has an example: `tests/test_docs.py` runs the pages, this finds a name that none uses."""
 
 from __future__ import annotations
 

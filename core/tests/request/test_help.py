@@ -11,6 +11,7 @@ import pytest
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS, LATE, Integer, Name, Number, fields_of
 from attnplug.request.requirements import Requirements
+from attnplug.request.settings import Settings
 
 UNITS = ("elements", "heads", "tokens", "ranks", "scores", "multiprocessors")
 REQUESTED = fields_of("model", "engine", "selection")
@@ -65,6 +66,15 @@ def test_defaults_in_help_are_the_defaults():
     ):
         assert text.partition(f" {name}: ")[2].partition("Default: ")[2].startswith(said)
         assert getattr(made, name) == value
+
+
+def test_settings_are_shown_without_their_defaults():
+    made = Settings(backend=("torch", "auto"), options={"torch": {"x": 1}}, sources={"backend": "the call"})
+
+    assert repr(Settings()) == "Settings()"
+    assert repr(made) == (
+        "Settings(backend=('torch', 'auto'), options={'torch': {'x': 1}}, sources={'backend': 'the call'})"
+    )
 
 
 def test_representations_are_short_and_can_be_evaluated():

@@ -82,7 +82,10 @@ class Settings:
         plain = Settings()
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         given = {name: value for name, value in values.items() if value != getattr(plain, name)}
-        given |= {name: {**value} for name, value in given.items() if name in ("options", "sources")}
+        if self.options:
+            given["options"] = {backend: dict(values) for backend, values in self.options.items()}
+        if self.sources:
+            given["sources"] = dict(self.sources)
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @classmethod
