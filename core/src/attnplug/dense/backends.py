@@ -88,11 +88,13 @@ class BatchPlanner:
     Args:
         backend: The backend.
         impl: One of the layers.
+        max_num_splits: As in `Limits`.
     """
 
-    def __init__(self, backend: Backend, impl: AttentionImpl) -> None:
+    def __init__(self, backend: Backend, impl: AttentionImpl, *, max_num_splits: int | None = None) -> None:
         self._backend = backend
         self._impl = impl
+        self._max_num_splits = max_num_splits
         self._local = threading.local()
 
     def metadata(self, batch: Batch) -> Metadata:
@@ -110,6 +112,7 @@ class BatchPlanner:
 
         Raises:
             ContractError: As for `MetadataBuilder.build`.
+            LimitsError: The backend does not keep `max_num_splits`.
         """
         return self._builder(batch).build(batch)
 
@@ -122,9 +125,13 @@ class BatchPlanner:
             # A sparse pattern ends at max_seqlen. A longer sequence raises the limit, and is refused with its length.
             pattern: dict[str, Any] = dict(self._backend.agreement.requirements.block_sparse or {})
             limits = (*limits[:2], min(limits[2], max(needed[2], pattern.get("max_seqlen", limits[2]))))
-            state = self._backend.make_state(
-                Limits(max_num_reqs=limits[0], max_num_tokens=limits[1], max_seq_len=limits[2])
+            most = Limits(
+                max_num_reqs=limits[0],
+                max_num_tokens=limits[1],
+                max_seq_len=limits[2],
+                max_num_splits=self._max_num_splits,
             )
+            state = self._backend.make_state(most)
             self._local.builder = self._backend.make_builder([self._impl], state)
             self._local.limits = limits
         builder: MetadataBuilder = self._local.builder

@@ -1,0 +1,129 @@
+"""Which backend serves a kind of call: decided once, and kept for the calls that follow."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import attnplug
+from attnplug.dense import device_of, shared_backend
+from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    import torch
+    from torch import Tensor
+
+    from attnplug.contract import Backend
+
+
+class RefusedError(Exception):
+    """
+    No backend serves a call; torch's own operator does, where there is one.
+
+    Attributes:
+        reason: Why, in a sentence.
+        error: The error of attnplug behind it, or None.
+    """
+
+    def __init__(self, reason: str, error: AttnplugError | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.error = error
+
+    def without_own(self, operator: str, device: str) -> AttnplugError:
+        """Return the error where torch has no operator of its own, either."""
+        if self.error is not None:
+            return self.error.with_traceback(None)  # it may be kept, and raised again
+        return NotNegotiatedError(
+            f"{operator} was called on {device}: {self.reason}",
+            f"torch has no operator of its own for this on {device}",
+            "leave this out of the call, or make the call with attnplug.attention_varlen",
+        )
+
+
+def refused(error: AttnplugError) -> RefusedError:
+    """
+    Return why a call is left to torch.
+
+    Raises:
+        NoBackendError: A setting or a scope names the backend that has to serve: torch's own operator is another.
+    """
+    explanation = error.explanation if isinstance(error, NoBackendError) else None
+    if getattr(explanation, "listed", None):
+        raise error
+    requested = getattr(explanation, "requirements", None)
+    if requested is not None:  # the error has the reasons of every candidate: pages of them
+        fields = ", ".join(f"{name}={value}" for name, value in requested.to_dict().items())
+        return RefusedError(f"no backend serves {fields}", error)
+    return RefusedError(f"{error.problem}; {error.expected}" if error.expected else error.problem, error)
+
+
+REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
+"""Errors of a call that no backend serves. Others are mistakes: a damaged plugin, a page outside of its pool."""
+
+
+_MOST: Final = 256
+"""Decisions that are kept, each with its backend."""
+_decisions: Final[dict[Hashable, Backend | RefusedError]] = {}
+_lock: Final = threading.Lock()
+
+
+def decide(kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements]) -> Backend:
+    """
+    Return the backend for a kind of call, loaded.
+
+    Args:
+        kind: What the requirements follow from, hashable: as long as it is equal, so are they.
+        device: The device of the tensors.
+        make: Returns the requirements; called where this has not been decided before in this scope.
+
+    Raises:
+        RefusedError: No backend can serve, and none was named.
+        NoBackendError: The backend that was named cannot serve.
+        PluginError: As for `attnplug.load`.
+    """
+    where = (kind, device, attnplug.scope_key())
+    found = _decisions.get(where)
+    if found is None:
+        found = _decide(device, make)
+        with _lock:
+            _decisions[where] = found
+            while len(_decisions) > _MOST:
+                _decisions.pop(next(iter(_decisions)))
+    if isinstance(found, RefusedError):
+        raise RefusedError(found.reason, found.error)
+    return found
+
+
+def _decide(device: torch.device, make: Callable[[], attnplug.Requirements]) -> Backend | RefusedError:
+    try:
+        return shared_backend(make(), device_of(device))
+    except REFUSALS as error:
+        return refused(error)
+
+
+def unknown_arguments(given: dict[str, object]) -> None:
+    """
+    Refuse arguments that a newer torch has, where they are used.
+
+    Raises:
+        RefusedError: One has a value.
+    """
+    names = sorted(name for name, value in given.items() if value is not None)
+    if names:
+        raise RefusedError(f"the argument {names[0]!r} of a newer torch is used")
+
+
+def common_reasons(query: Tensor, dropout_p: float) -> Iterator[str]:
+    """Yield why no backend serves a call, of what dense and packed calls have in common."""
+    if dropout_p:
+        yield f"dropout_p={dropout_p:g}: backends of attnplug apply no dropout"
+    if str(query.dtype) == "torch.float64":
+        yield "float64: the log-sum-exp of a backend is float32, and torch's backward would read it in float64"
+    if query.is_cuda:
+        from torch.cuda import is_current_stream_capturing  # noqa: PLC0415 - builds for the CPU never come here
+
+        if is_current_stream_capturing():
+            yield "a CUDA graph is captured, and would read metadata that is not kept for it"

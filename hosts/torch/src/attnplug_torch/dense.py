@@ -1,0 +1,182 @@
+"""
+`scaled_dot_product_attention` on a backend: the operators that torch calls where it has chosen flash attention.
+
+Tensors are ``(batch, heads, tokens, size)``. The log-sum-exp that a backend returns is what torch's own backward reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import attnplug
+from attnplug.errors import TensorError
+from attnplug_torch.decisions import REFUSALS, RefusedError, common_reasons, decide, refused, unknown_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnplug.contract import Backend
+
+
+def on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - the operator's signature
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    **unknown: object,
+) -> tuple[str, tuple[Tensor, Tensor]]:
+    """
+    ``aten::_scaled_dot_product_flash_attention_for_cpu``.
+
+    Returns:
+        The candidate that ran; and the output with the strides of the query, and the LSE
+        ``(batch, heads, queries)`` float32, whose heads are innermost as torch's are.
+
+    Raises:
+        RefusedError: Torch's own operator has to serve.
+    """
+    unknown_arguments(unknown)
+    ran, output, lse = _attend(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    return ran, (output, lse)
+
+
+def on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - the operator's signature
+    return_debug_mask: bool = False,  # noqa: FBT001, FBT002 - likewise
+    *,
+    scale: float | None = None,
+    **unknown: object,
+) -> tuple[str, tuple[Any, ...]]:
+    """
+    ``aten::_scaled_dot_product_flash_attention``.
+
+    Returns:
+        The candidate that ran; and what the operator returns: the output, the LSE ``(batch, heads, queries)`` float32,
+        no cumulative lengths, the longest query and key, the state of a random generator that nothing has used, and an
+        empty mask.
+
+    Raises:
+        RefusedError: Torch's own operator has to serve.
+    """
+    unknown_arguments(unknown)
+    if return_debug_mask:
+        raise RefusedError("return_debug_mask: backends of attnplug return no weights")
+    ran, output, lse = _attend(query, key, value, dropout_p, is_causal, None, scale)
+    lengths = (None, None, query.shape[2], key.shape[2])
+    return ran, (output, lse.contiguous(), *lengths, *random_state(query))
+
+
+def random_state(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what torch's operators return besides: seed and offset of a generator, and a mask, all without meaning."""
+    seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    return seed, offset, query.new_empty(0)
+
+
+def backend_of(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, attn_mask: Tensor | None, dropout_p: float = 0.0
+) -> Backend:
+    """
+    Return the backend for a call of `scaled_dot_product_attention` that reaches the flash operator.
+
+    Raises:
+        RefusedError: None serves it.
+        NoBackendError: The backend that was named does not.
+    """
+    for reason in _reasons(query, key, value, dropout_p, is_causal, attn_mask):
+        raise RefusedError(reason)
+    sizes = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    is_cross = not is_causal and query.shape[2] != key.shape[2]
+    kind = ("dense", query.dtype, sizes, is_causal, is_cross, attn_mask is not None)
+    return decide(
+        kind,
+        query.device,
+        lambda: attnplug.Requirements(  # what `attention` requires for this call
+            head_size=sizes[2],
+            num_q_heads=sizes[0],
+            num_kv_heads=sizes[1],
+            dtype=str(query.dtype),
+            head_size_v=sizes[3],
+            attn_type="decoder" if is_causal else "encoder_decoder" if is_cross else "encoder_only",
+            attn_bias=attn_mask is not None,
+            paged=False,
+            phases=("prefill",),
+            return_lse=True,
+        ),
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,  # noqa: FBT001 - passed on from a signature of torch
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[str, Tensor, Tensor]:
+    """Return the candidate that ran, its output with the query's strides, and its LSE."""
+    ran = backend_of(query, key, value, is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p).id
+    if is_causal and key.shape[2] > query.shape[2]:
+        # The first query is at the first key in torch: later keys than queries are seen by none.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    try:
+        output, lse = attnplug.attention(*given, causal=is_causal, scale=scale, attn_mask=attn_mask, return_lse=True)
+    except (*REFUSALS, TensorError) as error:
+        raise refused(error) from error
+    output, lse = output.transpose(1, 2), lse.transpose(1, 2)
+    if attn_mask is not None:
+        _clear_hidden_rows(attn_mask, output, lse)
+    if output.stride() != query.stride():  # what torch's operators return, and compiled graphs expect
+        output = torch.empty_like(query).copy_(output)
+    return ran, output, lse
+
+
+def _reasons(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,  # noqa: FBT001 - passed on from a signature of torch
+    attn_mask: Tensor | None,
+) -> Iterator[str]:
+    """Yield why torch's own operator has to serve a call, before any backend is asked."""
+    yield from common_reasons(query, dropout_p)
+    if not (query.ndim == key.ndim == value.ndim == 4 and query.shape[3] == value.shape[3]):
+        yield "query, key and value are not all (batch, heads, tokens, size) with one size"
+    elif is_causal and query.shape[2] > key.shape[2]:
+        yield "is_causal with more queries than keys: torch puts the first query at the first key"
+    elif not key.shape[2]:
+        yield "there are no keys"
+    if attn_mask is None:
+        return
+    if is_causal:
+        yield "is_causal beside an attn_mask"
+    if attn_mask.dtype != query.dtype:
+        # Added in the dtype of the call, it would lose digits.
+        yield f"an attn_mask of {attn_mask.dtype} for a call in {query.dtype}"
+
+
+def _clear_hidden_rows(attn_mask: Tensor, output: Tensor, lse: Tensor) -> None:
+    """
+    Clear the rows of queries that attend to no key, as torch does.
+
+    For attnplug -inf in an additive mask counts as the lowest number, so that such a query attends to all keys alike.
+    torch's output and LSE are 0 there, and its backward reads that LSE.
+    """
+    hidden = (attn_mask == -torch.inf).all(-1)
+    if bool(hidden.any()):
+        output.masked_fill_(hidden.unsqueeze(-1), 0)
+        lse.masked_fill_(hidden, 0)

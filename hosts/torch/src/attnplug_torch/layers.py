@@ -1,0 +1,222 @@
+"""
+What packed calls run on: a backend for each kind of call, and for a paged KV cache an implementation and its metadata.
+
+torch does not say which layer calls. Layers of one kind and scale share an implementation, in a thread and a stream.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+import torch
+from attrs import frozen
+from torch.utils.weak import WeakIdKeyDictionary
+
+import attnplug
+from attnplug.dense import BatchPlanner, use_device
+from attnplug_torch.decisions import RefusedError, decide
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, Backend
+    from attnplug_torch.visibility import Visibility
+
+
+@frozen(eq=False, kw_only=True)
+class PackedCall:
+    """
+    A call of `varlen_attn`, as a backend takes it.
+
+    Attributes:
+        query: ``(query tokens, num_q_heads, head_size)``.
+        key: ``(key tokens, num_kv_heads, head_size)``, or the pool of a paged KV cache.
+        value: As `key`.
+        query_start_loc: ``(sequences + 1,)`` int32.
+        key_start_loc: The same of the keys; None for a paged KV cache.
+        max_query_len: The longest query, or an upper bound.
+        max_seq_len: The longest sequence of keys, likewise.
+        visibility: What a query attends to.
+        scale: Factor of the scores.
+        seq_lens: ``(sequences,)`` int32, the keys of each sequence that are used; None for all.
+        alibi_slopes: ``(num_q_heads,)`` float32, or None.
+        block_table: ``(sequences, blocks)`` int32, or None.
+        max_num_splits: Most parts of one sequence's keys; None for the backend's own choice.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_start_loc: Tensor
+    key_start_loc: Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    visibility: Visibility
+    scale: float | None = None
+    seq_lens: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_table: Tensor | None = None
+    max_num_splits: int | None = None
+
+
+def backend_of(call: PackedCall) -> Backend:
+    """
+    Return the backend for a call.
+
+    Raises:
+        RefusedError: None serves it.
+        NoBackendError: The backend that was named does not.
+    """
+    query, key, value = call.query, call.key, call.value
+    paged = call.block_table is not None
+    form = None
+    if paged:
+        # Two tensors: one shape and stride for both is what most kernels take.
+        form = "independent" if key.shape == value.shape and key.stride() != value.stride() else "split"
+    is_cross = not (call.visibility.causal or paged) and not _are_equal(call.query_start_loc, call.key_start_loc)
+    kinds = (call.visibility, call.alibi_slopes is not None, paged, form, key.shape[1] if paged else 0, is_cross)
+    sizes = (query.shape[1], key.shape[-2], query.shape[2], value.shape[-1])
+    return decide(("packed", query.dtype, sizes, kinds), query.device, lambda: _requirements(call, form, is_cross))
+
+
+_equal: Final = WeakIdKeyDictionary()
+"""Start locations -> their version, a reference to others with theirs, and whether both are equal."""
+
+
+def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
+    """Return whether queries and keys have the same lengths. It waits for the device once for a pair of tensors."""
+    if key_starts is None or starts is key_starts:
+        return True
+    if starts.is_inference() or key_starts.is_inference():  # nobody counts their changes
+        return torch.equal(starts, key_starts)
+    versions = (starts._version, key_starts._version)  # noqa: SLF001 - torch has no public name for it
+    found = _equal.get(starts)
+    if found is None or found[0] != versions or found[1]() is not key_starts:
+        found = _equal[starts] = (versions, ref(key_starts), torch.equal(starts, key_starts))
+    return bool(found[2])
+
+
+def _requirements(call: PackedCall, form: str | None, is_cross: bool) -> attnplug.Requirements:  # noqa: FBT001
+    """Return what a call requires; without a block table, what `attention_varlen` requires for it."""
+    causal, window = call.visibility
+    common: dict[str, Any] = {
+        "head_size": call.query.shape[2],
+        "num_q_heads": call.query.shape[1],
+        "num_kv_heads": call.key.shape[-2],
+        "dtype": str(call.query.dtype),
+        "head_size_v": call.value.shape[-1],
+        "sliding_window": window,
+        "return_lse": True,
+    }
+    if form is None:
+        attn_type = "decoder" if causal else "encoder_decoder" if is_cross else "encoder_only"
+        alibi = None if call.alibi_slopes is None else "linear"
+        return attnplug.Requirements(**common, attn_type=attn_type, alibi=alibi, paged=False, phases=("prefill",))
+    return attnplug.Requirements(
+        **common,
+        causal=causal,
+        block_size=call.key.shape[1],
+        kv_layout="NHD",
+        kv_cache_form=form,
+        kv_in_cache=True,  # the caller has written them
+        seq_lens_cpu_kind="absent",  # each build reads them from the device
+        query_lens_cpu_kind="absent",
+    )
+
+
+@frozen(eq=False)
+class Layer:
+    """
+    What calls of one kind and scale run on.
+
+    Attributes:
+        impl: The implementation.
+        planner: What builds the metadata of each call.
+    """
+
+    impl: AttentionImpl
+    planner: BatchPlanner
+
+
+def attend_pages(call: PackedCall) -> tuple[str, Tensor, Tensor]:
+    """
+    Attend to a paged KV cache of two tensors, which are read where they are, and not written.
+
+    Returns:
+        The candidate that ran, the output ``(tokens, heads, size)``, and the LSE ``(tokens, heads)`` float32.
+
+    Raises:
+        CacheError: A block is outside of the pool; where the block table is on the CPU.
+    """
+    seq_lens = call.seq_lens
+    if seq_lens is None:
+        raise RefusedError("block_table without seqused_k: the lengths of the sequences are not known")
+    batch = attnplug.Batch(
+        query_start_loc=call.query_start_loc,
+        query_start_loc_cpu=None,
+        seq_lens=seq_lens,
+        seq_lens_cpu=None,
+        num_reqs=call.query_start_loc.shape[0] - 1,
+        num_actual_tokens=call.query.shape[0],
+        max_query_len=call.max_query_len,
+        max_seq_len=call.max_seq_len,
+        block_table=call.block_table,
+        causal=call.visibility.causal,
+    )
+    return _run(call, batch)
+
+
+def attend_split(call: PackedCall) -> tuple[str, Tensor, Tensor]:
+    """
+    Attend in packed sequences with a limit of splits, which `attnplug.attention_varlen` does not have.
+
+    Returns:
+        As for `attend_pages`.
+
+    Raises:
+        LimitsError: The backend keeps no such limit.
+    """
+    query_lens = call.query_start_loc.diff().tolist()
+    key_lens = query_lens if call.key_start_loc is None else call.key_start_loc.diff().tolist()
+    batch = attnplug.Batch.from_lengths(query_lens, key_lens, device=call.query.device, causal=call.visibility.causal)
+    return _run(call, batch)
+
+
+def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
+    backend = backend_of(call)
+    query, (tokens, heads, _) = call.query, call.query.shape
+    output = query.new_empty(tokens, heads * call.value.shape[-1])
+    lse = query.new_empty(tokens, heads, dtype=torch.float32)
+    with use_device(query.device):
+        if batch.num_reqs and tokens:
+            layer = _layer(backend, call.scale, call.max_num_splits, (*_place(query), attnplug.scope_key()))
+            paged = call.block_table is not None
+            cache = layer.impl.backend.bind_cache({"k": call.key, "v": call.value}) if paged else None
+            key, value = (None, None) if paged else (_plain(call.key), _plain(call.value))
+            metadata = layer.planner.build(batch)
+            layer.impl.forward(_plain(query), key, value, cache, metadata, output, lse=lse)
+    return backend.id, output.view(tokens, heads, call.value.shape[-1]), lse
+
+
+def _place(query: Tensor) -> tuple[Hashable, ...]:
+    """Return where plans are made: they belong to a thread and, on CUDA, to a stream."""
+    if query.is_cuda:
+        return get_ident(), query.device, torch.cuda.current_stream(query.device).cuda_stream
+    return (get_ident(),)
+
+
+@lru_cache(maxsize=64)
+def _layer(backend: Backend, scale: float | None, max_num_splits: int | None, where: Hashable) -> Layer:
+    del where  # a part of the key
+    impl = backend.make_impl(attnplug.Layer(name="torch.nn.attention", scale=scale))
+    return Layer(impl, BatchPlanner(backend, impl, max_num_splits=max_num_splits))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last axis is contiguous, as kernels take it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
