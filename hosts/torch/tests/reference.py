@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from itertools import pairwise
 
+import pytest
 import torch
 from torch.nn import attention as registry
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -47,6 +49,18 @@ def tensors(queries, keys, dtype=torch.float32, device="cpu", **more):
     """Return query, key and value of these shapes."""
     query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in (queries, keys, keys))
     return [one.requires_grad_(**more) if more else one for one in (query, key, value)]
+
+
+def varlen_attn(*args, **kwargs):
+    """Call torch's `varlen_attn`, or skip the test where that of this torch lacks an argument."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
+    known = inspect.signature(varlen.varlen_attn).parameters
+    if "enable_gqa" not in known:  # grouped heads are taken as they are
+        kwargs.pop("enable_gqa", None)
+    given = {name: value for name, value in kwargs.items() if name in known or value is not None}
+    if unknown := sorted(given.keys() - known.keys()):
+        pytest.skip(f"the varlen_attn of torch {torch.__version__} has no {unknown[0]}")
+    return varlen.varlen_attn(*args, **given)
 
 
 def gradients(call, inputs, **kwargs):

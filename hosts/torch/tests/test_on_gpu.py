@@ -19,6 +19,7 @@ from hosts.torch.tests.reference import (
     natively_in_double,
     served,
     tensors,
+    varlen_attn,
 )
 
 pytestmark = pytest.mark.gpu
@@ -156,9 +157,9 @@ def test_packed_sequences(window, features, dtype, varlen, active) -> None:
     given = (starts, starts, 149, 149)
 
     def call(*rows):
-        return varlen.varlen_attn(*rows, *given, window_size=window, enable_gqa=True)
+        return varlen_attn(*rows, *given, window_size=window, enable_gqa=True)
 
-    output, lse = varlen.varlen_attn(
+    output, lse = varlen_attn(
         *inputs, *given, window_size=window, enable_gqa=True, return_aux=varlen.AuxRequest(lse=True)
     )
     expected, expected_lse = by_sequence(*inputs, STARTS, STARTS, **features)
@@ -173,18 +174,15 @@ def test_packed_sequences(window, features, dtype, varlen, active) -> None:
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
 
 
-def test_pages(varlen, active) -> None:
+def test_pages(active) -> None:
     block_size, used = 256, torch.tensor([300, 70, 512], dtype=torch.int32)
     starts, blocks = torch.tensor([0, 5, 6, 40], dtype=torch.int32), torch.randperm(6).view(3, 2).to(torch.int32)
     query = torch.randn(40, 8, 64, device="cuda", dtype=torch.bfloat16)
     keys, values = (torch.randn(6, block_size, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    try:
-        output = varlen.varlen_attn(
-            query, keys, values, starts.cuda(), None, 34, 512, window_size=(-1, 0), enable_gqa=True,
-            seqused_k=used.cuda(), block_table=blocks.cuda(),
-        )  # fmt: skip
-    except TypeError:
-        pytest.skip("the varlen_attn of this torch has no block_table")
+    output = varlen_attn(
+        query, keys, values, starts.cuda(), None, 34, 512, window_size=(-1, 0), enable_gqa=True,
+        seqused_k=used.cuda(), block_table=blocks.cuda(),
+    )  # fmt: skip
 
     assert served() == 1, counted()
     key, value = (

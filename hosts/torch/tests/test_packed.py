@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import attnplug
 import attnplug_torch
 from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
-from hosts.torch.tests.reference import TOLERANCES, by_sequence, counted, served
+from hosts.torch.tests.reference import TOLERANCES, by_sequence, counted, served, varlen_attn
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
 
@@ -25,7 +25,7 @@ def rows(kv_heads=4, dtype=torch.float32):
 
 
 def call(inputs, **arguments):
-    return varlen.varlen_attn(*inputs, STARTS, KEY_STARTS, *LONGEST, **arguments)
+    return varlen_attn(*inputs, STARTS, KEY_STARTS, *LONGEST, **arguments)
 
 
 CALLS = {
@@ -63,7 +63,7 @@ def test_heads_may_be_grouped(active) -> None:
 def test_a_window_may_be_on_both_sides(active) -> None:
     inputs, starts = [torch.randn(12, 4, 64) for _ in range(3)], STARTS.clone()
 
-    output = varlen.varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+    output = varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
 
     expected, _ = by_sequence(*inputs, STARTS, starts, causal=False, window=(2, 2))
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_no_sequences_have_an_empty_output(active) -> None:
     none, starts = torch.randn(0, 4, 64), torch.zeros(1, dtype=torch.int32)
 
     for splits in (None, 1):
-        assert varlen.varlen_attn(none, none, none, starts, starts, 0, 0, num_splits=splits).shape == (0, 4, 64)
+        assert varlen_attn(none, none, none, starts, starts, 0, 0, num_splits=splits).shape == (0, 4, 64)
 
 
 def by_torch(query, key, value, *, window=(-1, -1), scale=None):
@@ -161,7 +161,7 @@ def test_every_batch_has_the_result_of_the_oracle(lengths, kv_heads, ratio, size
     attnplug_torch.register()
     torch.nn.attention.activate_flash_attention_impl("attnplug")
     try:
-        output, lse = varlen.varlen_attn(
+        output, lse = varlen_attn(
             query, key, value, query_starts, key_starts, *map(max, zip(*lengths, strict=True)),
             window_size=window, enable_gqa=True, num_splits=splits, return_aux=varlen.AuxRequest(lse=True),
         )  # fmt: skip
@@ -204,7 +204,7 @@ def test_lengths_that_change_in_place_are_read_anew(active) -> None:
     inputs, starts = [torch.randn(12, 4, 64) for _ in range(3)], torch.tensor([0, 6, 12, 12], dtype=torch.int32)
 
     for _ in range(2):
-        output = varlen.varlen_attn(*inputs, STARTS, starts, 6, 6)
+        output = varlen_attn(*inputs, STARTS, starts, 6, 6)
         expected, _ = by_sequence(*inputs, STARTS, starts, causal=False)
         torch.testing.assert_close(output.nan_to_num().double()[:6], expected[:6], rtol=1e-5, atol=1e-5)
         starts.copy_(STARTS)
@@ -219,7 +219,7 @@ def test_more_causal_queries_than_keys_are_refused(active) -> None:
     query, key, _ = rows()
 
     with pytest.raises(TensorError, match="causal queries"):
-        varlen.varlen_attn(key, query, query, KEY_STARTS, STARTS, *reversed(LONGEST), window_size=(-1, 0))
+        varlen_attn(key, query, query, KEY_STARTS, STARTS, *reversed(LONGEST), window_size=(-1, 0))
     assert attnplug_torch.report()[0].refused
 
 

@@ -14,7 +14,7 @@ import attnplug_torch
 from attnplug.errors import CacheError, NoBackendError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
-from hosts.torch.tests.reference import counted, served
+from hosts.torch.tests.reference import counted, served, varlen_attn
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
 
@@ -55,7 +55,7 @@ def by_oracle(query, keys, values, starts=STARTS, used=USED, blocks=BLOCKS, **fe
 
 def call(query, keys, values, **arguments):
     arguments = {"seqused_k": USED, "block_table": BLOCKS, "window_size": (-1, 0), "enable_gqa": True, **arguments}
-    return varlen.varlen_attn(query, keys, values, STARTS, None, 7, 31, **arguments)
+    return varlen_attn(query, keys, values, STARTS, None, 7, 31, **arguments)
 
 
 CALLS = {
@@ -102,7 +102,7 @@ def test_every_batch_has_the_result_of_the_oracle(lengths, kv_heads, ratio, bloc
     attnplug_torch.register()
     torch.nn.attention.activate_flash_attention_impl("attnplug")
     try:
-        output, lse = varlen.varlen_attn(
+        output, lse = varlen_attn(
             query, keys, values, starts, None, int(starts.diff().max()), int(used.max()), window_size=(-1, 0),
             seqused_k=used, block_table=blocks, enable_gqa=True, return_aux=varlen.AuxRequest(lse=True),
         )  # fmt: skip

@@ -80,7 +80,7 @@ def on_cuda(
 
 def random_state(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what torch's operators return besides: seed and offset of a generator, and a mask, all without meaning."""
-    seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return seed, offset, query.new_empty(0)
 
 
