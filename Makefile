@@ -27,7 +27,7 @@ TOOLS := build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-mate
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
 # Every distribution, as a user would have them: core, kit, hosts and plugins. The host of vLLM needs Python 3.11, as vLLM does.
-WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
+WORKSPACE := -e 'core[torch]' -e kit -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
              $$($(BIN)/python -c 'import sys; print("-e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help

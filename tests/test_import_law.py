@@ -83,11 +83,13 @@ PUBLIC = {
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
+    "attnplug_torch",
     *("attnplug_transformers", "attnplug_transformers.engine"),
 }
 DISTRIBUTIONS = {
     "attnplug": CORE,
     "attnplug_kit": ROOT / "kit" / "src" / "attnplug_kit",
+    "attnplug_torch": ROOT / "hosts" / "torch" / "src" / "attnplug_torch",
     "attnplug_transformers": ROOT / "hosts" / "transformers" / "src" / "attnplug_transformers",
     "attnplug_vllm": ROOT / "hosts" / "vllm" / "src" / "attnplug_vllm",
     **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/attnplug_*"))},
@@ -308,7 +310,9 @@ def test_the_law_has_no_circle() -> None:
     assert [part for part in BELOW if part in below(part)] == []
 
 
-@pytest.mark.parametrize("package", ["attnplug", "attnplug_kit", "attnplug_transformers", "attnplug_vllm"])
+@pytest.mark.parametrize(
+    "package", ["attnplug", "attnplug_kit", "attnplug_torch", "attnplug_transformers", "attnplug_vllm"]
+)
 def test_no_circle_of_modules_is_too_large(package: str) -> None:
     found = circles(import_graph(package, _read(DISTRIBUTIONS[package])))
 

@@ -78,6 +78,12 @@ PAGES: Final = (
     Page("commands", "attnplug.commands", "Add a command to `attnplug`."),
     Page("engines", "attnplug.engines", "Report what a host engine selects by itself."),
     Page(
+        "torch",
+        "attnplug_torch",
+        "Run torch's own attention calls on a backend, and see where they went.",
+        source="hosts/torch/src",
+    ),
+    Page(
         "transformers",
         "attnplug_transformers",
         "Run models of transformers, with their own `generate` or in the paged engine.",

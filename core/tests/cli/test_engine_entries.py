@@ -54,9 +54,9 @@ FAILING = {
 @pytest.fixture(autouse=True)
 def without_hosts(monkeypatch) -> None:
     """Hide the engines of this workspace's own hosts, which may be installed here."""
-    entries_of = engine.entries_of
+    entries_of, own = engine.entries_of, {distribution for _, distribution in engine.KNOWN.values()}
     monkeypatch.setattr(
-        engine, "entries_of", lambda group: tuple(e for e in entries_of(group) if e.distribution != "attnplug-vllm")
+        engine, "entries_of", lambda group: tuple(e for e in entries_of(group) if e.distribution not in own)
     )
 
 
@@ -200,7 +200,7 @@ def test_an_unknown_engine_suggests_the_nearest(run, add) -> None:
 
     assert done.code == 2
     assert "the engine 'acne' was given; did you mean 'acme'?" in done.err
-    assert "expected: the engines are acme, vllm\n" in done.err
+    assert "expected: the engines are acme, torch, vllm\n" in done.err
 
 
 @pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=BROKEN)
@@ -311,4 +311,4 @@ def test_texts_of_an_engine_steer_no_terminal(run, add) -> None:
 
 
 def test_the_known_engines_name_their_distribution() -> None:
-    assert engine.KNOWN["vllm"] == ("vLLM", "attnplug-vllm")
+    assert engine.KNOWN == {"torch": ("torch", "attnplug-torch"), "vllm": ("vLLM", "attnplug-vllm")}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
 
-KNOWN: Final = {"vllm": ("vLLM", "attnplug-vllm")}
+KNOWN: Final = {"torch": ("torch", "attnplug-torch"), "vllm": ("vLLM", "attnplug-vllm")}
 """Engine -> how it is written, and this project's distribution for it."""
 
 

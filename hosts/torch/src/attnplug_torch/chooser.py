@@ -25,7 +25,7 @@ TOKENS = 32
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return torch's version, the names of its registry, and its choice for each call."""
-    names = getattr(attention, "list_flash_attention_impls", list)()
+    names: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     absent = _absent(request)
     calls = request["calls"]
     choices = [{"chosen": None, "reason": absent} if absent else choose(call, request["device"]) for call in calls]
@@ -36,7 +36,7 @@ def choose(call: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return torch's choice for one call, with the operators that it prefers and does not take, and why."""
     query, key, value, mask = tensors(call, device)
     options = {"enable_gqa": call["q_heads"] != call["kv_heads"]}
-    chosen = torch._fused_sdp_choice(query, key, value, mask, 0.0, call["is_causal"], **options)  # type: ignore[arg-type] # noqa: SLF001 - torch has no public name for its choice
+    chosen = torch._fused_sdp_choice(query, key, value, mask, 0.0, call["is_causal"], **options)  # noqa: SLF001 - torch has no public name for its choice
     name = next(one.name for one in attention.SDPBackend.__members__.values() if one.value == chosen)
     backends: list[tuple[str, list[str]]] = [(name, [])]
     if name != "FLASH_ATTENTION":

@@ -95,7 +95,7 @@ def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
     if starts.is_inference() or key_starts.is_inference():  # nobody counts their changes
         return torch.equal(starts, key_starts)
     versions = (starts._version, key_starts._version)  # noqa: SLF001 - torch has no public name for it
-    found = _equal.get(starts)
+    found = _equal.get(starts)  # type: ignore[no-untyped-call] # of torch
     if found is None or found[0] != versions or found[1]() is not key_starts:
         found = _equal[starts] = (versions, ref(key_starts), torch.equal(starts, key_starts))
     return bool(found[2])
