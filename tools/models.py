@@ -12,8 +12,8 @@ from attnplug.cli.plan import plan_model
 from attnplug.discovery.plugin import Known, Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.errors import RequirementsError
-from attnplug.models.defaults import LIBRARY
 from attnplug.models.description import describe_model
+from attnplug.models.fields import LIBRARY
 from attnplug.models.parallel import cache_bytes, shard
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnplug.models import describe_model
 from attnplug.models.architectures import ARCHITECTURES, BIASED, REMOTE
-from attnplug.models.defaults import LIBRARY
+from attnplug.models.fields import LIBRARY
 from tools.model_defaults import stale
 
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")

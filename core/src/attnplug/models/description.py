@@ -8,22 +8,19 @@ from attrs import frozen
 
 from attnplug.errors import RequirementsError
 from attnplug.models.architectures import ARCHITECTURES, BIASED, LATENT, REFUSED, STATE, Architecture
-from attnplug.models.defaults import LIBRARY
 from attnplug.models.dtypes import find_dtype
-from attnplug.models.fields import read_fields
+from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.latent import latent_attention
 from attnplug.models.layers import (
     LAYERS,
     ModelLayer,
     attention_layers,
-    check_assumed,
-    check_expressible,
-    forbidden,
     kinds_of,
     read_text_part,
 )
 from attnplug.models.patterns import MLA
 from attnplug.models.quantization import cache_dtype, notes
+from attnplug.models.refusals import check_assumed, check_expressible, forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

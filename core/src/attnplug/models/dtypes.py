@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from attnplug.models.defaults import LIBRARY
+from attnplug.models.fields import LIBRARY
 from attnplug.request.files import read_head
 
 if TYPE_CHECKING:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from attrs import evolve, field, frozen
 
 from attnplug.errors import RequirementsError
 from attnplug.models.locate import find_config
 from attnplug.request.files import read_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _TEXT_PARTS: Final = ("text_config", "thinker_config", "llm_config", "language_config")
 _LARGEST: Final = 2**24  # bytes; published ones have up to 200 KiB, of quantized models with a list of layers
@@ -143,6 +142,27 @@ class Fields:
         """Return the language model's part of a composite model, or the whole of a plain one."""
         part = next((name for name in _TEXT_PARTS if isinstance(self.data.get(name), Mapping)), None)
         return self if part is None else self.part(part).text()
+
+
+LIBRARY: Final = "transformers 5.23"
+"""Whose classes ``defaults.json`` was made from, by ``python -m tools.model_defaults --write``."""
+
+
+def defaults_of(model_type: str) -> Mapping[str, Any]:
+    """
+    Return what the library assumes for a field that a config.json leaves out: field name -> value.
+
+    It is empty for a type that the library has no class for, and for an unknown one.
+    """
+    found: Mapping[str, Any] = _defaults().get(model_type, {})
+    return found
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("defaults.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = json.loads(text)
+    return table
 
 
 def read_fields(config: object) -> Fields:

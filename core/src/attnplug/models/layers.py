@@ -8,18 +8,18 @@ import attrs
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, Architecture
-from attnplug.models.defaults import defaults_of
 from attnplug.models.dtypes import find_dtype
-from attnplug.models.fields import Fields, read_fields
+from attnplug.models.fields import Fields, defaults_of, read_fields
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
 from attnplug.models.quantization import cache_dtype
-from attnplug.request.fields import near
+from attnplug.models.refusals import check_expressible, inexpressible, refuse_by_name
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
+
+    from attnplug.models.architectures import Architecture
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
@@ -128,7 +128,7 @@ def model_layers(
         RequirementsError: As for `requirements`.
     """
     whole = read_fields(hf_config)
-    _refuse_by_name(whole)
+    refuse_by_name(whole)
     fields = read_text_part(whole)
     architecture = check_expressible(fields, assume)
     wanted: dict[str, Any] = {**engine, "paged": paged, "dtype": find_dtype(fields, dtype)[0]}
@@ -138,7 +138,7 @@ def model_layers(
     if not partial:
         _refuse_gaps(fields, architecture, layers, fix)
     if not layers:
-        raise _refused(fields, "none of its layers is attention over keys", "run it on its own implementation")
+        raise inexpressible(fields, "none of its layers is attention over keys", "run it on its own implementation")
     return layers
 
 
@@ -146,81 +146,6 @@ def read_text_part(whole: Fields) -> Fields:
     """Return the language model's part of a configuration, with what the library assumes for fields left out."""
     text = whole.text()
     return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={})
-
-
-def check_expressible(fields: Fields, assume: str | None) -> Architecture:
-    """
-    Return how a configuration is read.
-
-    Raises:
-        RequirementsError: Requirements cannot express its attention, or its model type is unknown.
-    """
-    why = forbidden(fields)
-    if why is not None:
-        raise _refused(fields, why)
-    _refuse_by_name(fields)
-    check_assumed(fields, assume)
-    name = assume or fields.model_type
-    if name not in ARCHITECTURES:
-        raise RequirementsError(
-            f"{fields.origin} is of model type {name!r}{near(name, list(ARCHITECTURES))}",
-            f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
-            "pass assume='llama' (or another type described there) if its layers are alike, --assume llama on the"
-            " command line; otherwise keep transformers' own attention for it, or build the Requirements by hand",
-        )
-    return ARCHITECTURES[name]
-
-
-def forbidden(fields: Fields) -> str | None:
-    """Return why no requirements describe the attention, where a field says so."""
-    for name, why in FORBIDDEN_FIELDS.items():
-        value = fields.data.get(name)
-        if value and not (name == "use_bidirectional_attention" and value == "vision"):  # text reads causally there
-            return f"{why} ({name}={value!r})" if isinstance(value, (bool, int, float, str)) else f"{why} ({name})"
-    positions = fields.data.get("position_embedding_type")
-    if str(positions or "").startswith("relative"):
-        return f"its scores depend on relative positions (position_embedding_type={positions!r})"
-    return None
-
-
-def check_assumed(fields: Fields, assume: str | None) -> None:
-    """
-    Refuse an assumption about a known model type, or of an unknown one.
-
-    Raises:
-        RequirementsError: It is one of these.
-    """
-    known = any(fields.model_type in table for table in (ARCHITECTURES, BIASED, LATENT))
-    if assume is None or (assume == fields.model_type and known):
-        return
-    given = f"assume={assume!r} was given for {fields.origin} of model type {fields.model_type!r}"
-    if not isinstance(assume, str) or assume not in ARCHITECTURES:
-        raise RequirementsError(
-            given,
-            f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
-            "leave assume out, or pass assume='llama' (or another one described); on the command line, --assume llama",
-        )
-    if known:
-        raise RequirementsError(
-            given,
-            f"{fields.model_type!r} is known, and not read as another type",
-            "leave assume out; on the command line, --assume",
-        )
-
-
-def _refuse_by_name(fields: Fields) -> None:
-    if fields.model_type in REFUSED:
-        raise _refused(fields, REFUSED[fields.model_type])
-
-
-def _refused(
-    fields: Fields, why: str, fix: str = "keep transformers' own attention for this model"
-) -> RequirementsError:
-    return RequirementsError(
-        f"{fields.origin} is of model type {fields.model_type!r}",
-        f"no requirements describe its attention: {why}",
-        fix,
-    )
 
 
 def kinds_of(fields: Fields, architecture: Architecture) -> Sequence[str]:
@@ -270,7 +195,7 @@ def _is_causal(fields: Fields, architecture: Architecture) -> bool:
     if architecture.family == "encoder":
         return bool(fields.get("is_decoder"))
     if fields.is_off("is_causal") and fields.get("sliding_window") is not None:
-        raise _refused(
+        raise inexpressible(
             fields, "without causality transformers has two meanings of its window (is_causal=False, sliding_window)"
         )
     return not fields.is_off("is_causal")
@@ -279,7 +204,7 @@ def _is_causal(fields: Fields, architecture: Architecture) -> bool:
 def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool) -> dict[str, Any]:
     cap = fields.get(architecture.soft_cap) if architecture.soft_cap else None
     if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
-        raise _refused(fields, "transformers ignores its attn_logit_softcapping")
+        raise inexpressible(fields, "transformers ignores its attn_logit_softcapping")
     without_alibi = architecture.has_alibi is not None and not architecture.has_alibi(fields)
     if kind == CROSS:
         return {"attn_type": "encoder_decoder"}
