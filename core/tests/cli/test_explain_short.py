@@ -213,6 +213,30 @@ def test_a_matrix_that_is_too_wide_goes_on_below(run, site, monkeypatch: pytest.
     assert len(heads) > 1
 
 
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_everything_fits_the_terminal_too(
+    run, site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["gpt_oss"]))
+
+    for device in ("cpu", "h100", "mi300x"):
+        done = run("explain", "--config", str(tmp_path), "--device", device, "--all")
+        long = [line for line in done.out.splitlines() if len(line) > columns]
+        assert not long, long
+
+
+def test_an_error_fits_the_terminal(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    whole = run("explain", *ONE, "--device", "h1000").err
+    monkeypatch.setattr("attnplug.cli.main.sys.stderr.isatty", lambda: True, raising=False)
+
+    shown = run("explain", *ONE, "--device", "h1000").err
+
+    assert max(map(len, shown.splitlines())) <= 60
+    assert shown.split() == whole.split()
+
+
 def test_piped_output_has_100_columns(start, site) -> None:
     done = start("-m", "attnplug", "explain", *ONE, "--device", "h100", "--all", COLUMNS="")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from attnplug.cli.parser import parse
-from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, complain, describe_error, say_json
+from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, complain, describe_error, say_json, wrapped
 from attnplug.errors import AttnplugError, RequestError, UnknownBackendError
 
 if TYPE_CHECKING:
@@ -101,7 +101,16 @@ def _report(error: AttnplugError, *, as_json: bool) -> None:
 
         complain("".join(traceback.format_exception(error)).rstrip())
     else:
-        complain(f"attnplug: {error}")
+        complain("\n".join(_fitted(f"attnplug: {error}")))
+
+
+def _fitted(text: str) -> Iterator[str]:
+    """Yield the lines of an error as a terminal shows them; elsewhere each stays whole, for those who search in it."""
+    if not sys.stderr.isatty():
+        yield text
+        return
+    for line in text.split("\n"):
+        yield from wrapped(line.lstrip(), " " * (len(line) - len(line.lstrip())))
 
 
 def _is_strict() -> bool:

@@ -61,7 +61,8 @@ def _group(group: LayerGroup, statuses: Collection[str]) -> Iterator[Line]:
         yield ()
         yield ((f"{NOT_INSTALLED}:", "dim"),)
         longest = max(len(verdict.id) for verdict in absent)
-        yield from ((f"{_INDENT}{verdict.id:<{longest}}  {verdict.fix}",) for verdict in absent)
+        for verdict in absent:
+            yield from ((line,) for line in wrapped(f"{verdict.id:<{longest}}  {verdict.fix}", _INDENT))
     if explanation.tie and not statuses:
         yield ()
         yield from ((line,) for line in wrapped(explanation.tie))
@@ -88,11 +89,13 @@ def _plan(result: Result) -> Iterator[str]:
         yield f"plan on {result.device}: none"
         # Where each group can be served by itself, the error says what they do not share.
         failure = str(result.failure).splitlines()
-        yield from failure if all(group.explanation.chosen for group in result.groups) else failure[:1]
+        told = failure if all(group.explanation.chosen for group in result.groups) else failure[:1]
+        for line in told:
+            yield from wrapped(line.lstrip(), " " * (len(line) - len(line.lstrip())))
         return
     found = result.plan
     terms = assigned({name: getattr(found, name) for name in (*TERMS, "cudagraph")})
-    yield f"plan on {result.device}: {terms}"
+    yield from wrapped(f"plan on {result.device}: {terms}")
     if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
         yield f"    the graph level is that of {found.weakest.selection.id}"
     for group in found.groups:
