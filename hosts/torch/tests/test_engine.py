@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def here(monkeypatch):
 def entry(monkeypatch):
     """Have the entry point of the distribution, whether or not it is installed."""
     found = [EntryPoint("attnplug", "attnplug_torch.registration:autoload", "torch.backends")]
-    monkeypatch.setattr(engine, "entry_points", lambda group: found)
+    monkeypatch.setattr(engine, "distribution", lambda name: SimpleNamespace(entry_points=found))
     return found
 
 
@@ -156,3 +157,12 @@ def test_the_diagnosis_names_what_keeps_torch_from_it(entry, monkeypatch) -> Non
 
     entry.clear()
     assert "reinstall" in engine.diagnose(load=False).problems[0][1]
+
+
+def test_a_distribution_that_is_not_installed_is_a_problem(monkeypatch) -> None:
+    def missing(name):
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(engine, "distribution", missing)
+
+    assert "torch.backends" in engine.diagnose(load=False).problems[0][0]

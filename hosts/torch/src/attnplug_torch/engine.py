@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoints, PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -149,7 +149,11 @@ def _choice(requirements: Requirements, found: Mapping[str, Any], device_type: s
 
 def _obstacles() -> Iterator[tuple[str, str]]:
     """Yield why torch does not know attnplug, with the fix."""
-    if not any(each.value == "attnplug_torch.registration:autoload" for each in entry_points(group=_GROUP)):
+    try:  # of this distribution alone: the metadata of another one may be damaged
+        own = distribution("attnplug-torch").entry_points
+    except PackageNotFoundError:
+        own = EntryPoints()
+    if not any((each.group, each.value) == (_GROUP, "attnplug_torch.registration:autoload") for each in own):
         yield f"no entry point of the group {_GROUP} names attnplug_torch", "reinstall attnplug-torch"
 
 
