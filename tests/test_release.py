@@ -178,6 +178,18 @@ def test_versions_that_do_not_admit_each_other_are_found() -> None:
     assert found == ["attnplug-blocksparse requires attnplug[torch]<1,>=0.1, and the workspace has 1.0.0"]
 
 
+@pytest.mark.parametrize("name", PROJECTS)
+def test_each_distribution_has_a_smoke_test(name: str) -> None:
+    assert name in smoke.TESTS or "attnplug.backends" in PROJECTS[name].entry_points
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_each_readme_can_be_shown_by_an_index(name: str) -> None:
+    text = (PROJECTS[name].folder / "README.md").read_text("utf-8")
+
+    assert list(archives.readme_problems(text, PROJECTS[name])) == []
+
+
 def test_each_distribution_is_installed_with_core_only() -> None:
     planned = dict(release.plan_installs(list(PROJECTS.values())))
 

@@ -193,7 +193,7 @@ def _metadata(metadata: Message, project: Project) -> Iterator[str]:
     listed = {_without_extra(Requirement(text)) for text in metadata.get_all("Requires-Dist", [])}
     if listed != required:
         yield f"its metadata requires {sorted(listed)}, and pyproject.toml {sorted(required)}"
-    yield from _readme(str(metadata.get_payload()), project)
+    yield from readme_problems(str(metadata.get_payload()), project)
 
 
 def _without_extra(requirement: Requirement) -> str:
@@ -204,7 +204,7 @@ def _without_extra(requirement: Requirement) -> str:
     return str(Requirement(f"{requirement}; {text}" if text else str(requirement)))
 
 
-def _readme(text: str, project: Project) -> Iterator[str]:
+def readme_problems(text: str, project: Project) -> Iterator[str]:
     """Yield what an index would not show: it renders the README, and has none of the files that it links to."""
     if text.strip() != (project.folder / "README.md").read_text("utf-8").strip():
         yield "its description is not the README"

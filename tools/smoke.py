@@ -114,6 +114,24 @@ def vllm_host() -> None:
     command("explain", *_REQUEST, "--engine", "vllm", codes=(0, 1, 2))
 
 
+def torch_host() -> None:
+    """Route a call of torch's own attention to a backend, and find the same numbers."""
+    import torch  # noqa: PLC0415 - likewise
+
+    import attnplug_torch  # noqa: PLC0415 - as above
+
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 10, 64)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(query, query, query, is_causal=True)
+    attnplug_torch.register()
+    torch.nn.attention.activate_flash_attention_impl("attnplug")
+    found = attend(query, query, query, is_causal=True)
+    torch.nn.attention.restore_flash_attention_impl()
+    need(torch.allclose(found, expected, atol=1e-5), "torch's attention differs on a backend")
+    need(any(route.backend for route in attnplug_torch.report()), "no call went to a backend")
+
+
 def plugin(name: str) -> None:
     """Find every backend of a plugin with `attnplug list`: with a manifest, and not broken."""
     listed = json.loads(command("list", "--json"))["backends"]
@@ -136,6 +154,7 @@ TESTS: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
         "attnplug-kit": kit,
         "attnplug-transformers": transformers_host,
         "attnplug-vllm": vllm_host,
+        "attnplug-torch": torch_host,
     }
 )
 """The tests by distribution; any other one is a plugin."""
