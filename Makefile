@@ -22,7 +22,7 @@ PINNED := -c constraints.txt $(PIP_ARGS)
 # diffusers is a host of the tests (tests/hosts): its models run through the dense op; it needs Python 3.11.
 # Triton comes with torch's CUDA builds; beside the CPU build it interprets the kernels, and compiles them, without a GPU.
 BUILD := hatchling editables
-TOOLS := build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-material 'mkdocstrings[python]' mypy pytest-randomly pytest-xdist \
+TOOLS := argcomplete build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-material 'mkdocstrings[python]' mypy pytest-randomly pytest-xdist \
          ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 

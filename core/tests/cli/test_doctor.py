@@ -273,8 +273,8 @@ def test_plain_text_says_what_is_missing(run, site, monkeypatch: pytest.MonkeyPa
 
     assert done.out.startswith("environment\n    attnplug ")
     assert "    backend = automatic  (default)\n    allow = all  (default)\n    block = none  (default)\n" in done.out
-    wrong = "flash/new  other device  (attnplug-flash 1.0): requires device type cuda; the device is cpu"
-    assert f"    {wrong}\n" in done.out
+    wrong = "for other devices (details: attnplug list --all): flash/old, flash/new"
+    assert f"    {wrong}" in done.out
     monkeypatch.setattr(Device, "current", lambda: Device.cuda("9.0"))
     missing = "flash/new  missing dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed"
     assert f"    {missing}\n" in run("doctor").out

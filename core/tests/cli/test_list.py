@@ -142,7 +142,7 @@ def test_an_entry_that_could_never_match_is_refused(run, site, monkeypatch: pyte
 
 def test_what_the_device_cannot_run_is_not_ready(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run("list")
+    done = run("list", "--all")
     document = run("list", "--json").json
 
     (old,) = [text for text in done.out.split("\n\n") if text.startswith("flash/old  ")]
@@ -164,5 +164,18 @@ def test_a_gpu_makes_its_backends_ready(run, site, monkeypatch: pytest.MonkeyPat
 
     assert "\nflash/old  ready  " in done.out
     assert "\nflash/new  missing dependency  " in done.out
-    assert "\nflash/host  other device  " in done.out
+    assert "\nflash/host  other device  " in run("list", "--all").out
     assert "can run on this machine (cuda:9.0 (NVIDIA H100)): flash/old" in done.out
+
+
+def test_backends_for_other_devices_are_named_in_one_line(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    short, whole = run("list").out, run("list", "--all").out
+
+    assert "other device" in whole
+    assert "other device  " not in short
+    (line,) = [each for each in short.splitlines() if " for other devices " in each]
+    assert "attnplug list --all" in line
+    assert "flash/old" in short
+    assert "\nflash/host  ready  " in f"\n{short}"

@@ -21,7 +21,7 @@ def _fits(text: str) -> bool:
 
 
 def test_a_list_is_a_table_in_color(on_terminal, site) -> None:
-    shown = on_terminal("list")
+    shown = on_terminal("list", "--all")
 
     assert shown.code == 0
     assert "\x1b[" in shown.out

@@ -188,7 +188,7 @@ def check(mutations: list[tuple[str, bytes]]) -> None:
         explanation = attnplug.explain(requirements, "cuda:9.0")
         assert "good/other" in str(explanation)
         assert json.dumps(explanation.to_dict())
-        assert json.dumps(describe(candidates, registry, store))
-        assert "good/other" in [_row(candidate, store).id for candidate in candidates]
+        assert json.dumps(describe(candidates, registry, store, Device.cpu()))
+        assert "good/other" in [_row(candidate, store, Device.cpu()).id for candidate in candidates]
         assert all(problem.fix for problem in _problems_of_candidates(candidates))
         assert all(map(str, (*registry.notes, *store.notes())))

@@ -36,10 +36,13 @@ status:
 
 examples:
   attnplug list
+  attnplug list --all
   attnplug list --json | jq -r '.backends[].variants[] | select(.availability == "ready") | .id'
 """
 
-_USABLE: Final = ("ready", "missing_dependency")
+USABLE: Final = ("ready", "missing_dependency")
+"""The states of candidates that another device could run."""
+_ELSEWHERE: Final = "other_device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the others."
     )
     parser.epilog = _EPILOG
+    parser.add_argument("--all", action="store_true", help="print also what backends for other devices are and require")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        _show(candidates, store, device, len(notes))
+        _show(candidates, store, device, notes=len(notes), whole=arguments.all)
     return OK
 
 
@@ -138,11 +142,18 @@ def _declared(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _show(candidates: Sequence[Candidate], store: EvidenceStore, device: Device, notes: int) -> None:
-    say_rows([_row(candidate, store, device) for candidate in candidates], "what it is, and what is missing")
+def _show(candidates: Sequence[Candidate], store: EvidenceStore, device: Device, *, notes: int, whole: bool) -> None:
+    rows = [_row(candidate, store, device) for candidate in candidates]
+    shown = [row for row in rows if whole or row.status != _ELSEWHERE]
+    if shown:
+        say_rows(shown, "what it is, and what is missing")
     here = [each.id for each in candidates if each.availability == "ready" and not device_objections(each, device)]
     text = f"{len(here)} of {len(candidates)} can run on this machine ({device}): {', '.join(here) or 'none'}"
     say("\n".join(["", *wrapped(text)]))
+    elsewhere = [row.id for row in rows if row not in shown]
+    if elsewhere:
+        text = f"{len(elsewhere)} for other devices (details: attnplug list --all): {', '.join(elsewhere)}"
+        say("\n".join(wrapped(text)))
     if notes:
         text = f"{notes} note{'s' * (notes > 1)} about this environment: see `attnplug doctor`"
         say("\n".join(wrapped(text)))
@@ -151,8 +162,8 @@ def _show(candidates: Sequence[Candidate], store: EvidenceStore, device: Device,
 def _row(candidate: Candidate, store: EvidenceStore, device: Device) -> Row:
     elsewhere = device_objections(candidate, device)
     # What is missing does not matter where the device cannot run it.
-    status = "other_device" if elsewhere and candidate.availability in _USABLE else candidate.availability
-    lines = tuple(_lines(candidate, store, elsewhere if status == "other_device" else ()))
+    status = _ELSEWHERE if elsewhere and candidate.availability in USABLE else candidate.availability
+    lines = tuple(_lines(candidate, store, elsewhere if status == _ELSEWHERE else ()))
     return Row(candidate.id, status, lines, candidate.distribution)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.cli.list import device_objections
+from attnplug.cli.list import USABLE, device_objections
 from attnplug.commands import NO, OK, STYLES, console, is_terminal, readable, say, say_json, wrapped
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attnplug.cli.doctor.report import Report
     from attnplug.negotiation.candidate import Candidate
@@ -64,7 +64,7 @@ def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "environment", _environment(report.environment)
     yield "device", [str(report.device.device), report.device.how]
     yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in report.setting_rows()]
-    yield "candidates", [_status(candidate, report.device.device) for candidate in report.candidates]
+    yield "candidates", [*_candidates(report.candidates, report.device.device)]
     yield "loading", [f"{result.id}  {readable(result.status)}  {result.text}" for result in report.loading]
     yield "engines", [line for engine in report.engines for line in engine.lines()]
     yield "notes", [str(note) for note in report.notes]
@@ -77,11 +77,18 @@ def _environment(facts: Mapping[str, Any]) -> list[str]:
     return [versions, f"Python {facts['python']} ({facts['executable']})", facts["platform"]]
 
 
-def _status(candidate: Candidate, device: Device) -> str:
-    elsewhere = device_objections(candidate, device)
-    if elsewhere and candidate.availability in ("ready", "missing_dependency"):
-        origin = f"  ({candidate.distribution})" if candidate.distribution else ""
-        return f"{candidate.id}  other device{origin}: {elsewhere[0]}"
+def _candidates(candidates: Iterable[Candidate], device: Device) -> Iterator[str]:
+    elsewhere = []
+    for candidate in candidates:
+        if candidate.availability in USABLE and device_objections(candidate, device):
+            elsewhere.append(candidate.id)
+        else:
+            yield _status(candidate)
+    if elsewhere:
+        yield f"for other devices (details: attnplug list --all): {', '.join(elsewhere)}"
+
+
+def _status(candidate: Candidate) -> str:
     origin = f"  ({candidate.distribution})" if candidate.distribution else ""
     # Broken ones are among the problems, and of an absent one its name says enough.
     with_reasons = candidate.availability in ("missing_dependency", "refused")
