@@ -28,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the developer's own settings of attnplug from every test, and from every process that a test starts."""
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         del os.environ[name]
+    for name in (
+        "COLUMNS",
+        "LINES",
+    ):  # of a terminal, or of pytest-xdist: what is piped has 100
+        os.environ.pop(name, None)
     os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "no-configuration")
     if config.pluginmanager.hasplugin("xdist"):
         _let_workers_write_coverage()

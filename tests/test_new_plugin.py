@@ -148,8 +148,8 @@ def test_it_refuses_what_it_does_not_declare(fresh: Environment) -> None:
     done = fresh.run("attnplug", "explain", *REQUEST, "--sinks", "--backend", "acme_fast")
 
     assert done.returncode == 1
-    assert "acme_fast/plain  refused" in done.stdout
-    assert "sinks" in done.stdout.partition("acme_fast/plain")[2].partition("fix:")[0]
+    assert "chosen: none" in done.stdout
+    assert "sinks" in done.stdout.partition("not chosen:")[2].partition("acme_fast/plain")[2].partition("\n")[0]
 
 
 def test_a_name_that_is_installed_by_now_is_refused(fresh: Environment, tmp_path: Path) -> None:

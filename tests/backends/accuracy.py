@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attnplug.contract import impl
 from attnplug.contract.inputs.layer import Layer
-from attnplug_transformers.engine import Engine, engine, layers
+from attnplug_transformers.engine import Engine, layers, sampler
 from tests.backends.models import build, prompts
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class LogitRecorder:
     @classmethod
     def attach(cls, monkeypatch: pytest.MonkeyPatch) -> LogitRecorder:
         """Return a recorder of all engines from now on."""
-        recorder, sample = cls(), engine.sample
+        recorder, sample = cls(), sampler.sample
 
         def record(logits: Tensor, requests: Sequence[Any]) -> Tensor:
             for row, request in zip(logits.detach().float().cpu(), requests, strict=True):
                 recorder.rows.setdefault(request.id, []).append(row)
             return sample(logits, requests)
 
-        monkeypatch.setattr(engine, "sample", record)
+        monkeypatch.setattr(sampler, "sample", record)
         return recorder
 
     def take(self) -> list[Tensor]:

@@ -34,7 +34,7 @@ class FakeLibraries:
         packages: The packages of the fakes.
         changes: Patterns in the plugin's manifest and their replacements: another name, no GPU.
         skip_reason: Why the fakes are not used: a library is installed that they would replace. None elsewhere.
-        prepare: Called with the versions after each activation.
+        prepare: Called with the versions after each activation; returns what is called when it ends, or None.
     """
 
     package: str
@@ -43,7 +43,7 @@ class FakeLibraries:
     packages: tuple[str, ...]
     changes: tuple[tuple[str, str], ...]
     skip_reason: str | None
-    prepare: Callable[[Mapping[str, str]], None]
+    prepare: Callable[[Mapping[str, str]], Callable[[], None] | None]
     modules: dict[str, ModuleType] = field(init=False, factory=dict)
     environments: dict[tuple[tuple[str, str], ...], FakeEnvironment] = field(init=False, factory=dict)
 
@@ -149,13 +149,16 @@ class FakeEnvironment:
         sys.path[:0] = [self._folder.name, str(fakes.folder)]
         sys.modules.update(modules)
         PROCESS.state, PROCESS.by_hand = self._state, ()
+        undo = None
         try:
             if self._state is None:
                 importlib.invalidate_caches()
                 attnplug.register(f"{fakes.package}.plugin", manifest=self._manifest)
-            fakes.prepare(self._versions)
+            undo = fakes.prepare(self._versions)
             yield
         finally:
+            if undo is not None:
+                undo()
             self._state = PROCESS.state
             sys.path[:] = path
             modules.update({name: sys.modules.pop(name) for name in list(sys.modules) if fakes.is_fake(name)})

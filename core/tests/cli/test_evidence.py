@@ -52,7 +52,7 @@ def test_list_names_the_devices_on_which_each_variant_was_verified(run, shipped)
 
     assert variants["flash/host"]["verified_on"] == [{"type": "cpu"}, {"vendor": "nvidia", **h200}]
     assert variants["flash/old"]["verified_on"] == variants["flash/new"]["verified_on"] == []
-    text = run("list").out
+    text = run("list", "--all").out
     assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in text
     assert text.count("    verified on no device\n") >= 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -73,6 +74,24 @@ _CONFIGS = {
 }
 
 _HEADS = {"bert": "AutoModel", "modernbert": "AutoModel", "bart": "AutoModelForSeq2SeqLM", "whisper": "AutoModel"}
+
+
+PARTS = {
+    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
+    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
+    "mllama_text_model": ("mllama", "MllamaTextModel"),
+    "qwen2_5_omni_text": ("qwen2_5_omni", "Qwen2_5OmniThinkerTextModel"),
+}
+"""Parts of composite models, which the library's automatic classes do not build."""
+
+
+def made_from(config, auto=transformers.AutoModel):
+    """Return a model of any configuration on eager attention: by its automatic class, or the class of a part."""
+    if config.model_type not in PARTS:
+        return auto.from_config(config, attn_implementation="eager")
+    module, name = PARTS[config.model_type]
+    cls = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    return cls._from_config(config, attn_implementation="eager")
 
 
 def model(name, seed=0, dtype=torch.float32, **changes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from attnplug.models import describe_model
 from attnplug.models.architectures import ARCHITECTURES, BIASED, REMOTE
 from attnplug.models.fields import LIBRARY
+from hosts.transformers.tests.models import made_from
 from tools.model_defaults import stale
 
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
@@ -25,13 +25,6 @@ KEYS = ("k_proj", "key", "k_lin", "k")
 
 
 ROOT = Path(__file__).parents[3]
-CLASSES = {
-    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
-    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
-    "mllama_text_model": ("mllama", "MllamaTextModel"),
-    "qwen2_5_omni_text": ("qwen2_5_omni", "Qwen2_5OmniThinkerTextModel"),
-}
-"""Parts of composite models, which the library's automatic class does not build."""
 MORE = {
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0}},
@@ -44,19 +37,15 @@ MORE = {
     "nemotron_h": {"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 8},
 }
+"""Fields without which the library's classes build no model, or one without attention."""
 LISTED = {"lfm2_moe", "ultrabert", "zamba2"}
 """Types whose files have always listed the kinds of their layers."""
-"""Fields without which the library's classes build no model, or one without attention."""
 
 
 def built(config):
     """Return the library's model of a configuration, on the meta device."""
     with torch.device("meta"):
-        if config.model_type not in CLASSES:
-            return transformers.AutoModel.from_config(config, attn_implementation="eager")
-        module, name = CLASSES[config.model_type]
-        cls = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
-        return cls._from_config(config, attn_implementation="eager")
+        return made_from(config)
 
 
 def first(module, names):

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnplug.errors import NotNegotiatedError
 from attnplug.models.architectures import ARCHITECTURES
+from hosts.transformers.tests.models import made_from
 from hosts.transformers.tests.test_architectures import tiny
 
 FAMILIES = sorted(set(ARCHITECTURES) & set(CONFIG_MAPPING))
@@ -23,7 +24,7 @@ def made_of(model_type):
     config = tiny(COMPOSITES.get(model_type, model_type))
     decodes = ARCHITECTURES[model_type].family == "decoder" and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
-    return auto.from_config(config, attn_implementation="eager").eval()
+    return made_from(config, auto).eval()
 
 
 def inputs_of(made):

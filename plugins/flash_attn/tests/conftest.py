@@ -28,13 +28,16 @@ JOURNAL: Final = "flash_attn_fake.journal"
 
 collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the fakes are in place
 
-_ops: list[Any] = []  # of the op libraries: there as long as these are
+_ops: list[Any] = []  # of vLLM's op libraries: there as long as these are
 
 
-def _register_ops(versions: Mapping[str, str]) -> None:
+def _register_ops(versions: Mapping[str, str]) -> Callable[[], None]:
+    """Register the ops of vLLM once, and torch's kernel for the CPU until it is undone: other tests need that it is absent."""
     del versions
     if not _ops:
-        _ops.extend(importlib.import_module(f"flash_attn_fake.{name}").register() for name in ("vllm_ops", "torch_op"))
+        _ops.extend(importlib.import_module("flash_attn_fake.vllm_ops").register())
+    undo: Callable[[], None] = importlib.import_module("flash_attn_fake.torch_op").register()._destroy
+    return undo
 
 
 FAKES: Final = FakeLibraries(
