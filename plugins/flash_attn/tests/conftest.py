@@ -32,7 +32,7 @@ _ops: list[Any] = []  # of vLLM's op libraries: there as long as these are
 
 
 def _register_ops(versions: Mapping[str, str]) -> Callable[[], None]:
-    """Register the ops of vLLM once, and torch's kernel for the CPU until it is undone: other tests need that it is absent."""
+    """Register the ops of vLLM once, and torch's kernel for the CPU until it is undone: others test its absence."""
     del versions
     if not _ops:
         _ops.extend(importlib.import_module("flash_attn_fake.vllm_ops").register())
