@@ -47,7 +47,7 @@ def _runs_of_kit(root: Path, manifest: Manifest) -> dict[str, list[str]]:
     """Return the devices on which the conformance kit has passed, by candidate, from the files beside the manifest."""
     found: dict[str, list[str]] = {}
     for evidence in read_folder((root / manifest.path).with_name(FOLDER)).evidence:
-        if evidence.passed:
+        if evidence.verifies:
             found.setdefault(evidence.id, []).append(evidence.device.name or evidence.device.type)
     return found
 

@@ -136,6 +136,9 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"distribution": "attnplug-acme"}, "no version says"),
         ({"distribution": BY_HAND}, "no version says"),
         ({"passed": 1}, "passed is 1, and it is true or false"),
+        ({"kit_tests": 12}, "kit_tests is 12, and it is an object"),
+        ({"kit_tests": {"ran": 12}}, "kit_tests is {'ran': 12}, and it has"),
+        ({"kit_tests": {"ran": 12, "of": 4}}, "and it has how many tests `ran`"),
         ({"device": "cpu"}, "device is 'cpu', and it is an object"),
         ({"device": {}}, "it has no 'type'"),
         ({"device": {"type": "cuda"}}, "without a compute capability"),
@@ -249,6 +252,19 @@ def test_a_run_that_failed_is_noted(tmp_path: Path) -> None:
     assert [evidence.passed for evidence in shelf.evidence] == [False]
     assert [note.message for note in shelf.notes] == [
         "records a run in which 'acme/default' failed, and verifies nothing"
+    ]
+
+
+def test_a_run_of_part_of_the_kit_is_noted_with_its_part(tmp_path: Path) -> None:
+    write(tmp_path, "part.json", {**GOOD, "kit_tests": {"ran": 12, "of": 400}})
+    write(tmp_path, "whole.json", {**GOOD, "kit_tests": {"ran": 400, "of": 400}})
+    write(tmp_path, "without.json", GOOD)
+
+    shelf = read_folder(tmp_path)
+
+    assert [evidence.verifies for evidence in shelf.evidence] == [False, True, True]
+    assert [note.message for note in shelf.notes] == [
+        "records part of the kit (12 of 400 tests) for 'acme/default', and verifies nothing"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -285,6 +286,16 @@ def test_a_run_that_failed_verifies_nothing() -> None:
 
     assert reported == Unverified("device", "cuda:9.0", "the conformance kit has failed on cuda:9.0")
     assert unverified(failed, evidence(*BASICS)) == ()
+
+
+def test_a_run_of_part_of_the_kit_verifies_nothing() -> None:
+    part = evolve(evidence(*BASICS), part="part of the kit (12 of 400 tests)")
+
+    (reported,) = unverified(part)
+
+    because = "only part of the kit (12 of 400 tests) was run on cuda:9.0"
+    assert reported == Unverified("device", "cuda:9.0", because)
+    assert unverified(part, evidence(*BASICS)) == ()
 
 
 def test_it_shows_nothing_of_requests_without_these_features() -> None:

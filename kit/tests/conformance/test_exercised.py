@@ -10,6 +10,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug_kit.conformance import report, reporter
+from attnplug_kit.conformance.field_values import Capability
 from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.subject import find_subjects
 from attnplug_kit.oracle import Case, check, compare, materialize, run
@@ -104,7 +105,7 @@ def of_test(outcome: str, *cases: Case) -> pytest.TestReport:
 def test_the_evidence_has_the_ranges_of_the_tests_that_passed(tmp_path) -> None:
     window = evolve(CASE, sliding_window=30, head_size=48)
     reports = [of_test("passed", CASE), of_test("passed", window), of_test("failed", evolve(window, sliding_window=2))]
-    found = report.report_of(SUBJECT, reports)
+    found = report.report_of(SUBJECT, reports, frozenset())
 
     reporter._write(tmp_path, "pytest", [found])
 
@@ -116,8 +117,21 @@ def test_the_evidence_has_the_ranges_of_the_tests_that_passed(tmp_path) -> None:
     assert "  seq_len            5 to 41" in list(report.lines_of(found))
 
 
+def test_a_window_is_exercised_by_longer_sequences_only() -> None:
+    """A window of 64 over 41 keys has no effect: a backend that ignores it gives the same."""
+    short, cut = (of_test("passed", evolve(CASE, sliding_window=size)) for size in (64, 7))
+    for one in (short, cut):
+        one.user_properties += [(report.EXERCISED, report.text_of("sliding_window", size)) for size in (7, 64)]
+
+    found = [report.report_of(SUBJECT, reports, frozenset()) for reports in ([short], [short, cut])]
+
+    served = [[item.value for item in each.served if item.field == "sliding_window"] for each in found]
+    assert served == [[], [7]]
+    assert all(Capability("sliding_window", 64) in each.missing for each in found)
+
+
 def test_what_no_test_exercised_has_a_device_and_a_command() -> None:
-    lines = list(report.lines_of(report.report_of(SUBJECT, [])))
+    lines = list(report.lines_of(report.report_of(SUBJECT, [], frozenset({"test_mixed_batch[torch/sdpa]"}))))
 
     run_it = "      pytest --pyargs attnplug_kit --attn-backend=torch/sdpa --attn-report=report"
     at = lines.index("  to exercise compute_capability=7.5, on a CUDA device of compute capability 7.5:")

@@ -69,6 +69,7 @@ def test_the_evidence_is_about_this_device(whole) -> None:
     assert "--attn-report" not in evidence["command"]
     assert evidence["device"]["type"] == "cpu"
     assert evidence["passed"] is True
+    assert evidence["kit_tests"]["ran"] == evidence["kit_tests"]["of"] > 100
     assert evidence["fraction"] == 1.0
     assert evidence["missing"] == []
     for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("seq_lens_cpu_kind", "absent")):
@@ -189,6 +190,40 @@ def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout
     assert "not exercised: gqa_ratio=1, 4, 7, 8" in done.stdout
+
+
+INHERITS_ONE = """
+from attnplug_kit.conformance import LogSumExp
+
+
+class TestMinimal(LogSumExp):
+    backend = "minimal"
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--pyargs", "attnplug_kit", "-k", "TestLogSumExp"],
+        [*AS_A_FILE[:2], f"{KIT}::TestLogSumExp"],
+        ["--pyargs", "attnplug_kit", "-k", "TestLogSumExp", "--maxfail=1"],
+        ["test_one.py"],
+    ],
+    ids=["keyword", "id", "maxfail", "class"],
+)
+def test_part_of_the_kit_is_no_evidence(options, tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(INHERITS_ONE, "utf-8")
+    backend = [] if "test_one.py" in options else ["--attn-backend=minimal/plain"]
+    done = run(tmp_path, *backend, "--attn-report=report", tests=tuple(options))
+
+    assert done.returncode == 0, done.stdout
+    said = re.search(r"part of the kit \((\d+) of (\d+) tests\): it is no evidence", done.stdout)
+    assert said is not None, done.stdout
+    written = json.loads((tmp_path / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
+    ran, whole = map(int, said.groups())
+    assert 0 < ran < whole
+    assert written["passed"] is False
+    assert written["kit_tests"] == {"ran": ran, "of": whole}
 
 
 @pytest.mark.slow

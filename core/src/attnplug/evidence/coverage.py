@@ -42,6 +42,7 @@ class Evidence:
         features: The open features of every request of the run: it shows nothing about requests without them.
         ranges: The smallest and the largest value that ran, by field; None for a file of format 1, whose values are
             exact.
+        part: "part of the kit (N of M tests)" for a run of some tests, which shows nothing; empty for the whole kit.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Evidence:
     origin: str = ""
     features: frozenset[str] = frozenset()
     ranges: Mapping[str, Interval] | None = None
+    part: str = ""
 
     def covers(self, name: str, value: Any) -> bool:
         """Whether the run has exercised a value of a field: this very value, or of `RANGES` one on each side of it."""
@@ -70,7 +72,12 @@ class Evidence:
 
     def counts_for(self, distribution: str, device: Device) -> bool:
         """Whether it shows anything about a distribution, version included, on a device."""
-        return self.passed and self.distribution == distribution and self.is_for(device)
+        return self.verifies and self.distribution == distribution and self.is_for(device)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the whole kit ran, and passed."""
+        return self.passed and not self.part
 
     def is_for(self, device: Device) -> bool:
         """
@@ -128,11 +135,13 @@ def _nothing(candidate: Candidate, device: Device, known: Sequence[Evidence]) ->
     """Say why no evidence counts."""
     here = [evidence for evidence in known if evidence.is_for(device)]
     own = [evidence for evidence in here if evidence.distribution == candidate.distribution]
-    others = sorted({evidence.distribution for evidence in here if evidence.passed})
+    others = sorted({evidence.distribution for evidence in here if evidence.verifies})
     if others and not own:
         return Unverified("distribution", candidate.distribution, f"verified is {', '.join(others)}")
     plain = _plain_device(device)
     why = f"the conformance kit has failed on {plain}" if own else f"no run of the conformance kit on {plain} is known"
+    if own and all(evidence.part for evidence in own):
+        why = f"only {own[0].part} was run on {plain}"
     return Unverified("device", plain, why)
 
 

@@ -45,6 +45,9 @@ _MOST: Final = 1000
 _LONGEST: Final = 1000
 """Characters of a text at most: it is shown in one line."""
 
+_MOST_TESTS: Final = 10**9
+"""More tests than any kit has: the numbers are shown."""
+
 _ENDS: Final = ([int, int], [float, float])
 
 _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
@@ -90,7 +93,7 @@ class EvidenceStore:
 
     def verified_on(self, candidate: Candidate) -> tuple[Device, ...]:
         """Return the devices on which the kit has passed with a candidate, in the installed version."""
-        found = (e for e in self.about(candidate.id) if e.passed and e.distribution == candidate.distribution)
+        found = (e for e in self.about(candidate.id) if e.verifies and e.distribution == candidate.distribution)
         return tuple(sorted({evidence.device for evidence in found}, key=str))
 
     def notes(self) -> tuple[Diagnostic, ...]:
@@ -145,7 +148,9 @@ def read_folder(folder: Path) -> EvidenceFolder:
             notes.append(_note(path, f"is not read: {_text_of(error)}"))
         else:
             evidence.append(found)
-            if not found.passed:
+            if found.part:
+                notes.append(_note(path, f"records {found.part} for {found.id!r}, and verifies nothing"))
+            elif not found.passed:
                 notes.append(_note(path, f"records a run in which {found.id!r} failed, and verifies nothing"))
     return EvidenceFolder(tuple(evidence), tuple(notes))
 
@@ -204,7 +209,19 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
         origin,
         frozenset(_names(data, "features")),
         None if found == FORMATS[0] else _ranges(_of(data, "ranges", Mapping)),
+        _part(data),
     )
+
+
+def _part(data: Mapping[str, Any]) -> str:
+    """Return which part of the kit ran; empty for all of it, and for a file from before this was recorded."""
+    if "kit_tests" not in data:
+        return ""
+    counts = _of(data, "kit_tests", Mapping)
+    ran, of = counts.get("ran"), counts.get("of")
+    if type(ran) is not int or type(of) is not int or not 0 <= ran <= of < _MOST_TESTS:
+        raise ValueError(f"kit_tests is {reprlib.repr(counts)}, and it has how many tests `ran`, and `of` how many")
+    return f"part of the kit ({ran} of {of} tests)" if ran < of else ""
 
 
 def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:

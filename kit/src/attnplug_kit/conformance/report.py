@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections import Counter
 from importlib import metadata
@@ -21,6 +22,7 @@ from attnplug_kit.unexercised import lines_of as lines_of_unexercised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     import pytest
     from torch import Tensor
@@ -38,6 +40,8 @@ SUBJECT: Final = "attnplug subject"
 
 FORMAT: Final = 2
 """The version of the files that the kit writes."""
+
+_TEST: Final = re.compile(r"::(test_\w+(?:\[.*\])?)$", re.DOTALL)
 
 
 class Record:
@@ -121,6 +125,7 @@ class SubjectReport:
         missing: Those within reach that none exercised, and those that are refused in every request.
         errors: The largest and the mean error by dtype, cache dtype and result, beside the tolerance.
         ran: What the comparisons of all passed tests exercised.
+        kit_tests: How many tests of the kit ran, and how many it has for the subject.
     """
 
     subject: Subject
@@ -129,6 +134,13 @@ class SubjectReport:
     missing: tuple[Capability, ...]
     errors: Sequence[Mapping[str, Any]] = field(factory=tuple)
     ran: Exercised = field(factory=Exercised)
+    kit_tests: tuple[int, int] = (0, 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every test of the kit ran; a run of some of them is no evidence."""
+        ran, planned = self.kit_tests
+        return ran == planned
 
     @property
     def fraction(self) -> float:
@@ -169,8 +181,8 @@ class SubjectReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no test failed, and every declared value within reach was exercised."""
-        return not self.outcomes.get("failed") and not self.missing
+        """Whether the whole kit ran, no test failed, and every declared value within reach was exercised."""
+        return self.is_whole and not self.outcomes.get("failed") and not self.missing
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the evidence, and every test."""
@@ -187,6 +199,7 @@ class SubjectReport:
             "features": list(self.subject.features),
             "versions": versions(self.subject),
             "passed": self.passed,
+            "kit_tests": dict(zip(("ran", "of"), self.kit_tests, strict=True)),
             "fraction": self.fraction,
             "served": [_plain(item) for item in (*self.served, *self.further)],
             "ranges": self.ran.to_dict()["ranges"],
@@ -196,24 +209,28 @@ class SubjectReport:
         }
 
 
-def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> SubjectReport:
+def report_of(subject: Subject, reports: Iterable[pytest.TestReport], planned: AbstractSet[str]) -> SubjectReport:
     """
     Return the report of a subject.
 
     Args:
         subject: The subject.
         reports: The final report of each of its tests, one for each test.
+        planned: The names of all tests that the kit has for it, of `tests_of_kit`.
     """
     found = list(reports)
     exercised = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
     declared = field_values_of(subject)
     within_reach = (*declared.specs, *(item.capability for item in declared.unserved))
-    served = tuple(item for item in declared.specs if text_of(item.field, item.value) in exercised)
-    missing = tuple(item for item in within_reach if item not in served)
     ran = Exercised()
     for text in (text for one in found if one.passed for name, text in one.user_properties if name == RAN):
         ran.merge(json.loads(str(text)))
-    return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found), ran)
+    requested = (item for item in declared.specs if text_of(item.field, item.value) in exercised)
+    served = tuple(item for item in requested if ran.has_effect(item.field, item.value))
+    missing = tuple(item for item in within_reach if item not in served)
+    names = {match[1] for one in found if (match := _TEST.search(one.nodeid))}
+    counts = (len(planned & names), len(planned))
+    return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found), ran, counts)
 
 
 def subject_of(report: pytest.TestReport) -> str | None:
@@ -274,6 +291,8 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
     """Yield the lines of the table of a subject."""
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(report.outcomes.items()))
     yield f"{report.subject.id} on {report.subject.device}: {outcomes}"
+    if not report.is_whole:
+        yield "part of the kit ({} of {} tests): it is no evidence".format(*report.kit_tests)
     if report.subject.features:
         yield f"every request has features={', '.join(report.subject.features)}"
     yield f"declared values exercised: {len(report.served)} of {report.within_reach} ({report.fraction:.0%})"

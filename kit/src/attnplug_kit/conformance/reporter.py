@@ -8,13 +8,14 @@ its tests, and the first process merges them.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from attnplug.request import Device
 from attnplug_kit.conformance.report import RAN, SUBJECT, SubjectReport, lines_of, report_of, subject_of
 from attnplug_kit.conformance.subject import Subject, find_subjects
+from attnplug_kit.conformance.whole import tests_of_kit
 from attnplug_kit.oracle.exercised import Exercised, observing
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnplug_kit.conformance.tier import LeftOut
-
-_PART: Final = "attnplug_part"  # what a process of pytest-xdist reports to the first one: that it left tests out
 
 
 class Reporter:
@@ -33,7 +32,7 @@ class Reporter:
     Args:
         folder: The folder of the JSON files; None for no files.
         command: The command of the run, for the files.
-        complete: Whether a declared value that no test exercised fails the run.
+        complete: Whether a declared value that no test exercised fails the run, if the run has the whole kit.
         left_out: The variants of the backend that the run does not test.
     """
 
@@ -70,32 +69,23 @@ class Reporter:
         if report.when == "call" or not report.passed:
             self._reports[report.nodeid] = report
 
-    def pytest_deselected(self) -> None:
-        """Accept that a part of the tests exercises a part of the declared values."""
-        self._complete = False
-
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Merge the reports, write them, and fail a whole run that exercised less than all."""
-        worker_output = getattr(session.config, "workeroutput", None)
-        if worker_output is not None:
-            worker_output[_PART] = not self._complete
+        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist: the first one merges
             return
         by_subject: dict[str, list[pytest.TestReport]] = {}
         for report in self._reports.values():
             name = subject_of(report)
             if name is not None:
                 by_subject.setdefault(name, []).append(report)
-        self._found = [report_of(self._subject(name), found) for name, found in sorted(by_subject.items())]
+        for name, found in sorted(by_subject.items()):
+            subject = self._subject(name)
+            self._found.append(report_of(subject, found, tests_of_kit(subject)))
         if self._folder is not None and self._found:
             _write(self._folder, self._command, self._found)
-        if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:
+        incomplete = any(report.missing and report.is_whole for report in self._found)
+        if self._complete and incomplete and session.exitstatus == 0:
             session.exitstatus = 1
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """Read from a process of pytest-xdist whether it left tests out."""
-        if getattr(node, "workeroutput", {}).get(_PART):
-            self._complete = False
 
     def _subject(self, name: str) -> Subject:
         """Return the subject of a report, which another process may have collected."""

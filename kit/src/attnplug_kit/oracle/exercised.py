@@ -59,6 +59,13 @@ class Exercised:
         for name, size in _sizes(backend, scene):
             self.sizes.setdefault(name, set()).add(size)
 
+    def has_effect(self, name: str, value: Any) -> bool:
+        """Whether a value of a field can have changed a result: a window or a chunk that is in its range."""
+        if name not in _CUTS:
+            return True
+        ends = self.ranges.get(name)
+        return ends is not None and bool(ends[0] <= value <= ends[1])
+
     def merge(self, data: Mapping[str, Any]) -> None:
         """Add what `to_dict` of another one returned."""
         for name, (low, high) in data["ranges"].items():
