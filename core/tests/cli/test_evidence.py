@@ -106,7 +106,10 @@ def test_doctor_notes_a_file_that_is_of_no_use(run, shipped, content) -> None:
     assert note["subject"] == str(shipped / "bad.json")
     assert _variants(done)["flash/host"]["verified_on"] == [{"type": "cpu"}]
     assert not [problem for problem in done.json["problems"] if "evidence" in problem["what"]]
-    assert "bad.json" in run("doctor").out.replace("\n      ", "")
+    told = run("doctor").out
+    assert "bad.json" in told.replace("\n      ", "")
+    assert "nothing is broken" not in told
+    assert told.endswith("\nno backend is broken; 1 note about evidence that verifies nothing\n")
 
 
 def test_doctor_warns_of_a_folder_that_is_not_there(run, site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,11 +128,34 @@ def test_what_the_kit_cannot_exercise_has_the_reason(run, empty, package) -> Non
     )
 
 
-@pytest.mark.parametrize("change", [{"passed": False}, {"distribution": "attnplug-acme 1.0"}, {"backend": "acme/slow"}])
-def test_only_runs_of_this_version_that_passed_count(check, package, change) -> None:
-    evidence(package, "a", **change)
+def test_only_runs_of_this_version_count(check, package) -> None:
+    evidence(package, "a", distribution="attnplug-acme 1.0")
 
     assert [value for value, _ in check()] == ["=None"] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"passed": False}, "the evidence records a run in which 'acme/fast' failed"),
+        ({"kit_tests": {"ran": 9, "of": 162}}, "the evidence records part of the kit (9 of 162 tests)"),
+        ({"backend": "acme/slow"}, "the evidence is about 'acme/slow', which is no variant of 'acme'"),
+        ({"format": 9}, "the evidence is not read: its format is 9"),
+        (None, "the evidence is not read: it is no JSON"),
+    ],
+)
+def test_a_file_that_verifies_nothing_is_a_problem(run, empty, package, change, said) -> None:
+    evidence(package, "a", **(change or {}))
+    if change is None:
+        (package / "evidence" / "a.json").write_text("{", "utf-8")
+
+    outcome = run("check", str(package.parents[1]), "--json")
+
+    (problem,) = outcome.json["problems"]
+    assert outcome.code == 1
+    assert problem["problem"].startswith(said)
+    assert problem["path"] == str(package / "evidence" / "a.json")
+    assert [item["field"] for item in outcome.json["unexercised"]] == [""] * 3
 
 
 def test_a_person_reads_where_to_run_what(run, empty, package) -> None:

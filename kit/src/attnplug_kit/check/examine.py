@@ -10,7 +10,7 @@ from attnplug.commands import tracked
 from attnplug.errors import ManifestError, RequestError
 from attnplug.manifest import CONTRACT_API, MANIFEST, Manifest, locate
 from attnplug.request import parse_toml
-from attnplug_kit.check.exercised import find_unexercised
+from attnplug_kit.check.exercised import check_evidence, find_unexercised
 from attnplug_kit.check.names import OtherBackend, check_names, other_backends
 from attnplug_kit.check.project import PYPROJECT, EntryPoint, Project, check_module, check_project, check_wheel
 from attnplug_kit.check.report import Finding, Report
@@ -132,9 +132,9 @@ class _Check:
             self.findings += parts[part]()
 
     def evidence(self, manifest: Manifest, project: Project | None) -> tuple[Finding, ...]:
-        """Record what no evidence covers, which is no finding."""
+        """Return the files that verify nothing, and record what no evidence covers, which is no finding."""
         self.unexercised += find_unexercised(manifest, project.distribution if project else None)
-        return ()
+        return tuple(check_evidence(manifest))
 
     def toml(self, path: Path, what: str, form: str) -> tuple[str, dict[str, Any]] | None:
         """Return the text and the data of a file, or record why it cannot be read."""

@@ -1,4 +1,4 @@
-"""Declared values that no evidence covers: no file beside the manifest, of the version that is checked."""
+"""Evidence beside a manifest: declared values that none covers, in the version that is checked, and files of no use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.evidence import FOLDER, hashable, read_folder
 from attnplug.manifest import IsRequested, Range
 from attnplug.request import FIELDS, Level, Names
+from attnplug_kit.check.report import Finding
 from attnplug_kit.unexercised import Unexercised, command_of, device_of, unexercised
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def find_unexercised(manifest: Manifest, distribution: str | None) -> Iterator[U
         manifest: The manifest.
         distribution: The distribution with its version, whose runs count; None if that is unknown, and all count.
     """
-    known = [each for each in read_folder(Path(manifest.path).parent / FOLDER).evidence if each.passed]
+    known = [each for each in read_folder(Path(manifest.path).parent / FOLDER).evidence if each.verifies]
     for variant in manifest.variants:
         name = f"{manifest.name}/{variant.name}"
         ours = [evidence for evidence in known if evidence.id == name]
@@ -39,6 +40,20 @@ def find_unexercised(manifest: Manifest, distribution: str | None) -> Iterator[U
             for device in _devices(variant):
                 command = command_of(name, _needed_features(variant), str(device["device_type"]))
                 yield Unexercised(name, "", None, device_of(device), command, because)
+
+
+def check_evidence(manifest: Manifest) -> Iterator[Finding]:
+    """Yield the files beside a manifest that verify nothing: not readable, of a failed run, or of another backend."""
+    found = read_folder(Path(manifest.path).parent / FOLDER)
+    expected = "a file there records a run of the whole kit that passed"
+    fix = "run the whole kit and move its file there, or remove this one"
+    for note in found.notes:
+        yield Finding(f"the evidence {note.message}", expected, fix, note.subject)
+    ids = [f"{manifest.name}/{variant.name}" for variant in manifest.variants]
+    for evidence in found.evidence:
+        if evidence.id not in ids:
+            problem = f"the evidence is about {evidence.id!r}, which is no variant of {manifest.name!r}"
+            yield Finding(problem, f"the variants are {', '.join(ids)}", "remove it", evidence.origin)
 
 
 def _devices(variant: Variant) -> Iterator[Mapping[str, Any]]:

@@ -56,7 +56,7 @@ def _show(report: Report) -> None:
             _say_title(title)
             say("\n".join(line for text in lines for line in wrapped(text, _INDENT)))
             say()
-    _say_conclusion(len(report.problems))
+    _say_conclusion(len(report.problems), sum(note.stage == "evidence" for note in report.notes))
 
 
 def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
@@ -109,8 +109,11 @@ def _say_title(title: str) -> None:
         say(title)
 
 
-def _say_conclusion(problems: int) -> None:
+def _say_conclusion(problems: int, useless: int) -> None:
+    """Say how many problems there are; without any, how many notes are about evidence that verifies nothing."""
     text = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing is broken"
+    if useless and not problems:
+        text = f"no backend is broken; {useless} note{'s' * (useless != 1)} about evidence that verifies nothing"
     if is_terminal():
         console().print(text, style=STYLES["broken" if problems else "ready"])
     else:
