@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from typing import TYPE_CHECKING, Final
 
 from attnplug.manifest import locate
@@ -27,7 +28,11 @@ def check_hooks(file: Path) -> Iterator[Finding]:
     """Yield what is wrong with the hooks of a plugin module."""
     path = str(file)
     try:
-        tree = ast.parse(file.read_bytes(), path)
+        source = file.read_bytes()
+        tree = ast.parse(source, path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, path, "exec", dont_inherit=True)  # finds what parsing does not: a late `from __future__`
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         yield Finding(f"it is not Python: {error}", "the plugin module is a Python module", "correct it", path, line)
