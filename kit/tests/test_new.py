@@ -71,6 +71,13 @@ def test_the_modules_are_python_within_the_columns(name: str) -> None:
     assert max(len(line) for text in modules.values() for line in text.splitlines()) <= 120
 
 
+def test_failures_are_short_and_reports_are_not_committed() -> None:
+    files = render(Name("acme"))
+
+    assert 'addopts = "--tb=line"' in files["pyproject.toml"]
+    assert "report/" in files[".gitignore"].splitlines()
+
+
 def test_the_backend_is_short() -> None:
     lines = render(Name("acme"))["src/attnplug_acme/backend.py"].splitlines()
 
