@@ -10,6 +10,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug_kit.conformance import report, reporter
+from attnplug_kit.conformance.failures import lines_of_causes
 from attnplug_kit.conformance.field_values import Capability
 from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.subject import find_subjects
@@ -139,6 +140,49 @@ def test_what_no_test_exercised_has_a_device_and_a_command() -> None:
     (rest,) = [line for line in lines if line.startswith("  to exercise head_size=1, 1024, ")]
     assert "; sinks=True; " in rest
     assert lines[lines.index(rest) + 1] == run_it
+
+
+def failed(name: str, message: str) -> dict[str, str]:
+    return {"id": f"kit.py::TestAll::{name}", "outcome": "failed", "message": message}
+
+
+def test_a_value_whose_test_failed_has_no_command() -> None:
+    one = pytest.TestReport("a.py::T::test_capability[torch/sdpa-head_size=1]", ("", 0, ""), {}, "failed", None, "call")
+    planned = {"test_capability[torch/sdpa-head_size=1]"}
+
+    part = list(
+        report.lines_of(report.report_of(SUBJECT, [one], frozenset({*planned, "test_mixed_batch[torch/sdpa]"})))
+    )
+    whole = list(report.lines_of(report.report_of(SUBJECT, [one], frozenset(planned))))
+
+    for lines in (part, whole):
+        assert "  failed: head_size=1" in lines
+        assert not [line for line in lines if line.startswith("  not exercised: head_size=1,")]
+        assert lines[-2:] == ["failed, by cause:", "  head_size (1 test)"]
+    assert [line for line in part if line.startswith("  to exercise head_size=1024, ")]
+    assert not [line for line in whole if line.startswith("  to exercise head_size=")]
+
+
+def test_failures_are_counted_by_cause() -> None:
+    ignored = "sliding_window=7 was requested, and the output is that of a request without it: ignored"
+    tests = [
+        failed("test_feature_is_used[acme/plain-sliding_window=7]", f"AssertionError: acme/plain: {ignored}"),
+        failed(
+            "test_pairs[acme/plain-03]", "AssertionError: acme/plain with head_size=64 sliding_window=64: output: 3"
+        ),
+        failed("test_capability[acme/plain-sliding_window=1]", "AssertionError: output"),
+        failed("test_capability[acme/plain-head_size=40]", "AssertionError: acme/plain with dtype=float16: output"),
+        failed("test_mixed_batch[acme/plain]", "RuntimeError: no such kernel"),
+        {"id": "test_one_token[acme/plain]", "outcome": "passed", "message": ""},
+    ]
+
+    assert list(lines_of_causes(tests, "acme/plain")) == [
+        "failed, by cause:",
+        "  sliding_window: ignored (3 tests)",
+        "  head_size (1 test)",
+        "  others (1 test)",
+    ]
+    assert list(lines_of_causes(tests[-1:], "acme/plain")) == []
 
 
 def test_an_open_feature_is_exercised_by_an_option() -> None:

@@ -14,6 +14,7 @@ from attrs import evolve, field, frozen
 from packaging.requirements import Requirement
 
 from attnplug.request import FIELDS, Names, Table
+from attnplug_kit.conformance.failures import failed_points, lines_of_causes
 from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.oracle import tolerance
 from attnplug_kit.oracle.exercised import Exercised
@@ -160,12 +161,22 @@ class SubjectReport:
         return tuple(item for item in found if item not in self.served)
 
     @property
+    def failed(self) -> tuple[Capability, ...]:
+        """The missing values that failed tests requested."""
+        points = failed_points(self.tests, self.subject.id)
+        return tuple(item for item in self.missing if str(item) in points)
+
+    @property
     def unexercised(self) -> tuple[Unexercised, ...]:
-        """The declared values that were not exercised, and can be: how, and on which device."""
+        """
+        The declared values that were not exercised, and can be: how, and on which device.
+
+        A value that failed has no command, and after the whole kit no value of this device: the same run fails again.
+        """
         declared, subject = field_values_of(self.subject), self.subject
-        contradicted = {item.capability for item in declared.unserved}
+        without = {*(item.capability for item in declared.unserved), *self.failed}
         reasons = {item.capability: item.because for item in declared.unreached}
-        reasons |= {item: "" for item in self.missing if item not in contradicted}
+        reasons |= {item: "" for item in self.missing if item not in without and not self.is_whole}
         has_capabilities = any(item.field == "compute_capability" for item in reasons)
         found = [
             unexercised(subject.id, item.field, item.value, because, features=subject.features, facts=_known_of(item))
@@ -298,7 +309,10 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
     yield f"declared values exercised: {len(report.served)} of {report.within_reach} ({report.fraction:.0%})"
     for name, text in _by_field((*report.served, *report.further)):
         yield f"  {name:<18} {text}"
-    for name, text in _by_field(report.missing):
+    failed = report.failed
+    for name, text in _by_field(failed):
+        yield f"  failed: {name}={text}"
+    for name, text in _by_field(tuple(item for item in report.missing if item not in failed)):
         yield f"  not exercised: {name}={text}"
     for item in field_values_of(report.subject).unreached:
         yield f"  out of reach: {item.capability}: {item.because}"
@@ -313,6 +327,7 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
             f"  {error['dtype']:<10} {error['kv_cache_dtype']:<10} {error['what']:<8} {error['max']:>10.1e} "
             f"{error['mean']:>10.1e} {error['atol']:>9.1e} {error['rtol']:>9.1e}"
         )
+    yield from lines_of_causes(report.tests, report.subject.id)
 
 
 def _by_field(capabilities: tuple[Capability, ...]) -> Iterator[tuple[str, str]]:
