@@ -55,8 +55,15 @@ def test_an_explanation_shows_its_decision_and_folds_the_rest(both, request_of):
     assert all(verdict.id in page.text for verdict in explanation.verdicts)
     assert all(str(reason) in page.text for verdict in explanation.verdicts for reason in verdict.reasons)
     assert "<details>" in explanation._repr_html_()
+    assert "assumed" not in page.text
     folded = explanation._repr_html_().partition("<details>")[2]
     assert explanation.chosen.id not in folded
+
+
+def test_what_is_assumed_installed_is_said(both, request_of):
+    explanation = attnplug.explain(request_of(), "cuda:9.0", assume_installed=True)
+
+    assert "device: cuda:9.0, kernel libraries assumed installed" in Checked(explanation._repr_html_()).texts
 
 
 def test_where_nothing_serves_the_reasons_are_unfolded(both, request_of):

@@ -169,6 +169,14 @@ class TestNames:
         assert "does not support sinks=True" in str(caught.value)
         assert "permit others with 'auto'" in caught.value.fix
 
+    def test_a_fix_of_what_is_not_permitted_is_no_fix(self, both, request_of):
+        with pytest.raises(NoBackendError) as caught:
+            attnplug.select(request_of(dtype="float32"), "cpu", backend="flash")
+
+        offered = caught.value.fix.splitlines()[1:]
+        assert "    permit others with 'auto' in the list" in offered
+        assert all(line.lstrip().startswith(("flash/", "permit others")) for line in offered), offered
+
     def test_a_list_is_an_order(self, both, request_of):
         assert attnplug.select(request_of(), backend=["flash/new", "flash/hopper"]).id == "flash/new"
         assert attnplug.select(request_of(), backend=["generic", "auto"]).id == "generic/default"

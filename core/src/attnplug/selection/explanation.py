@@ -70,13 +70,19 @@ class Explanation:
     def fixable(self) -> tuple[tuple[Verdict, Fix], ...]:
         """
         Return the verdicts that have a fix, with it: of permitted candidates, of installed ones where all are. Those of
-        plugins that are not installed are left to the last, as are fixes that need another device.
+        plugins that are not installed are left to the last, as are fixes that need another device. Where backends are
+        listed without ``"auto"``, those of others are left out: they cannot help.
         """
         found = [(v, v.fix) for v in self.verdicts if v.fix is not None and v.fix.possible]
         listed = [each for each in found if {each[0].id, each[0].id.partition("/")[0]} & set(self.listed)]
         installed = [each for each in found if each[0].status != "absent"]
-        offered = listed or installed or ([] if self.with_auto else found)
+        offered = listed if self.is_strict else listed or installed or ([] if self.with_auto else found)
         return tuple(each for each in offered if each[1].device is None) or tuple(offered)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the listed backends alone are permitted."""
+        return bool(self.listed) and "auto" not in self.listed
 
     @property
     def tie(self) -> str:
@@ -119,7 +125,7 @@ class Explanation:
             folded(f"{len(verdicts)} {title}", _verdict_table(verdicts), unfolded=not serving)
             for (title, _), verdicts in zip(_SHOWN_AS[1:], others, strict=True)
         )
-        lines = [f"requested: {assigned(self.requirements.to_dict())}", f"device: {self.device}", self.tie]
+        lines = [f"requested: {assigned(self.requirements.to_dict())}", f"device: {self._where()}", self.tie]
         title = f"chosen: {self.chosen.id if self.chosen else 'none'}{self._decision()}"
         return block(title, filter(None, lines), _verdict_table(serving), *below)
 
@@ -128,7 +134,7 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield from wrapped(f"requested: {assigned(self.requirements.to_dict())}")
-        yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
+        yield f"device: {self._where()}"
         for name, origin in self.origins:
             yield f"set: {name}={getattr(self.requirements, name)} by {origin}"
         if self.listed:
@@ -148,6 +154,9 @@ class Explanation:
         if self.tie:
             yield ""
             yield from wrapped(self.tie)
+
+    def _where(self) -> str:
+        return f"{self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
 
     @property
     def permitted(self) -> str:

@@ -225,7 +225,8 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
         else ""
     )
     fixes = [f"{verdict.id}: {fix}" for verdict, fix in explanation.fixable()]
-    fixes += ["permit others with 'auto' in the list"] if explanation.with_auto else []
+    permits_more = explanation.with_auto or (explanation.is_strict and not fixes)
+    fixes += ["permit others with 'auto' in the list"] if permits_more else []
     return NoBackendError(
         f"no backend can serve the requirements{of_layer}{named}",
         f"every candidate was evaluated\n{explanation}",

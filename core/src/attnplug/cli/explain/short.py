@@ -319,8 +319,9 @@ def _fixes(result: Result) -> list[str]:
     unserved = next((group.explanation for group in result.groups if group.explanation.chosen is None), None)
     if unserved is None:
         return []
-    lines = ["fix: permit others with --backend auto"] if unserved.with_auto else []
     fixable = sorted(unserved.fixable(), key=lambda each: _size(each[1]))
+    permits_more = unserved.with_auto or (unserved.is_strict and not fixable)
+    lines = ["fix: permit others with --backend auto"] if permits_more else []
     most = _MOST_FIXES if any(fix.device is None for _, fix in fixable) else 1  # one other device is enough
     for verdict, fix in fixable[: most - len(lines)]:
         lines += _fix(verdict, tuple(steps_of(fix)))
