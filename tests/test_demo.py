@@ -105,7 +105,7 @@ def test_every_architecture_agrees_token_for_token():
     assert shown.index("every verdict: attnplug explain") < shown.index("Llama: ")
     for words in (
         "for GPUs their kernel libraries are assumed to be installed. A layer of gpt-oss: head_size=64,",
-        "cpu (this one) torch/sdpa (the only one that supports it) runner-up ",
+        "cpu (this one) torch/sdpa (the only one that supports it) not chosen ",
         "cuda:8.0 (A100) ",
         "cuda:9.0 (H100) ",
         "cuda:10.0 (B200) ",

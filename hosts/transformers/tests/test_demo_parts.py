@@ -288,17 +288,20 @@ def test_one_request_is_decided_for_each_device(kernels):
         "cuda:9.0": "kernels/slow",
         "cuda:10.0": "kernels/plain",
     }
+    assert decisions["cpu"].least_refused.id == "kernels/fast"
     assert not decisions["cpu"].explanation.assumed_installed
 
 
-def test_without_an_eligible_runner_up_a_refused_one_is_shown(kernels):
+def test_a_refused_candidate_is_no_runner_up(kernels):
     with attnplug.using(backend="kernels/fast"):
         decisions = decide()
 
     assert decisions[0].explanation.chosen is None
-    assert decisions[0].runner_up.status != "chosen"
+    assert decisions[0].runner_up is None
+    assert decisions[0].least_refused.status == "refused"
     hopper = next(decision for decision in decisions if "9.0" in decision.label)
     assert hopper.explanation.chosen.id == "kernels/fast"
+    assert hopper.runner_up is None  # those that could serve are not permitted
 
 
 def test_the_decisions_as_text(kernels, capsys, monkeypatch):
@@ -329,7 +332,7 @@ def test_a_decision_that_no_backend_supports(kernels, capsys):
     show_decisions([Decision("cpu", explanation)], "README.md")
 
     text = " ".join(capsys.readouterr().out.split())
-    assert "cpu no backend supports it runner-up kernels/slow: refused, " in text
+    assert "cpu no backend supports it not chosen kernels/slow: refused, " in text
 
 
 def test_the_command_of_the_decisions_prints_every_verdict(kernels, capsys):

@@ -43,10 +43,14 @@ class Decision:
 
     @property
     def runner_up(self) -> Verdict | None:
-        """The best-ranked other candidate; where none is eligible, an installed one with the fewest reasons."""
-        others = [verdict for verdict in self.explanation.verdicts if verdict.status not in ("chosen", "absent")]
-        eligible = next((verdict for verdict in others if verdict.status == "eligible"), None)
-        return eligible or min(others, key=lambda verdict: len(verdict.reasons), default=None)
+        """The best-ranked other candidate that can serve, as ``attnplug explain`` names it."""
+        return self.explanation.runner_up
+
+    @property
+    def least_refused(self) -> Verdict | None:
+        """Of the installed candidates that cannot serve, the one with the fewest reasons."""
+        others = (v for v in self.explanation.verdicts if v.status not in ("chosen", "eligible", "absent"))
+        return min(others, key=lambda verdict: len(verdict.reasons), default=None)
 
 
 def decide() -> tuple[Decision, ...]:
@@ -60,12 +64,5 @@ def decide() -> tuple[Decision, ...]:
 
 
 def to_dict(decisions: Sequence[Decision]) -> list[dict[str, Any]]:
-    """Return decisions as plain JSON values, with the id of the runner-up, or None."""
-    return [
-        {
-            "label": decision.label,
-            "runner_up": None if decision.runner_up is None else decision.runner_up.id,
-            **decision.explanation.to_dict(),
-        }
-        for decision in decisions
-    ]
+    """Return decisions as plain JSON values."""
+    return [{"label": decision.label, **decision.explanation.to_dict()} for decision in decisions]

@@ -12,7 +12,7 @@ from attnplug_transformers.demo.decisions import FIELDS, GPUS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from attnplug import Selection, Verdict
+    from attnplug import Selection
     from attnplug_transformers.demo.decisions import Decision
     from attnplug_transformers.demo.outcome import Outcome, Tokens
     from attnplug_transformers.demo.traffic import Traffic
@@ -24,7 +24,8 @@ _TOKENS_SHOWN: Final = 12
 
 def show_decisions(decisions: Sequence[Decision], origin: str) -> None:
     """
-    Print the decision for each device, the runner-up in a line each, and what all architectures have in common.
+    Print the decision for each device, the runner-up or a refused candidate in a line each, and what all architectures
+    have in common.
 
     Args:
         decisions: The decisions.
@@ -40,8 +41,9 @@ def show_decisions(decisions: Sequence[Decision], origin: str) -> None:
     width = max(len(decision.label) for decision in decisions)
     for decision in decisions:
         say(f"  {decision.label:<{width}}  {_chosen(decision)}")
-        if decision.runner_up is not None:
-            _say(_runner_up(decision.runner_up, decision.explanation.chosen), " " * (width + 4))
+        behind = _behind(decision)
+        if behind:
+            _say(behind, " " * (width + 4))
     say(f"every verdict: {_explain_command()}\n")  # in one line, to be copied
     _say(
         f"Small models on this CPU, with random weights in float32 and a token per byte of {origin}, compared with"
@@ -60,10 +62,14 @@ def _decided(selection: Selection) -> str:
     return f"decided by {selection.decided_by}" if selection.decided_by else "the only one that supports it"
 
 
-def _runner_up(verdict: Verdict, chosen: Selection | None) -> str:
-    """Return why a candidate was not chosen."""
-    if verdict.status != "eligible" or chosen is None:
-        return f"runner-up {verdict.id}: {verdict.status}, {'; '.join(map(str, verdict.reasons))}"
+def _behind(decision: Decision) -> str:
+    """Return why the runner-up was not chosen, or why a refused candidate is no runner-up; empty for neither."""
+    verdict, chosen = decision.runner_up, decision.explanation.chosen
+    if verdict is None or chosen is None:
+        refused = decision.least_refused
+        if refused is None:
+            return ""
+        return f"not chosen {refused.id}: {refused.status}, {'; '.join(map(str, refused.reasons))}"
     emulated = f"; it emulates {', '.join(verdict.emulated)}" if verdict.emulated else ""
     return f"runner-up {verdict.id}: eligible, ranked lower by {chosen.decided_by}{emulated}"
 
