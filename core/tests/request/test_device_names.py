@@ -111,6 +111,15 @@ def test_what_is_close_to_nothing_is_refused_too(text: str) -> None:
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("text", ["h100", "mi300x", "sm90", "gfx942"])
+def test_a_product_is_no_device_type(text: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        Device(text)
+
+    assert caught.value.fix == f"use Device.parse({text!r})"
+    assert Device.parse(text).type == "cuda"
+
+
 def test_a_manifest_s_device_type_is_a_name() -> None:
     assert Device.parse("acme", types=["acme"]) == Device("acme")
     with pytest.raises(DeviceError, match="did you mean acme"):

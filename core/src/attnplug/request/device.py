@@ -107,6 +107,7 @@ HARDWARE: Final = tuple(
 """The existing hardware, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
 
 
+_PLAIN_TYPES: Final = frozenset({"cpu", "cuda", "xpu"})  # they need no second look
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
 _HIDDEN = ("", "-1", "NoDevFiles")
 
@@ -164,6 +165,8 @@ class Device:
                 "a type is a lower-case word such as 'cpu' or 'cuda'",
                 "use torch's name",
             )
+        if self.type not in _PLAIN_TYPES:
+            _refuse_product(self.type)
         _check_word("vendor", self.vendor, "a lower-case word such as 'nvidia'", is_valid=_is_word)
         _check_word("name", self.name, "a text", is_valid=bool)
         _check_word("arch", self.arch, "an LLVM target such as 'gfx942'", is_valid=_is_word)
@@ -280,6 +283,19 @@ def _fill(device: Device, found: Device) -> None:
     for name in ("type", "vendor", "name", "compute_capability", "num_multiprocessors", "arch"):
         if name == "type" or getattr(device, name) is None:
             object.__setattr__(device, name, getattr(found, name))
+
+
+def _refuse_product(text: str) -> None:
+    """Refuse a device type that `Device.parse` reads as another one; what a manifest declares may be any word."""
+    from attnplug.request.device_names import named_type  # noqa: PLC0415 - most processes name no other type
+
+    found = named_type(text, [each.number for each in HARDWARE])
+    if found not in {None, text}:
+        raise DeviceError(
+            f"device type {shown(text)} was given",
+            f"a type is torch's name, such as 'cpu' or 'cuda'; {shown(text)} is a device of type {shown(found)}",
+            f"use Device.parse({text!r})",
+        )
 
 
 def _is_word(text: str) -> bool:

@@ -175,6 +175,16 @@ def read_device(text: str, hardware: Collection[tuple[int, int]], types: Iterabl
     raise _unknown(text, hardware, types)
 
 
+def named_type(text: str, hardware: Collection[tuple[int, int]]) -> str | None:
+    """Return the type of the product, or of the compute capability or LLVM target, that a text names; None for none."""
+    if text == "rocm":
+        return None  # a vendor may name its own type so
+    try:
+        return str(read_device(text, hardware)["type"])
+    except DeviceError:
+        return None
+
+
 def _is_hardware(capability: str, hardware: Collection[tuple[int, int]]) -> bool:
     """Whether a compute capability exists, or is newer than all that is known here."""
     match = _CAPABILITY.fullmatch(capability)
