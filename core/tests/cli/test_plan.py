@@ -101,6 +101,7 @@ def test_what_a_person_reads(plan, site, monkeypatch) -> None:
     done = plan(GPT_OSS, *ON_HOPPER, "--tp", "16", "--block-size", "128")
 
     assert done.code == 0
+    assert "; attention layers: 6\n" in done.out
     assert done.out.partition("\n\n")[2] == (
         "device: cuda:9.0, tensor parallelism over 16, kernel libraries assumed installed\n"
         "plan: block_size=128 kv_layout=NHD kv_cache_form=joint cudagraph=never\n"

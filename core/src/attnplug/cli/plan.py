@@ -175,7 +175,7 @@ def plan_model(
 
 
 def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: bool) -> None:
-    _say(f"{model.origin}: {model.model_type}; attention layers that backends can serve: {len(model.layers)}")
+    _say(f"{model.origin}: {model.model_type}; attention layers: {len(model.layers)}")
     for note in model.notes:
         _say(f"note: {note}")
     for other in model.others:
