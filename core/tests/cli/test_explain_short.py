@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import attnplug
+from attnplug.cli.explain import short
 from attnplug.cli.explain.matrix import matrix_lines
 from attnplug.cli.explain.result import explain_layers
 from attnplug.cli.explain.short import MOST_LINES, short_lines
@@ -136,6 +137,25 @@ def test_every_refused_candidate_has_its_line(run, site) -> None:
     assert {row[0] for row in rows} == installed - shown
     assert dict(rows)["flash/host"] == "requires device type cpu; the device is cuda (and 2 more)"
     assert dict(rows)["flash/new"] == "missing: pip install 'flash-new >=4'"
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_what_is_not_installed_was_not_considered(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setattr(short, "width", lambda: columns)
+
+    text = short._not_considered(["flashinfer", "flash_attn", "mate", "ixformer", "blocksparse", "gluon"])
+
+    assert text.startswith("not considered, not installed: flashinfer")
+    assert len(text) <= columns
+    assert ("pip install them with --no-deps to ask" in text) == (columns > 100)
+    assert ("--no-deps" in text) == (columns >= 100)
+
+
+def test_the_command_line_names_options(run, site) -> None:
+    done = run("explain", "--head-size", "64", "--dtype", "bfloat16")
+
+    assert "on the command line --num-q-heads" in done.err
+    assert "--late NAME, --late NAME" not in run("explain", "--help").out
 
 
 def test_the_runner_up_is_named_with_why_it_lost(run, site) -> None:

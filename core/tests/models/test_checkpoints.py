@@ -55,6 +55,7 @@ def test_without_a_dtype_it_is_float32_and_said() -> None:
 
     assert dtypes(found) == {"float32"}
     assert "float32 is assumed, for the configuration names none" in note(found, "dtype")
+    assert note(found, "dtype").endswith("on the command line --dtype bfloat16")
     assert dtypes(describe_model(LLAMA | {"dtype": "auto"})) == {"float32"}
     assert describe_model(without(LLAMA, "dtype"), dtype="float16").notes == ()
 

@@ -44,7 +44,8 @@ def find_dtype(fields: Fields, dtype: str | None) -> tuple[str, str]:
     found = _BESIDE_QUANTIZED if quantized else _DEFAULT
     rest = ", of which some are quantized and the others are not at hand" if quantized else f", and {_DEFAULT} without"
     library = f"{LIBRARY} takes that of the weights{rest}"
-    return found, f"dtype={found} is assumed, for the configuration names none ({library}); name another one by dtype"
+    how = "name it by dtype, on the command line --dtype bfloat16"
+    return found, f"dtype={found} is assumed, for the configuration names none ({library}); {how}"
 
 
 def _dtypes_of_weights(folder: Path) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ def _named_fields_only(cls: _C) -> _C:
                 raise RequirementsError(
                     f"no {item.name!r} was given",
                     f"{item.name} is {item.help}: {item.domain.text}",
-                    f"pass {item.name}=...",
+                    f"pass {item.name}=..., on the command line --{item.name.replace('_', '-')}",
                 )
         construct(self, **given)
 

@@ -171,7 +171,7 @@ def _add_option(group: argparse._ArgumentGroup, item: Field) -> None:
     if isinstance(item.domain, Flag):
         group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
     elif isinstance(item.domain, Names):
-        action, names = _AddNames, (option, option.removesuffix("s"))
+        action, names = _AddNames, dict.fromkeys((option, option.removesuffix("s")))
         group.add_argument(*names, action=action, default=default, metavar="NAME", help=f"{text}; repeatable")
     else:
         metavar = _METAVARS.get(type(item.domain), "NAME")

@@ -300,18 +300,29 @@ def _tail(result: Result, head: Sequence[Line], *, matrix: bool) -> list[Line]:
     verdicts = result.groups[0].explanation.verdicts
     absent = [verdict.id for verdict in verdicts if verdict.status == "absent"]
     if absent and not matrix:
-        lines.append((shortened(f"not installed (see attnplug list): {', '.join(absent)}", width()),))
+        lines.append((_not_considered(absent),))
     if matrix:
         return lines
     missing = any(verdict.status == "missing_dependency" for verdict in verdicts)
     return [*lines, (shortened(_more(assume=missing and not result.groups[0].explanation.assumed_installed), width()),)]
 
 
+def _not_considered(absent: Sequence[str]) -> str:
+    """Return the plugins that are not installed, and what that means for the decision, in a line."""
+    start = "not considered, not installed: "
+    better = " (may serve better; pip install"
+    ends = (f"{better} them with --no-deps to ask)", f"{better} --no-deps)", " (may serve better)", "")
+    end = next(each for each in ends if len(start) + len(each) + _LEAST_TEXT <= width() or not each)
+    return f"{start}{shortened(', '.join(absent), width() - len(start) - len(end))}{end}"
+
+
 def _more(*, assume: bool) -> str:
     """Return the options for other views, explained where the terminal is wide enough."""
     supposed = "--assume-installed, " if assume else ""
-    told = f"more: --all (every reason and fix), --matrix (devices side by side), {supposed}--device h100 (another one)"
-    return told if len(told) <= width() else f"more: --all (reasons and fixes), --matrix, {supposed}--device h100"
+    told = (
+        f"more: --all (every reason and fix), --matrix (devices side by side), {supposed}--device NAME (another device)"
+    )
+    return told if len(told) <= width() else f"more: --all (reasons and fixes), --matrix, {supposed}--device NAME"
 
 
 def _fixes(result: Result) -> list[str]:
