@@ -165,7 +165,7 @@ def test_a_mutated_distribution_harms_no_other(mutations: list[tuple[str, bytes]
 
 @pytest.mark.slow
 @given(SEVERAL)
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 def test_many_mutated_distributions_harm_no_other(mutations: list[tuple[str, bytes]]) -> None:
     check(mutations)
 

@@ -512,7 +512,7 @@ def test_binding_is_a_selection_that_knew_the_values(raw, wanted, late, device):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, **USUAL)
+@settings(max_examples=100, **USUAL)
 @given(*DRAWN)
 def test_binding_is_a_selection_that_knew_the_values_in_long(raw, wanted, late, device):
     check_binding(raw, wanted, late, device)
