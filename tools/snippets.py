@@ -16,6 +16,7 @@ Runs the code that the documentation shows: ``python -m tools.snippets README.md
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import sys
@@ -223,6 +224,7 @@ def matches(expected: str, printed: str) -> bool:
 
 def main(pages: list[str]) -> int:
     """Run the pages, print what failed, and return the exit status."""
+    os.environ["COLUMNS"] = "100"  # what pages show, whatever the terminal of the run
     try:
         for page in pages:
             print(f"{page}: {run_page(page, Path(page).read_text('utf-8'))} blocks ran")

@@ -220,7 +220,7 @@ def test_features_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_files_with_and_without_features_differ_in_name(tmp_path: Path) -> None:
-    found = [reporter.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
+    found = [reporter.report_of(subject, [], frozenset()) for subject in (of("bound"), of("bound", NEEDED))]
 
     reporter._write(tmp_path, "pytest", found)
 

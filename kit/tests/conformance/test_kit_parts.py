@@ -120,9 +120,9 @@ class Known(Basic):
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_a_whole_run_that_leaves_values_out_fails(part: bool) -> None:
+def test_a_whole_run_that_leaves_values_out_fails(monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
     reporter, session = Reporter(None, "pytest", complete=True), of_session()
-    passed = collected(reporter, part=part)
+    passed = collected(reporter, monkeypatch, part=part)
     reporter.pytest_runtest_logreport(passed)
     reporter.pytest_sessionfinish(session)
 
@@ -130,13 +130,12 @@ def test_a_whole_run_that_leaves_values_out_fails(part: bool) -> None:
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_the_first_process_merges_the_reports_of_others(part: bool) -> None:
+def test_the_first_process_merges_the_reports_of_others(monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
     other, first, session = Reporter(None, "", complete=True), Reporter(None, "", complete=True), of_session()
-    passed, reported = collected(other, part=part), {}
-    other.pytest_sessionfinish(of_session(workeroutput=reported))
+    passed = collected(other, monkeypatch, part=part)
+    other.pytest_sessionfinish(of_session(workeroutput={}))
     passed.user_properties = [list(note) for note in passed.user_properties]  # as they travel
     first.pytest_runtest_logreport(passed)
-    first.pytest_testnodedown(SimpleNamespace(workeroutput=reported))
     first.pytest_sessionfinish(session)
 
     assert [report.subject for report in first._found] == [SUBJECT]
@@ -148,13 +147,14 @@ def of_session(**config: object) -> SimpleNamespace:
     return SimpleNamespace(exitstatus=0, config=SimpleNamespace(**config))
 
 
-def collected(reporter: Reporter, *, part: bool) -> pytest.TestReport:
-    """Return the report of a test that passed and exercised nothing, of a whole run or a part."""
+def collected(reporter: Reporter, monkeypatch: pytest.MonkeyPatch, *, part: bool) -> pytest.TestReport:
+    """Return the report of a test that passed and exercised nothing, of a kit with this test alone or with another."""
+    tests = frozenset({"test_a", "test_b"} if part else {"test_a"})
+    monkeypatch.setattr("attnplug_kit.conformance.reporter.tests_of_kit", lambda subject: tests)
     item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
     reporter.pytest_itemcollected(item)
-    if part:
-        reporter.pytest_deselected()
-    return pytest.TestReport("a", ("a", 1, ""), {}, "passed", None, "call", user_properties=item.user_properties)
+    place, notes = "kit.py::TestBasic::test_a", item.user_properties
+    return pytest.TestReport(place, ("kit.py", 1, ""), {}, "passed", None, "call", user_properties=notes)
 
 
 def test_a_class_without_a_backend_says_how_to_name_one() -> None:
