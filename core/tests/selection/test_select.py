@@ -176,6 +176,18 @@ class TestNames:
         # flash/new can serve on another device, and is not permitted.
         assert caught.value.fix == "one of these\n    permit others with 'auto' in the list"
 
+    @pytest.mark.parametrize("name", ["flash", "FLASH", "flash/new"])
+    def test_an_alias_has_the_fixes_of_its_backend(self, both, request_of, name):
+        with pytest.raises(NoBackendError) as caught:
+            attnplug.select(request_of(cascade=True, sliding_window=128, head_size=128), backend=name)
+
+        found = caught.value.explanation
+        assert found.named
+        assert {id_.partition("/")[0] for id_ in found.named} == {"flash"}
+        fixable = {verdict.id for verdict, _ in found.fixable()}
+        assert fixable
+        assert fixable <= set(found.named)
+
     def test_a_list_is_an_order(self, both, request_of):
         assert attnplug.select(request_of(), backend=["flash/new", "flash/hopper"]).id == "flash/new"
         assert attnplug.select(request_of(), backend=["generic", "auto"]).id == "generic/default"

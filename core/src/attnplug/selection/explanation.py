@@ -42,6 +42,7 @@ class Explanation:
         listed: The backends that were permitted, in order; empty for all.
         origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
         with_auto: The candidates that could serve and are not permitted: those that ``"auto"`` in the list would add.
+        named: The candidates that the list names, by id, backend or alias; empty where all are permitted.
     """
 
     requirements: Requirements
@@ -52,6 +53,7 @@ class Explanation:
     listed: tuple[str, ...] = ()
     origins: tuple[tuple[str, str], ...] = ()
     with_auto: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     @property
     def runner_up(self) -> Verdict | None:
@@ -74,7 +76,7 @@ class Explanation:
         listed without ``"auto"``, those of others are left out: they cannot help.
         """
         found = [(v, v.fix) for v in self.verdicts if v.fix is not None and v.fix.possible]
-        listed = [each for each in found if {each[0].id, each[0].id.partition("/")[0]} & set(self.listed)]
+        listed = [each for each in found if each[0].id in self.named]
         installed = [each for each in found if each[0].status != "absent"]
         offered = listed if self.is_strict else listed or installed or ([] if self.with_auto else found)
         return tuple(each for each in offered if each[1].device is None) or tuple(offered)

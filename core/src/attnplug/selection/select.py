@@ -10,7 +10,7 @@ from attrs import frozen
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
-from attnplug.negotiation.ranking import COMMON_TERMS, Policy, Ranked, rank
+from attnplug.negotiation.ranking import COMMON_TERMS, Policy, Ranked, is_named, rank
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.request.tables import freeze
@@ -205,6 +205,11 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         tuple(request.origins.items()),
         # What can serve, and is among the others all the same, is not permitted.
         tuple(each.candidate.id for each in found.others if each.serves) if request.settings.backend else (),
+        tuple(
+            each.candidate.id
+            for each in (*eligible, *found.others)
+            if any(is_named(each.candidate, name) for name in request.settings.backend)
+        ),
     )
 
 

@@ -216,8 +216,8 @@ def _rows(result: Result) -> list[Row]:
             if verdict.id not in shown and verdict.status != "absent":
                 by_id.setdefault(verdict.id, []).append((group, verdict))
     rows = [_row(id_, found) for id_, found in by_id.items()]
-    listed = explanations[0].listed  # those that were named come first: the user wants to know about them
-    return sorted(rows, key=lambda row: (not {row.id, _backend(row)} & set(listed), _ORDER.index(row.status)))
+    named = explanations[0].named  # these come first: the user wants to know about them
+    return sorted(rows, key=lambda row: (row.id not in named, _ORDER.index(row.status)))
 
 
 def _row(id_: str, found: Sequence[tuple[LayerGroup, Verdict]]) -> Row:
