@@ -8,32 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnplug.models import describe_model
+from core.tests.models.test_description import LLAMA, dtypes, note, without
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "dtype": "bfloat16",
-}
-
-
-def without(config, *names):
-    return {name: value for name, value in config.items() if name not in names}
-
-
-def dtypes(description):
-    return {layer.requirements.dtype for layer in description.layers}
-
-
-def note(description, word):
-    """Return the only note that has a word."""
-    (found,) = [text for text in description.notes if word in text]
-    return found
 
 
 def weights(folder: Path, tensors: dict[str, str], name: str = "model.safetensors") -> None:
