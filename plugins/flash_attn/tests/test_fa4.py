@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from inspect import signature
+from threading import Lock
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,3 +237,24 @@ def test_the_library_checks_given_tensors(library, name, wrong, match) -> None:
             MIXED.query, *MIXED.pages, cu_seqlens_q=call.cu_seqlens_q, max_seqlen_q=7, max_seqlen_k=300,
             seqused_k=call.seqused_k, page_table=call.block_table, **{name: wrong()},
         )  # fmt: skip
+
+
+def test_calls_of_threads_do_not_overlap(library, monkeypatch) -> None:
+    """The library compiles in the calls, and two threads that compile end the process."""
+    inside, forward = Lock(), getattr(library, PRIVATE)
+
+    def alone(q, k, v, **named):
+        assert inside.acquire(blocking=False), "another thread is in the library"
+        sleep(0.005)  # lets the others run
+        result = forward(q, k, v, **named)
+        inside.release()
+        return result
+
+    alone.__signature__ = signature(forward)
+    monkeypatch.setattr(library, PRIVATE, alone)
+    outs = [torch.full((ROWS, HEADS, SIZE), torch.nan).bfloat16() for _ in range(4)]
+    with ThreadPoolExecutor(len(outs)) as pool:
+        sums = list(pool.map(attend, outs))
+
+    for out, lse in zip(outs, sums, strict=True):
+        assert_right(out, lse)

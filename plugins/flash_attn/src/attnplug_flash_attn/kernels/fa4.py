@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -26,6 +27,9 @@ _KEYWORDS: Final = (
 
 _ALIGNMENT: Final = 16
 """Bytes that the kernels write at once, a power of two. 4.0.0b36 asserts it for rows and heads; 4.0.0b11 does not."""
+
+_COMPILING: Final = Lock()
+"""Held during a call. Any call may compile, and compiling in two threads ends the process (seen with 4.0.0b36)."""
 
 
 class Fa4(Kernels):
@@ -55,26 +59,27 @@ class Fa4(Kernels):
     ) -> None:
         left, right = params.window
         forward: Callable[..., Any] = self.run if _is_aligned(out) else _copied
-        _, lse_by_head, *_ = forward(
-            query,
-            key,
-            value,
-            out=out,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            seqused_k=call.seqused_k,
-            page_table=call.block_table,
-            softmax_scale=params.softmax_scale,
-            causal=call.causal,
-            window_size_left=None if left < 0 else left,
-            window_size_right=None if right < 0 else right,
-            learnable_sink=params.sinks,
-            softcap=params.softcap or None,
-            num_splits=call.num_splits if self._splits else 1,  # without split-KV it refuses 0
-            return_lse=lse is not None,  # it could write an LSE, but only one laid out by head
-        )
+        with _COMPILING:
+            _, lse_by_head, *_ = forward(
+                query,
+                key,
+                value,
+                out=out,
+                cu_seqlens_q=call.cu_seqlens_q,
+                cu_seqlens_k=call.cu_seqlens_k,
+                max_seqlen_q=call.max_seqlen_q,
+                max_seqlen_k=call.max_seqlen_k,
+                seqused_k=call.seqused_k,
+                page_table=call.block_table,
+                softmax_scale=params.softmax_scale,
+                causal=call.causal,
+                window_size_left=None if left < 0 else left,
+                window_size_right=None if right < 0 else right,
+                learnable_sink=params.sinks,
+                softcap=params.softcap or None,
+                num_splits=call.num_splits if self._splits else 1,  # without split-KV it refuses 0
+                return_lse=lse is not None,  # it could write an LSE, but only one laid out by head
+            )
         if lse is not None:
             write_lse(lse, lse_by_head)
 
