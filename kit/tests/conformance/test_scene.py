@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +31,9 @@ from attnplug_kit.oracle import (
     random_case,
     tolerance,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @given(cases(features=FEATURES))
@@ -219,6 +227,54 @@ def test_an_error_of_all_elements_is_wrong() -> None:
 
     with pytest.raises(AssertionError, match=r"output: all 640 elements are within .* in the mean: more than rounding"):
         assert_output((exact.output + error).float().bfloat16(), scene)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "interpreted", "passes"),
+    [(torch.bfloat16, "", False), (torch.bfloat16, "1", True), (torch.float16, "1", False)],
+)
+def test_only_interpreted_bfloat16_may_be_truncated(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, interpreted: str, passes: bool
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    exact = torch.zeros(4, 4, dtype=torch.float64)
+    spread = torch.ones_like(exact)
+    error = 0.13 * tolerance(dtype).spread  # of the mean tolerance, beside the smallest number
+    with nullcontext() if passes else pytest.raises(AssertionError, match="in the mean"):
+        assert_close(exact + error, exact, dtype=dtype, spread=(spread, spread))
+
+
+TRUNCATION = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def copy(source, target, count: tl.constexpr):
+    rows = tl.arange(0, count)
+    tl.store(target + rows, tl.load(source + rows))
+
+source, target = torch.randn(4096), torch.empty(4096, dtype=torch.bfloat16)
+copy[(1,)](source, target, 4096)
+truncated = (source.view(torch.int32) & -65536).view(torch.float32)
+assert torch.equal(target.float(), truncated)
+rounded = source.bfloat16().float()
+print(float((truncated - source).abs().mean() / (rounded - source).abs().mean()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_tritons_interpreter_truncates_bfloat16(tmp_path: Path) -> None:
+    """Why it has a limit for itself. Where this fails, Triton rounds, and the limit can go."""
+    file = tmp_path / "truncation.py"
+    file.write_text(TRUNCATION)
+
+    done = subprocess.run(
+        [sys.executable, file], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True
+    )
+
+    assert float(done.stdout) == pytest.approx(2, rel=0.1)
 
 
 def test_integer_weights_have_the_tolerance_of_their_largest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -55,8 +56,9 @@ _FLOOR: Final = 2**-20
 _SHIFTED: Final = 8.0
 
 # The mean error of a whole result, as a part of its mean tolerance. Rounding has less: 0.01 to 0.06 in half
-# precision. Triton's interpreter truncates bfloat16, and has up to 0.13.
-_MEAN: Final = 0.14
+# precision. Triton's interpreter truncates to bfloat16 instead, which doubles the mean error: up to 0.13.
+_MEAN: Final = 0.125
+_MEAN_TRUNCATED: Final = 0.14
 
 # Keys of an FP8 cache that were multiplied by their scale are rounded to the dtype once more: half an eps in each
 # element of a key, which changes a score several times as much as rounding the score would.
@@ -185,8 +187,10 @@ def _allowed(limit: Tolerance, exact: Tensor, what: str, scale: float, spread: t
 
 def _check_mean(error: Tensor, allowed: Tensor, what: str, dtype: torch.dtype) -> None:
     """Require that errors are small on the whole: rounding goes both ways, and rarely reaches its limit."""
-    if error.numel() and float(error.mean()) > _MEAN * float(allowed.mean()):
+    truncates = dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
+    limit = (_MEAN_TRUNCATED if truncates else _MEAN) * float(allowed.mean())
+    if error.numel() and float(error.mean()) > limit:
         raise AssertionError(
             f"{what}: all {error.numel()} elements are within the tolerance, and differ by {float(error.mean()):.1e} "
-            f"in the mean: more than rounding does (tolerance {_MEAN * float(allowed.mean()):.1e}, {dtype})"
+            f"in the mean: more than rounding does (tolerance {limit:.1e}, {dtype})"
         )
