@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -32,6 +33,7 @@ examples:
 exit codes: 0 all attention layers can be served, 1 some cannot, 2 the request is wrong
 """
 _SHOWN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "attn_bias", "kv_sharing")
+_COMMAND: Final = "more: attnplug "
 _TERMS: Final = ("block_size", "kv_layout", "kv_cache_form", "cudagraph")
 
 
@@ -186,7 +188,10 @@ def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: 
         assumed = ", kernel libraries assumed installed" if assume_installed else ""
         _say(f"device: {each.device}{parallel}{assumed}")
         for line in _lines(each):
-            _say(line)
+            if line.startswith(_COMMAND):
+                say(line)  # whole, to be copied
+            else:
+                _say(line)
 
 
 def _say(line: str) -> None:
@@ -197,7 +202,7 @@ def _say(line: str) -> None:
 def _lines(found: ModelPlan) -> Iterator[str]:
     if found.decided is None:
         yield "plan: none"
-        yield from map(escaped, str(found.failure).splitlines() if found.failure is not None else ())
+        yield from _why_none(found)
         return
     terms = " ".join(f"{name}={getattr(found.decided, name)}" for name in _TERMS)
     yield f"plan: {terms}"
@@ -205,6 +210,19 @@ def _lines(found: ModelPlan) -> Iterator[str]:
         yield f"  {id_}  {abbreviated(names)}"
         yield f"    {_heads(found, names)}{_features(found, names)}"
     yield from _memory(found)
+
+
+def _why_none(found: ModelPlan) -> Iterator[str]:
+    """Yield the problem, and the command that has every candidate with its reason; without one, the whole error."""
+    failure = found.failure
+    if failure is None:
+        return
+    if failure.explanation is None:
+        yield from map(escaped, str(failure).splitlines())
+        return
+    yield f"  {escaped(failure.problem)}"
+    device = str(found.device).partition(" (")[0]  # without the product
+    yield f"{_COMMAND}explain --config {escaped(quote(str(found.model.origin)))} --device {device}"
 
 
 def _heads(found: ModelPlan, names: tuple[str, ...]) -> str:

@@ -304,7 +304,8 @@ def _tail(result: Result, head: Sequence[Line], *, matrix: bool) -> list[Line]:
     if matrix:
         return lines
     missing = any(verdict.status == "missing_dependency" for verdict in verdicts)
-    return [*lines, (shortened(_more(assume=missing and not result.groups[0].explanation.assumed_installed), width()),)]
+    more = _more(assumed=result.groups[0].explanation.assumed_installed, missing=missing)
+    return [*lines, (shortened(more, width()),)]
 
 
 def _not_considered(absent: Sequence[str]) -> str:
@@ -316,13 +317,16 @@ def _not_considered(absent: Sequence[str]) -> str:
     return f"{start}{shortened(', '.join(absent), width() - len(start) - len(end))}{end}"
 
 
-def _more(*, assume: bool) -> str:
+def _more(*, assumed: bool, missing: bool) -> str:
     """Return the options for other views, explained where the terminal is wide enough."""
-    supposed = "--assume-installed, " if assume else ""
+    supposed = "--assume-installed, " if missing and not assumed else ""
     told = (
         f"more: --all (every reason and fix), --matrix (devices side by side), {supposed}--device NAME (another device)"
     )
-    return told if len(told) <= width() else f"more: --all (reasons and fixes), --matrix, {supposed}--device NAME"
+    short = f"more: --all (reasons and fixes), --matrix, {supposed}--device NAME"
+    if assumed:
+        told = f"{short}; what to install: without --assume-installed"
+    return told if len(told) <= width() else short
 
 
 def _fixes(result: Result) -> list[str]:
