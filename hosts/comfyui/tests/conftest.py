@@ -21,9 +21,19 @@ def own_process(monkeypatch):
     process.PROCESS.state = before
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=["0.3.59", "0.38.1"])
 def comfyui(request, monkeypatch):
-    """Return a ComfyUI that checks calls against the signatures of a version."""
-    fake = FakeComfyUI(request.param)
+    """Return a ComfyUI that checks calls against the signatures of a version: the oldest, and the newest."""
+    return _installed(request.param, monkeypatch)
+
+
+@pytest.fixture(params=VERSIONS)
+def every_comfyui(request, monkeypatch):
+    """Return the same of each version that was read."""
+    return _installed(request.param, monkeypatch)
+
+
+def _installed(version, monkeypatch):
+    fake = FakeComfyUI(version)
     fake.install(monkeypatch)
     return fake

@@ -136,7 +136,7 @@ class FakeComfyUI:
         return wrapper
 
 
-def plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **more):  # noqa: PLR0917
+def plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **more):
     """Return what the functions of ComfyUI compute, from torch's function: the reference of the tests, in q's dtype."""
     if not skip_reshape:
         size = q.shape[-1] // heads

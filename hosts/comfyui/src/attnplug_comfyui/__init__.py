@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from attnplug_comfyui.install import install as install
+    from attnplug_comfyui.folder import install as install
     from attnplug_comfyui.nodes import NODE_CLASS_MAPPINGS as NODE_CLASS_MAPPINGS
     from attnplug_comfyui.nodes import NODE_DISPLAY_NAME_MAPPINGS as NODE_DISPLAY_NAME_MAPPINGS
     from attnplug_comfyui.override import AttentionOverride as AttentionOverride
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "AttentionOverride": "attnplug_comfyui.override",
     "Route": "attnplug_comfyui.routes",
-    "install": "attnplug_comfyui.install",
+    "install": "attnplug_comfyui.folder",
     **dict.fromkeys(("NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"), "attnplug_comfyui.nodes"),
     **dict.fromkeys(("override_of", "patch", "report"), "attnplug_comfyui.patching"),
 }

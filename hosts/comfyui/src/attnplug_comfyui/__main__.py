@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.commands import OK, WRONG, complain, say
 from attnplug.errors import AttnplugError
-from attnplug_comfyui.install import install
+from attnplug_comfyui.folder import install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

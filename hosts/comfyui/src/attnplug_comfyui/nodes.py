@@ -10,20 +10,37 @@ import attnplug
 from attnplug.errors import AttnplugError, SettingsError
 from attnplug_comfyui.patching import override_of, patch
 
-_logger: Final = logging.getLogger("attnplug")
+_logger: Final = logging.getLogger("attnplug.comfyui")
 AUTO: Final = "auto"
+
+_TYPICAL: Final = tuple(
+    attnplug.Requirements(
+        head_size=size,
+        num_q_heads=8,
+        num_kv_heads=8,
+        dtype=dtype,
+        attn_type="encoder_only",
+        paged=False,
+        phases=("prefill",),
+    )
+    for size in (64, 128)
+    for dtype in ("bfloat16", "float16", "float32")
+)
+"""Calls of diffusion models: a backend that serves one of them is a choice."""
 
 
 def backend_choices() -> list[str]:
-    """Return ``"auto"``, and the installed backends and variants that could serve a call without a KV cache."""
+    """Return ``"auto"``, and the backends and variants that serve typical calls on this machine."""
     try:
-        candidates = attnplug.registry().candidates()
-    except AttnplugError as error:  # one node's mistake would hide from ComfyUI which nodes there are
+        ids = list(
+            dict.fromkeys(
+                verdict.id for layer in _TYPICAL for verdict in attnplug.explain(layer).verdicts if verdict.agreement
+            )
+        )
+    except AttnplugError as error:  # raised here, it would hide the node from ComfyUI; the first call raises it, too
         _logger.error("attnplug: %s", error)  # noqa: TRY400 - the error says all, and ComfyUI prints it to users
         return [AUTO]
-    ready = [one for one in candidates if one.availability == "ready"]
-    ready = [one for one in ready if (paged := one.supports("paged")) is None or paged.allows(False)]  # noqa: FBT003 - a value of the field
-    return [AUTO, *dict.fromkeys(name for one in ready for name in (one.backend, one.id))]
+    return [AUTO, *dict.fromkeys(name for one in ids for name in (one.partition("/")[0], one))]
 
 
 def options_from(text: str) -> dict[str, dict[str, Any]] | None:

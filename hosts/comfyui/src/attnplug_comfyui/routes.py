@@ -8,7 +8,7 @@ from typing import Final
 
 from attrs import frozen
 
-_logger: Final = logging.getLogger("attnplug")
+_logger: Final = logging.getLogger("attnplug.comfyui")
 _MOST: Final = 256
 """Separate routes that are counted; a reason may have numbers of the call in it."""
 _REST: Final = "for other reasons, of which too many were counted"
@@ -36,8 +36,9 @@ class Route:
     calls: int = 0
 
     def __str__(self) -> str:
-        where = self.backend or ("refused" if self.refused else f"ComfyUI's {self.replaced}")
-        instead = f", in place of ComfyUI's {self.replaced}" if self.backend else ""
+        own = f"ComfyUI's {self.replaced}"
+        where = "refused" if self.refused else f"by {self.backend or own}"
+        instead = f", in place of {own}" if self.backend else ""
         counted = f"{self.calls} × " if self.calls else ""  # noqa: RUF001 - as it is written
         return f"{counted}{where} in {self.dtype}{instead}{f' ({self.reason})' if self.reason else ''}"
 
@@ -57,7 +58,8 @@ class RouteCounts:
             is_new = route not in self._counts
             self._counts[route] = self._counts.get(route, 0) + 1
         if is_new:
-            _logger.log(logging.INFO if route.backend else logging.WARNING, "attnplug: attention by %s", route)
+            permit = "; the node's input fallback permits ComfyUI's own function" if route.refused else ""
+            _logger.log(logging.INFO if route.backend else logging.WARNING, "attnplug: attention %s%s", route, permit)
 
     def routes(self) -> tuple[Route, ...]:
         """Return where calls went since the last `reset`, most calls first."""
