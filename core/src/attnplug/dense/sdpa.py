@@ -8,11 +8,13 @@ import torch
 
 from attnplug.contract.guards._format import describe
 from attnplug.dense.functions import attention
+from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors, requirements_of
 from attnplug.errors import NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
 
@@ -88,6 +90,43 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
     return (output, lse) if return_lse else output
 
 
+def requirements_like_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    tokens_first: bool = False,
+    return_lse: bool = False,
+) -> Requirements:
+    """
+    Return what `attend_like_sdpa` requires for a call, without making it: for hosts that decide beforehand.
+
+    Of causal queries after the last key, which are a further call without a mask, it says nothing.
+
+    Args:
+        query: As for `attend_like_sdpa`, and so are the others; tensors of the device ``meta`` do.
+        key: Likewise.
+        value: Likewise.
+        attn_mask: Likewise.
+        is_causal: Likewise.
+        tokens_first: Likewise.
+        return_lse: Likewise; True where gradients are recorded.
+
+    Raises:
+        RequirementsError: A value is outside its domain.
+    """
+    if not tokens_first:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    tensors = NO_TENSORS
+    if attn_mask is not None:
+        is_boolean = attn_mask.dtype == torch.bool and not _differs_by_head(attn_mask)
+        tensors = CallTensors(mask=attn_mask) if is_boolean else CallTensors(bias=attn_mask)
+    params = CallParams(causal=is_causal, return_lse=return_lse)
+    return requirements_of(query, key, value, params, tensors, is_cross=query.shape[1] != key.shape[1])
+
+
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any], *, return_lse: bool, **features: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -119,7 +158,7 @@ def _masked(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, settings: dict[str, Any], *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a mask."""
-    if attn_mask.dtype == torch.bool and attn_mask.ndim > 2 and attn_mask.shape[-3] != 1:
+    if attn_mask.dtype == torch.bool and _differs_by_head(attn_mask):
         # A boolean mask is that of all heads for backends; an added one may differ.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     output, lse = _attend(query, key, value, settings, attn_mask=attn_mask, return_lse=return_lse)
@@ -129,6 +168,10 @@ def _masked(
         output = output.masked_fill(hidden.unsqueeze(-1), 0)
         lse = None if lse is None else lse.masked_fill(hidden, -torch.inf)
     return output, lse
+
+
+def _differs_by_head(attn_mask: Tensor) -> bool:
+    return attn_mask.ndim > 2 and attn_mask.shape[-3] != 1
 
 
 def _refuse_dropout(dropout_p: float) -> NoReturn:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import attnplug
-from attnplug.dense import attend_like_sdpa
+from attnplug.dense import attend_like_sdpa, requirements_like_sdpa
 from attnplug.errors import TensorError
 from attnplug_torch.decisions import REFUSALS, RefusedError, common_reasons, decide, refused, unknown_arguments
 
@@ -103,18 +102,7 @@ def backend_of(
     return decide(
         kind,
         query.device,
-        lambda: attnplug.Requirements(  # what `attention` requires for this call
-            head_size=sizes[2],
-            num_q_heads=sizes[0],
-            num_kv_heads=sizes[1],
-            dtype=str(query.dtype),
-            head_size_v=sizes[3],
-            attn_type="decoder" if is_causal else "encoder_decoder" if is_cross else "encoder_only",
-            attn_bias=attn_mask is not None,
-            paged=False,
-            phases=("prefill",),
-            return_lse=True,
-        ),
+        lambda: requirements_like_sdpa(query, key, value, attn_mask, is_causal=is_causal, return_lse=True),
     )
 
 
