@@ -157,7 +157,8 @@ def test_a_second_call_renews_the_folder(tmp_path) -> None:
     comfyui = checkout(tmp_path)
     for link in (False, False, True, True, False):
         target = attnplug_comfyui.install(comfyui, link=link)
-        (target / "__pycache__").mkdir(exist_ok=True)
+        if not link:
+            (target / "__pycache__").mkdir(exist_ok=True)  # as importing it leaves it
         assert target.is_symlink() is link
         assert "NODE_CLASS_MAPPINGS" in (target / "__init__.py").read_text("utf-8")
     assert (SOURCE / "__init__.py").exists()
@@ -172,6 +173,21 @@ def test_what_is_something_else_is_left_alone(tmp_path) -> None:
         with pytest.raises(RequestError, match="has something else: __init__"):
             attnplug_comfyui.install(comfyui)
     assert (other / "__init__.py").read_text("utf-8") == "x = 1\n"
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_what_is_no_folder_is_left_alone(kind, tmp_path) -> None:
+    comfyui = checkout(tmp_path)
+    other = comfyui / "custom_nodes" / "attnplug"
+    if kind == "a file":
+        other.write_text("", "utf-8")
+    else:
+        other.symlink_to(tmp_path)
+
+    with pytest.raises(RequestError, match=f"has something else: {kind}"):
+        attnplug_comfyui.install(comfyui)
+
+    assert other.exists()
 
 
 def test_the_command_writes_the_folder_or_says_why_not(tmp_path, capsys) -> None:

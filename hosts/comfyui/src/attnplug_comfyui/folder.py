@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import rmtree
 from typing import Final
 
 from attnplug.errors import RequestError
@@ -12,6 +13,9 @@ NAME: Final = "attnplug"
 
 SOURCE: Final = Path(__file__).parent / "custom_node"
 """The folder in this distribution."""
+
+_NAMED: Final = "from attnplug_comfyui"
+"""What the file of the folder has in it."""
 
 
 def install(comfyui: str | Path, *, link: bool = False) -> Path:
@@ -39,8 +43,7 @@ def install(comfyui: str | Path, *, link: bool = False) -> Path:
         target.unlink()
     if link:
         if target.exists():
-            (target / "__init__.py").unlink(missing_ok=True)
-            target.rmdir()
+            rmtree(target)
         target.symlink_to(SOURCE, target_is_directory=True)
         return target
     target.mkdir(exist_ok=True)
@@ -55,14 +58,18 @@ def _refuse_other(target: Path) -> None:
     Raises:
         RequestError: There is something else.
     """
-    if target.is_symlink() or not target.exists():
-        return
-    files = sorted(one.name for one in target.iterdir() if one.name != "__pycache__") if target.is_dir() else ["a file"]
-    first = target / "__init__.py"
-    is_ours = files in ([], ["__init__.py"]) and (not files or "attnplug_comfyui" in first.read_text("utf-8"))
+    if target.is_symlink():
+        linked = target.readlink()
+        found, is_ours = f"a link to {linked}", linked.parts[-2:] == SOURCE.parts[-2:]
+    elif target.is_dir():
+        files = sorted(one.name for one in target.iterdir() if one.name != "__pycache__")
+        found = ", ".join(files)
+        is_ours = not files or (files == ["__init__.py"] and _NAMED in (target / "__init__.py").read_text("utf-8"))
+    else:
+        found, is_ours = "a file", not target.exists()
     if not is_ours:
         raise RequestError(
-            f"{str(target)!r} has something else: {', '.join(files)}",
+            f"{str(target)!r} has something else: {found}",
             "it is the folder of attnplug-comfyui, or does not exist",
             "move it away, and run this once more",
         )
