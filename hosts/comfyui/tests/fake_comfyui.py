@@ -119,8 +119,9 @@ class FakeComfyUI:
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            if self.version.has_containers:
+            if self.version.has_preference:
                 kwargs.pop("preferred_attention", None)
+            if self.version.has_containers:
                 args = tuple(one.take() if isinstance(one, Container) else one for one in args)
             if "_inside_attn_wrapper" in kwargs:
                 return function(*args, **kwargs)

@@ -97,6 +97,32 @@ def booleans():
     return most
 
 
+def precision():
+    """Return how far scores in float32 of halves are from those of ComfyUI's function that computes them."""
+    patched = attnplug_comfyui.patch(patcher())
+    q, k, v = (torch.randn(2, tokens, 64).half() for tokens in (7, 5, 5))
+    flags = {"attn_precision": torch.float32, "transformer_options": patched.model_options["transformer_options"]}
+    found = attention.attention_split(q, k, v, 4, **flags)
+    expected = attention.attention_split(q.float(), k.float(), v.float(), 4)
+    (route,) = attnplug_comfyui.report(patched)
+    assert (route.dtype, found.dtype) == ("float32", torch.float16)
+    return (found - expected).abs().max().item()
+
+
+def keywords():
+    """Return how far grouped heads with a scale, in containers, are from ComfyUI's own; None where it has none."""
+    if not hasattr(attention, "AttentionTensorContainer"):
+        return None
+    options = attnplug_comfyui.patch(patcher()).model_options["transformer_options"]
+    q, k, v = torch.randn(2, 7, 64), torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    flags = {"enable_gqa": True, "scale": 0.3, "low_precision_attention": False}
+    expected = attention.attention_pytorch(q, k, v, 4, **flags)
+    containers = [attention.AttentionTensorContainer(one) for one in (q, k, v)]
+    found = attention.attention_pytorch(*containers, 4, **flags, transformer_options=options)
+    assert all(one.tensor is None for one in containers)
+    return (found - expected).abs().max().item()
+
+
 def flux():
     """Return a tiny Flux, and its inputs."""
     known = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}  # newer versions
@@ -182,6 +208,8 @@ if __name__ == "__main__":
         "signatures": signatures(),
         "functions": functions(),
         "booleans": booleans(),
+        "precision": precision(),
+        "keywords": keywords(),
         "models": models(),
         "setter": setter(),
     }

@@ -33,8 +33,8 @@ class Version(NamedTuple):
         commit: Of the repository Comfy-Org/ComfyUI, or of the fork that is named.
         functions: The parameters of each function ``attention_NAME``.
         keywords: Keywords that functions read from ``**kwargs``, beside those of the wrapper.
-        has_containers: Whether models pass queries, keys and values in containers that are emptied once, and
-            `preferred_attention`.
+        has_containers: Whether models pass queries, keys and values in containers that are emptied once.
+        has_preference: Whether layers pass `preferred_attention`, which comes after an override.
         has_setter: Whether `ModelPatcher` has `set_model_optimized_attention`.
     """
 
@@ -42,6 +42,7 @@ class Version(NamedTuple):
     functions: dict[str, tuple[tuple[str, object], ...]]
     keywords: frozenset[str] = frozenset()
     has_containers: bool = False
+    has_preference: bool = False
     has_setter: bool = False
 
 
@@ -56,15 +57,23 @@ VERSIONS: Final = {
         {**_FUNCTIONS, "3_sage": _PARAMETERS},
         _LOW,
     ),
-    "0.38.1": Version(
-        "05080f6022b2572df36a0aa6bcba413209c3d265",
+    "0.33.0": Version(
+        "783545f689a0af730065994b46b382ae24844c99",
         {**_FUNCTIONS, "3_sage": _PARAMETERS, "comfy_kitchen_int8": _PARAMETERS},
         _LOW | {"scale", "enable_gqa"},
         has_containers=True,
         has_setter=True,
     ),
+    "0.38.1": Version(
+        "05080f6022b2572df36a0aa6bcba413209c3d265",
+        {**_FUNCTIONS, "3_sage": _PARAMETERS, "comfy_kitchen_int8": _PARAMETERS},
+        _LOW | {"scale", "enable_gqa"},
+        has_containers=True,
+        has_preference=True,
+        has_setter=True,
+    ),
 }
-"""0.3.59 is the first with `optimized_attention_override`, 0.38.1 the newest that was read."""
+"""0.3.59 is the first with `optimized_attention_override`, 0.38.1 the newest that was read: of it, its file alone."""
 
 CALLS: Final = (
     (3, ("heads",)),

@@ -60,6 +60,17 @@ def test_boolean_masks_have_the_result_of_pytorch(found) -> None:
     assert found["booleans"] < 1e-5
 
 
+def test_scores_of_halves_are_those_in_float32(found) -> None:
+    assert found["precision"] < 2e-3
+
+
+def test_keywords_of_newer_versions_have_their_result(found) -> None:
+    has_containers = VERSIONS.get(found["version"], VERSIONS[NEWEST]).has_containers
+
+    assert (found["keywords"] is not None) is has_containers
+    assert not has_containers or found["keywords"] < 1e-5
+
+
 def test_models_run_beside_each_other_with_their_options(found) -> None:
     models = found["models"]
     backends = {name: {backend for _, backend, _ in one["routes"]} for name, one in models.items()}
@@ -72,4 +83,6 @@ def test_models_run_beside_each_other_with_their_options(found) -> None:
 
 
 def test_the_setter_of_comfyui_has_the_same_key(found) -> None:
-    assert found["setter"] in (None, ["optimized_attention_override"])
+    has_setter = VERSIONS.get(found["version"], VERSIONS[NEWEST]).has_setter
+
+    assert found["setter"] == (["optimized_attention_override"] if has_setter else None)
