@@ -20,7 +20,7 @@ from attnplug.dense import attend_like_sdpa
 from attnplug.errors import NotNegotiatedError
 from attnplug_diffusers.fallback import Fallback
 from attnplug_diffusers.masks import mask_by_key
-from attnplug_diffusers.rerouting import Route, direct_methods
+from attnplug_diffusers.rerouting import Route, direct_methods, original
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,18 +50,19 @@ class Attention:
     member: Any
     route: Route
     fallback: Fallback | None
-    _classes: dict[type, type] = field(factory=dict)
+    _classes: dict[type, type | None] = field(factory=dict)
 
-    def rerouted(self, owner: type) -> type:
+    def rerouted(self, owner: type) -> type | None:
         """
-        Return a class with those of its methods on the route that call attention directly; itself without any.
+        Return a class with those of its methods on the route that call attention directly; None without any.
 
         Raises:
             NotNegotiatedError: As for `Route.copy`.
         """
+        owner = original(owner)
         if owner not in self._classes:
             names = direct_methods(owner)
-            self._classes[owner] = self.route.subclass(owner, names) if names else owner
+            self._classes[owner] = self.route.subclass(owner, names) if names else None
         return self._classes[owner]
 
 
@@ -121,7 +122,8 @@ def _dispatched(backend: BackendNames | None, options: Options | None, fallback:
         **others: Any,
     ) -> Any:
         for name, setting in others.items():
-            if setting is not None and not (name == "window_size" and tuple(setting) == _NO_WINDOW):
+            is_unset = setting is None or (isinstance(setting, (bool, int, float)) and not setting)
+            if not is_unset and not (name == "window_size" and tuple(setting) == _NO_WINDOW):
                 _refuse_argument(name)
         if _parallel_config is not None:
             _refuse_parallel()

@@ -194,7 +194,7 @@ def _prepare(model: nn.Module, attention: Attention) -> Binding:
             else:
                 found.append(_Change(module, _PROCESSOR, changed))
         owner = attention.rerouted(type(module))
-        if owner is not type(module):
+        if owner is not None:
             found.append(_Change(module, _CLASS, owner))
         if found:
             modules.append(name)
@@ -205,10 +205,10 @@ def _prepare(model: nn.Module, attention: Attention) -> Binding:
 def _bound_processor(processor: Any, attention: Attention) -> Any:
     """Return a copy of a processor that calls attnplug, or None where it calls no attention."""
     owner, dispatched = attention.rerouted(type(processor)), dispatches(type(processor))
-    if owner is type(processor) and not dispatched:
+    if owner is None and not dispatched:
         return None
     made = copy.copy(processor)
-    if owner is not type(processor):
+    if owner is not None:
         made.__class__ = owner
     if dispatched:
         made._attention_backend = attention.member  # noqa: SLF001 - as diffusers' set_attention_backend does

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SDPA: Final = "scaled_dot_product_attention"
 _DISPATCH: Final = "dispatch_attention_fn"
+_ORIGINAL: Final = "_attnplug_original"
 
 
 @frozen(eq=False)
@@ -96,7 +97,14 @@ class Route:
         methods = {name: self.copy(inspect.getattr_static(owner, name)) for name in names}
         made = type(owner.__name__, (owner,), {**methods, "__module__": owner.__module__, "__doc__": owner.__doc__})
         made.__qualname__ = owner.__qualname__
+        setattr(made, _ORIGINAL, owner)
         return made
+
+
+def original(owner: type) -> type:
+    """Return the class that a class of `Route.subclass` was made of: a model may be bound again."""
+    found: type = vars(owner).get(_ORIGINAL, owner)
+    return found
 
 
 def direct_methods(owner: type) -> list[str]:

@@ -1,0 +1,78 @@
+"""Models of diffusers bound to a backend, beside diffusers' native attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnplug
+from attnplug.errors import NoBackendError
+from hosts.diffusers.tests.models import MODELS, hunyuan, sd3, wan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_model_computes_what_it_does_by_itself(make, mode, diffusers, bind, runs) -> None:
+    small = make(diffusers)
+
+    with mode():
+        wanted = small()
+        assert not runs
+        with bind(small.model) as binding:
+            found = small()
+        assert len(runs) == small.calls
+        small()
+
+    assert len(runs) == small.calls, "the restored model calls attnplug"
+    assert binding.left == ()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [MODELS["flux"], wan, hunyuan, sd3])
+def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
+    small = make(diffusers)
+    torch._dynamo.reset()
+    compiled = torch.compile(small.model, fullgraph=True, backend="aot_eager" if make is wan else "eager")
+
+    with torch.no_grad():
+        wanted = small()
+        with bind(small.model, native_fallback=make is sd3):
+            found = compiled(**small.inputs, return_dict=False)[0]
+        assert len(runs) == small.calls
+        native = compiled(**small.inputs, return_dict=False)[0]
+
+    assert len(runs) == small.calls, "the compiled model calls attnplug after it is restored"
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(native, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [wan, sd3])
+def test_a_model_is_trained(make, diffusers, bind, runs) -> None:
+    small = make(diffusers)
+
+    small().square().sum().backward()
+    wanted = {name: one.grad for name, one in small.model.named_parameters()}
+    small.model.zero_grad()
+    with bind(small.model):
+        small().square().sum().backward()
+
+    assert len(runs) == small.calls
+    for name, one in small.model.named_parameters():
+        torch.testing.assert_close(one.grad, wanted[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_scope_is_followed_by_every_layer(diffusers, bind, runs) -> None:
+    small = wan(diffusers)
+
+    with torch.no_grad(), bind(small.model):
+        small()
+        with attnplug.using(backend="flashinfer"), pytest.raises(NoBackendError, match="flashinfer"):
+            small()
+        with attnplug.using(backend="torch"):
+            small()
+
+    assert len(runs) == 2 * small.calls
