@@ -311,4 +311,8 @@ def test_texts_of_an_engine_steer_no_terminal(run, add) -> None:
 
 
 def test_the_known_engines_name_their_distribution() -> None:
-    assert engine.KNOWN == {"torch": ("torch", "attnplug-torch"), "vllm": ("vLLM", "attnplug-vllm")}
+    assert engine.KNOWN == {
+        "diffusers": ("diffusers", "attnplug-diffusers"),
+        "torch": ("torch", "attnplug-torch"),
+        "vllm": ("vLLM", "attnplug-vllm"),
+    }

@@ -49,7 +49,7 @@ def flux(diffusers):
 def wan(diffusers):
     """Self-attention, and cross-attention to the text."""
     model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )  # fmt: skip
@@ -64,9 +64,9 @@ def wan(diffusers):
 def wan_of_images(diffusers):
     """The same with image tokens, which every cross-attention attends to by a second call."""
     model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=16, ffn_dim=32, num_layers=1, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32, image_dim=16, added_kv_proj_dim=24,
+        rope_max_seq_len=32, image_dim=16, added_kv_proj_dim=32,
     )  # fmt: skip
     inputs = {
         "hidden_states": torch.randn(2, 4, 2, 8, 8),
