@@ -26,7 +26,7 @@ TOOLS := argcomplete build coverage mkdocs mkdocs-material 'mkdocstrings[python]
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
 # Every distribution, as a user would have them: core, kit, hosts and plugins. Those of diffusers and vLLM need Python 3.11, as these do.
-WORKSPACE := -e 'core[torch]' -e kit -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
+WORKSPACE := -e 'core[torch]' -e kit -e hosts/comfyui -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
              $$($(BIN)/python -c 'import sys; print("-e hosts/diffusers -e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help

@@ -132,6 +132,32 @@ def torch_host() -> None:
     need(any(route.backend for route in attnplug_torch.report()), "no call went to a backend")
 
 
+def comfyui_host() -> None:
+    """Give a model like ComfyUI's the attention of attnplug, and write the folder of the nodes."""
+    import torch  # noqa: PLC0415 - likewise
+
+    import attnplug_comfyui  # noqa: PLC0415 - as above
+
+    class Model:
+        def __init__(self) -> None:
+            self.model_options: dict[str, Any] = {"transformer_options": {}}
+
+        def clone(self) -> Model:
+            return Model()
+
+    torch.manual_seed(0)
+    query = torch.randn(1, 10, 4 * 64)
+    heads = query.unflatten(2, (4, 64)).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+    model = attnplug_comfyui.patch(Model())
+    found = attnplug_comfyui.override_of(model)(torch.add, query, query, query, 4)
+    need(torch.allclose(found, expected, atol=1e-5), "attention differs on a backend")
+    need(any(route.backend for route in attnplug_comfyui.report(model)), "no call went to a backend")
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "custom_nodes").mkdir()
+        need((attnplug_comfyui.install(folder) / "__init__.py").exists(), "the folder of the nodes is not written")
+
+
 def diffusers_host() -> None:
     """Bind a model of diffusers, and find the same numbers."""
     import diffusers  # noqa: PLC0415 - as above
@@ -181,6 +207,7 @@ TESTS: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
         "attnplug-vllm": vllm_host,
         "attnplug-diffusers": diffusers_host,
         "attnplug-torch": torch_host,
+        "attnplug-comfyui": comfyui_host,
     }
 )
 """The tests by distribution; any other one is a plugin."""
