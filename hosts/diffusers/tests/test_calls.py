@@ -79,8 +79,7 @@ def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries
     torch.manual_seed(seed)
     inputs = tensors((batch, queries, kv_heads * group, 8), (batch, keys, kv_heads, 8))
     shape = (batch, keys) if mask == "by key" else (batch, 1, queries, keys)
-    visible = torch.rand(shape) > 0.3
-    visible[..., 0] = True
+    visible = torch.rand(shape) > 0.3  # some queries, and some whole sequences, may attend to nothing
     given = None if mask is None else torch.randn(shape) if mask == "added" else visible
 
     output, lse = dispatch_attention_fn(
@@ -162,6 +161,61 @@ def test_a_fallback_follows_the_scope(dispatched, runs) -> None:
     assert len(runs) == 1
     dispatched(*inputs, native_fallback=True)
     assert len(runs) == 2
+
+
+PADDING = {
+    "of each sequence": MASK.bool()[:, None, None, :],
+    "of all sequences": MASK[1:].bool()[:, None, None, :],
+    "of two axes": MASK.bool(),
+    "in the middle": MASK.bool().roll(-9, 1)[:, None, None, :],
+    "none": torch.ones(2, 1, 1, 12, dtype=torch.bool),
+    "all of a sequence": torch.arange(24).view(2, 1, 1, 12) > 11,
+}
+
+
+@pytest.mark.parametrize("mask", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_keys_that_a_mask_hides_are_left_out(mask, mode, dispatch, dispatched, runs) -> None:
+    inputs = [one.requires_grad_(mode is torch.enable_grad) for one in tensors((2, 30, 4, 64), (2, 12, 4, 64))]
+
+    with mode():
+        found = dispatched(*inputs, attn_mask=mask.clone())
+        wanted = dispatch.dispatch_attention_fn(*inputs, attn_mask=mask)
+
+    (run,) = runs
+    assert not run.agreement.requirements.custom_mask
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    if mode is torch.enable_grad:
+        grads = torch.autograd.grad(found.square().sum(), inputs)
+        for one, other in zip(grads, torch.autograd.grad(wanted.square().sum(), inputs), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learns", [False, True])
+def test_keys_are_left_out_in_a_compiled_graph(learns, dispatch, runs) -> None:
+    from attnplug_diffusers.backend import attention_for  # noqa: PLC0415 - imports diffusers
+
+    torch._dynamo.reset()
+    inputs, mask = tensors((2, 30, 4, 64), (2, 12, 4, 64)), MASK.bool()[:, None, None, :]
+    inputs[0].requires_grad_(learns)
+    member = attention_for("torch/sdpa", None, native_fallback=True).member
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(query, key, value, mask):
+        return dispatch.dispatch_attention_fn(query * 2, key, value, mask, backend=member) + 1
+
+    for one in (mask, mask.roll(3, 3)):
+        found = model(*inputs, one)
+        wanted = dispatch.dispatch_attention_fn(inputs[0] * 2, *inputs[1:], attn_mask=one) + 1
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    # With gradients the backend has the mask: an op that reads it has none.
+    assert [run.agreement.requirements.custom_mask for run in runs] == [learns] * 2
+
+
+def test_a_mask_by_key_without_grouped_heads_is_checked(dispatched) -> None:
+    with pytest.raises(TensorError, match="without enable_gqa"):
+        dispatched(*tensors((2, 30, 4, 64), (2, 12, 2, 64)), attn_mask=MASK.bool())
 
 
 def test_metadata_is_kept_for_a_mask_by_key(dispatched, monkeypatch) -> None:

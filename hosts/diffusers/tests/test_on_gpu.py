@@ -7,7 +7,7 @@ import torch
 
 import attnplug
 from attnplug.errors import NoBackendError
-from hosts.diffusers.tests.models import MASK, MODELS, flux, sd3, wan
+from hosts.diffusers.tests.models import MASK, MODELS, flux, qwen, sd3, wan
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ def test_a_model_computes_what_it_does_by_itself(make, diffusers, bind, forwards
 
 
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("make", [flux, sd3, wan])
+@pytest.mark.parametrize("make", [flux, sd3, wan, qwen])
 def test_models_run_on_flash_attention(make, backend, diffusers, bind, forwards) -> None:
     small = on_gpu(make(diffusers), torch.bfloat16)
 
@@ -107,7 +107,7 @@ def _as_float32(arguments):
     return {**arguments, "attn_mask": mask.float()} if mask is not None and mask.is_floating_point() else arguments
 
 
-@pytest.mark.parametrize("make", [flux, sd3])
+@pytest.mark.parametrize("make", [flux, sd3, qwen])
 def test_the_inductor_compiles_a_bound_model(make, diffusers, bind, forwards) -> None:
     torch._dynamo.reset()
     small = on_gpu(make(diffusers), torch.bfloat16)

@@ -20,6 +20,7 @@ from attnplug.dense import attend_like_sdpa
 from attnplug.errors import NotNegotiatedError
 from attnplug_diffusers.fallback import Fallback
 from attnplug_diffusers.masks import mask_by_key
+from attnplug_diffusers.packed import attend_by_key, can_leave_out, is_by_key
 from attnplug_diffusers.rerouting import Route, direct_methods, original
 
 if TYPE_CHECKING:
@@ -34,6 +35,22 @@ NAME: Final = "attnplug"
 
 _NATIVE: Final = dispatch.AttentionBackendName.NATIVE
 _NO_WINDOW: Final = (-1, -1)
+
+
+@frozen(eq=False)
+class Settings:
+    """
+    What the calls of a bound model are made with.
+
+    Attributes:
+        backend: As for `attnplug.select`.
+        options: As for `attnplug.select`.
+        fallback: Decides which calls diffusers' native attention runs; None for none.
+    """
+
+    backend: BackendNames | None
+    options: Options | None
+    fallback: Fallback | None
 
 
 @frozen(eq=False)
@@ -80,13 +97,13 @@ def attention_for(backend: BackendNames | None, options: Options | None, *, nati
         native_fallback: Whether diffusers' native attention runs what no backend serves.
     """
     names = [backend] if isinstance(backend, str) else list(backend or ())
-    settings = f"{','.join(names)}{json.dumps(options, sort_keys=True) if options else ''}"
-    name = f"{NAME}{f':{settings}' if settings else ''}{' or native' if native_fallback else ''}"
+    text = f"{','.join(names)}{json.dumps(options, sort_keys=True) if options else ''}"
+    name = f"{NAME}{f':{text}' if text else ''}{' or native' if native_fallback else ''}"
     with _lock:
         if name not in _made:
-            fallback = Fallback(backend, options) if native_fallback else None
-            member = _register(name, _dispatched(backend, options, fallback))
-            _made[name] = Attention(member, Route.to(_like_sdpa(backend, options, fallback), member), fallback)
+            settings = Settings(backend, options, Fallback(backend, options) if native_fallback else None)
+            member = _register(name, _dispatched(settings))
+            _made[name] = Attention(member, Route.to(_like_sdpa(settings), member), settings.fallback)
         return _made[name]
 
 
@@ -105,7 +122,7 @@ def _register(name: str, function: Callable[..., Any]) -> Any:
     return member
 
 
-def _dispatched(backend: BackendNames | None, options: Options | None, fallback: Fallback | None) -> Callable[..., Any]:
+def _dispatched(settings: Settings) -> Callable[..., Any]:
     """Return the function of diffusers' registry."""
 
     def attend(  # noqa: PLR0913, PLR0917 - the signature of diffusers' functions
@@ -129,22 +146,17 @@ def _dispatched(backend: BackendNames | None, options: Options | None, fallback:
             _refuse_parallel()
         if attn_mask is not None and attn_mask.ndim == 2:
             attn_mask = mask_by_key(attn_mask, query.shape[0], key.shape[1])
-        if fallback is not None and not return_lse:
-            call: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
-            if fallback.reason(query, key, value, attn_mask, tokens_first=True, **call):
-                native = dispatch._AttentionBackendRegistry._backends[_NATIVE]  # noqa: SLF001 - has no public name
-                return native(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa, **call)
-        found = attend_like_sdpa(
-            query, key, value, attn_mask,
+        found = _attend(
+            settings, query, key, value, attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, tokens_first=True,
-            return_lse=return_lse, backend=backend, options=options,
+            return_lse=return_lse,
         )  # fmt: skip
         return (found[0], found[1].transpose(1, 2)) if return_lse else found  # as FlashAttention has it
 
     return attend
 
 
-def _like_sdpa(backend: BackendNames | None, options: Options | None, fallback: Fallback | None) -> Callable[..., Any]:
+def _like_sdpa(settings: Settings) -> Callable[..., Any]:
     """Return the function for code that calls torch's."""
 
     def scaled_dot_product_attention(
@@ -157,19 +169,51 @@ def _like_sdpa(backend: BackendNames | None, options: Options | None, fallback: 
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002 - likewise
     ) -> Any:
-        if fallback is not None:
-            call: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
-            if fallback.reason(query, key, value, attn_mask, tokens_first=False, **call):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa, **call
-                )
-        return attend_like_sdpa(
-            query, key, value, attn_mask,
-            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            backend=backend, options=options,
+        return _attend(
+            settings, query, key, value, attn_mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, tokens_first=False,
+            return_lse=False,
         )  # fmt: skip
 
     return scaled_dot_product_attention
+
+
+def _attend(
+    settings: Settings,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    tokens_first: bool,
+    return_lse: bool,
+    **call: Any,
+) -> Any:
+    """Run a call by leaving out keys, natively, or as it is; `call` has the rest of torch's arguments."""
+    heads, tokens = (2, 1) if tokens_first else (1, 2)
+    by_key = (
+        attn_mask is not None
+        and not call["is_causal"]
+        and not call["dropout_p"]
+        and is_by_key(query, key, attn_mask, heads=heads, tokens=tokens, enable_gqa=call["enable_gqa"])
+        and can_leave_out(query, key, value, return_lse=return_lse)
+    )
+    fallback = settings.fallback
+    if fallback is not None and not return_lse:
+        about: dict[str, Any] = {name: call[name] for name in ("dropout_p", "is_causal")}
+        if fallback.reason(query, key, value, attn_mask, tokens_first=tokens_first, by_key=by_key, **about):
+            if not tokens_first:
+                return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, **call)
+            native = dispatch._AttentionBackendRegistry._backends[_NATIVE]  # noqa: SLF001 - has no public name
+            return native(query, key, value, attn_mask, **call)
+    chosen: dict[str, Any] = {"backend": settings.backend, "options": settings.options, "return_lse": return_lse}
+    if attn_mask is None or not by_key:
+        return attend_like_sdpa(query, key, value, attn_mask, tokens_first=tokens_first, **call, **chosen)
+    if not tokens_first:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output, lse = attend_by_key(query, key, value, attn_mask, scale=call["scale"], **chosen)
+    output = output if tokens_first else output.transpose(1, 2)
+    return (output, lse) if return_lse else output
 
 
 def _refuse_argument(name: str) -> None:

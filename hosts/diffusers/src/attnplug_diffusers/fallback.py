@@ -50,9 +50,12 @@ class Fallback:
         dropout_p: float,
         is_causal: bool,
         tokens_first: bool,
+        by_key: bool,
     ) -> str:
         """
         Return why no backend serves a call; nothing where one does.
+
+        `by_key` says that the mask leaves out keys, and is no mask for a backend (`attnplug_diffusers.packed`).
 
         In ``torch.compile`` this is decided when the graph is traced, and is part of the graph.
         """
@@ -70,9 +73,9 @@ class Fallback:
             query.dtype,
             query.device,
             (query.shape[heads], key.shape[heads], query.shape[3], value.shape[3]),
-            _mask_kind(attn_mask),
+            "" if by_key else _mask_kind(attn_mask),
             is_causal,
-            query.shape[tokens] != key.shape[tokens],
+            by_key or query.shape[tokens] != key.shape[tokens],
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
         )
 
