@@ -147,7 +147,7 @@ def comfyui_host() -> None:
 
     torch.manual_seed(0)
     query = torch.randn(1, 10, 4 * 64)
-    heads = query.unflatten(2, (4, 64)).transpose(1, 2)
+    heads = query.view(1, 10, 4, 64).transpose(1, 2)
     expected = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
     model = attnplug_comfyui.patch(Model())
     found = attnplug_comfyui.override_of(model)(torch.add, query, query, query, 4)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import attnplug
-from attnplug.dense import device_of, shared_backend
+from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
 
 if TYPE_CHECKING:
@@ -63,47 +63,25 @@ class Decisions:
     def _decide(self, call: AttentionCall) -> Backend | AttnplugError:
         try:
             return shared_backend(
-                requirements_of(call), device_of(call.query.device), backend=self.backend, options=self.options
+                _requirements(call), device_of(call.query.device), backend=self.backend, options=self.options
             )
         except REFUSALS as error:
             return error
 
 
-def requirements_of(call: AttentionCall) -> attnplug.Requirements:
-    """
-    Return what a call requires of a backend.
-
-    Raises:
-        RequirementsError: A value is outside its domain.
-    """
-    heads, size, kv_heads, size_v, dtype, is_cross, mask, learns = _kind(call)
-    return attnplug.Requirements(
-        head_size=size,
-        num_q_heads=heads,
-        num_kv_heads=kv_heads,
-        dtype=dtype,
-        head_size_v=size_v,
-        attn_type="encoder_decoder" if is_cross else "encoder_only",
-        custom_mask=mask == "boolean",
-        attn_bias=mask == "additive",
-        paged=False,
-        phases=("prefill",),
-        return_lse=learns,
+def _requirements(call: AttentionCall) -> attnplug.Requirements:
+    return requirements_like_sdpa(
+        call.query, call.key, call.value, call.mask, tokens_first=True, return_lse=_records_gradients(call)
     )
 
 
-def _kind(call: AttentionCall) -> tuple[int, int, int, int, torch.dtype, bool, str | None, bool]:
+def _kind(call: AttentionCall) -> Hashable:
     """Return what the requirements follow from."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    query, key = call.query, call.key
+    mask = None if call.mask is None else (call.mask.dtype, call.mask.ndim > 2 and call.mask.shape[-3] != 1)
     is_cross = query.shape[1] != key.shape[1]
-    heads, size = query.shape[2:]
-    return heads, size, key.shape[2], value.shape[3], query.dtype, is_cross, _mask_kind(mask), learns
+    return *query.shape[2:], key.shape[2], call.value.shape[3], query.dtype, is_cross, mask, _records_gradients(call)
 
 
-def _mask_kind(mask: torch.Tensor | None) -> str | None:
-    """Return how backends see a mask: a boolean one with separate heads is added to the scores."""
-    if mask is None:
-        return None
-    is_common = mask.ndim < 4 or mask.shape[1] == 1
-    return "boolean" if mask.dtype == torch.bool and is_common else "additive"
+def _records_gradients(call: AttentionCall) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in (call.query, call.key, call.value))
