@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
 
+import attnplug
+from attnplug import torch_backend
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequestError, SettingsError
 from hosts.diffusers.tests.models import flux, sd3, vae, wan
 
@@ -61,18 +67,48 @@ def test_diffusers_own_switch_leaks_and_ours_does_not(pair, dispatch, bind, runs
 def test_two_models_have_different_backends_at_once(pair, bind, runs) -> None:
     first, second = pair
     wanted = first()
-    with bind(first.model, "torch/sdpa"), bind(second.model, ["flashinfer", "torch/flex"], native_fallback=True):
-        found = first()
-        assert len(runs) == first.calls
-        # The other one has a backend that does not serve the CPU, and then one that does.
-        torch.testing.assert_close(second(), wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(first(), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
     with bind(first.model, "torch/sdpa"), bind(second.model, "flashinfer"):
-        first()
+        found = first()
         with pytest.raises(NoBackendError, match="flashinfer"):
             second()
+        torch.testing.assert_close(first(), wanted, rtol=1e-5, atol=1e-5)
+    assert len(runs) == 2 * first.calls
+    assert {one.agreement.id for one in runs} == {"torch/sdpa"}
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+    runs.clear()
+    with bind(first.model), bind(second.model, "flashinfer", native_fallback=True) as binding:
+        torch.testing.assert_close(first(), second(), rtol=1e-5, atol=1e-5)
+    assert len(runs) == first.calls
+    assert all(reason.startswith("no backend serves head_size=16") for reason in binding.native)
+    assert binding.native
+
+
+def test_two_models_run_on_two_backends_at_once(pair, bind, runs, tmp_path) -> None:
+    manifest = Path(torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
+    (tmp_path / "attnplug.toml").write_text(manifest.replace('name = "torch"', 'name = "second"', 1), "utf-8")
+    attnplug.register("attnplug.torch_backend.plugin", manifest=tmp_path / "attnplug.toml")
+    first, second = pair
+
+    with bind(first.model, "torch"), bind(second.model, "second"):
+        torch.testing.assert_close(first(), second(), rtol=1e-5, atol=1e-5)
+        first()
+
+    used = [one.agreement.id for one in runs]
+    assert used == [*["torch/sdpa"] * first.calls, *["second/sdpa"] * second.calls, *["torch/sdpa"] * first.calls]
+
+
+def test_a_model_that_is_bound_for_good_is_collected(diffusers, bind) -> None:
+    small = wan(diffusers)
+    bind(small.model)
+    small()
+    gone = ref(small.model)
+
+    del small
+    gc.collect()
+
+    assert gone() is None
 
 
 @pytest.mark.parametrize("make", [wan, sd3, vae])

@@ -147,3 +147,24 @@ def test_the_program_runs_in_another_process(diffusers) -> None:
     found = engine.choose([request()], attnplug.Device.cpu(), assume_installed=False)
 
     assert found.choices[0].chosen == "native"
+
+
+def test_the_command_has_both_choices(here, monkeypatch, tmp_path, capsys) -> None:
+    from attnplug.cli.main import main  # noqa: PLC0415 - beside the fixture that may skip
+
+    folder = tmp_path / "attnplug_diffusers-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: attnplug-diffusers\nVersion: 0.1.0\n")
+    (folder / "entry_points.txt").write_text("[attnplug.engines]\ndiffusers = attnplug_diffusers.engine\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    layer = ("--head-size", "128", "--num-q-heads", "24", "--num-kv-heads", "24", "--dtype", "bfloat16")
+    words = ("--attn-type", "encoder_only", "--no-paged", "--device", "cpu", "--json")
+
+    code = main(["explain", *layer, *words, "--engine", "diffusers"])
+
+    (found,) = json.loads(capsys.readouterr().out)["engines"]
+    assert code == 0
+    assert found["engine"].startswith("diffusers 0.")
+    (choice,) = found["choices"]
+    assert (choice["chosen"], choice["attnplug"], choice["same_kernels"]) == ("native", "torch/sdpa", True)
+    assert {one["name"] for one in choice["backends"]} >= {"native", "flash", "flex"}

@@ -7,7 +7,7 @@ import torch
 
 import attnplug
 from attnplug.errors import NoBackendError
-from hosts.diffusers.tests.models import MODELS, hunyuan, sd3, wan
+from hosts.diffusers.tests.models import MODELS, flux, hunyuan, sd3, wan
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_a_model_computes_what_it_does_by_itself(make, mode, diffusers, bind, ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [MODELS["flux"], wan, hunyuan, sd3])
+@pytest.mark.parametrize("make", [flux, wan, hunyuan, sd3])
 def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
     small = make(diffusers)
     torch._dynamo.reset()
@@ -76,3 +76,29 @@ def test_a_scope_is_followed_by_every_layer(diffusers, bind, runs) -> None:
             small()
 
     assert len(runs) == 2 * small.calls
+
+
+@pytest.mark.slow
+def test_a_pipeline_runs_with_its_parts_bound(diffusers, bind, runs) -> None:
+    small, latents = flux(diffusers), torch.randn(1, 16, 4)
+    pipe = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None,
+        text_encoder_2=None, tokenizer_2=None, transformer=small.model,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {
+        "prompt_embeds": torch.randn(1, 12, 32),
+        "pooled_prompt_embeds": torch.randn(1, 32),
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 3,
+        "output_type": "latent",
+    }
+
+    wanted = pipe(**arguments, latents=latents.clone()).images
+    assert not runs
+    with bind(pipe.transformer):
+        found = pipe(**arguments, latents=latents.clone()).images
+
+    assert len(runs) == 3 * small.calls
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 _PROCESSOR: Final = "processor"
 _CLASS: Final = "__class__"
 _lock: Final = threading.RLock()
-_active: Final[dict[Binding, frozenset[int]]] = {}
+# A model that is bound for good is garbage-collected like any other: this keeps no binding, which keeps its model.
+_active: Final[WeakKeyDictionary[Binding, frozenset[int]]] = WeakKeyDictionary()
 """Bindings that are in force, the newest last, with the identities of their modules."""
 
 
