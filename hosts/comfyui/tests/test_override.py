@@ -198,10 +198,13 @@ def test_the_command_line_of_comfyui_decides_the_precision(comfyui, model) -> No
     q, k, v = tensors(dtype=torch.float16)
     comfyui.forced = {torch.float16: torch.float32}  # --force-upcast-attention
     model.attend(q, k, v, 4)
+    forced = attnplug_comfyui.report(model)
     comfyui.forced = {torch.float16: None}  # --dont-upcast-attention
-    model.attend(q, k, v, 4, attn_precision=torch.float32)
+    for _ in range(2):
+        model.attend(q, k, v, 4, attn_precision=torch.float32)
 
-    assert [(one.dtype, one.calls) for one in attnplug_comfyui.report(model)] == [("float16", 1), ("float32", 1)]
+    assert [(one.dtype, one.calls) for one in forced] == [("float32", 1)]
+    assert [(one.dtype, one.calls) for one in attnplug_comfyui.report(model)] == [("float16", 2), ("float32", 1)]
 
 
 def test_a_precision_of_fewer_digits_than_the_tensors_permits_more(model) -> None:
@@ -248,6 +251,18 @@ def test_gradients_are_those_of_the_oracle(model) -> None:
 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_with_gradients_are_decided_apart(comfyui) -> None:
+    model = attnplug_comfyui.patch(comfyui.model(), "blocksparse", fallback=True)
+    inputs = tensors()
+    model.attend(*inputs, 4)
+    model.attend(*[one.requires_grad_() for one in inputs], 4)
+    with torch.no_grad():
+        model.attend(*inputs, 4)
+
+    needs_lse = {"return_lse=True" in one.reason: one.calls for one in attnplug_comfyui.report(model)}
+    assert needs_lse == {False: 2, True: 1}
 
 
 @pytest.mark.slow
