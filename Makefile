@@ -19,16 +19,15 @@ PINNED := -c constraints.txt $(PIP_ARGS)
 
 # Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
 # tomli is what Python 3.10 reads TOML with, and mypy looks at that branch on every version.
-# diffusers is a host of the tests (tests/hosts): its models run through the dense op; it needs Python 3.11.
 # Triton comes with torch's CUDA builds; beside the CPU build it interprets the kernels, and compiles them, without a GPU.
 BUILD := hatchling editables
-TOOLS := argcomplete build coverage 'diffusers; python_version >= "3.11"' mkdocs mkdocs-material 'mkdocstrings[python]' mypy pytest-randomly pytest-xdist \
+TOOLS := argcomplete build coverage mkdocs mkdocs-material 'mkdocstrings[python]' mypy pytest-randomly pytest-xdist \
          ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
-# Every distribution, as a user would have them: core, kit, hosts and plugins. The host of vLLM needs Python 3.11, as vLLM does.
-WORKSPACE := -e 'core[torch]' -e kit -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
-             $$($(BIN)/python -c 'import sys; print("-e hosts/vllm" * (sys.version_info >= (3, 11)))')
+# Every distribution, as a user would have them: core, kit, hosts and plugins. Those of diffusers and vLLM need Python 3.11, as these do.
+WORKSPACE := -e 'core[torch]' -e kit -e hosts/comfyui -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
+             $$($(BIN)/python -c 'import sys; print("-e hosts/diffusers -e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

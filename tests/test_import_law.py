@@ -83,12 +83,16 @@ PUBLIC = {
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
+    "attnplug_comfyui",
+    "attnplug_diffusers",
     "attnplug_torch",
     *("attnplug_transformers", "attnplug_transformers.engine"),
 }
 DISTRIBUTIONS = {
     "attnplug": CORE,
     "attnplug_kit": ROOT / "kit" / "src" / "attnplug_kit",
+    "attnplug_comfyui": ROOT / "hosts" / "comfyui" / "src" / "attnplug_comfyui",
+    "attnplug_diffusers": ROOT / "hosts" / "diffusers" / "src" / "attnplug_diffusers",
     "attnplug_torch": ROOT / "hosts" / "torch" / "src" / "attnplug_torch",
     "attnplug_transformers": ROOT / "hosts" / "transformers" / "src" / "attnplug_transformers",
     "attnplug_vllm": ROOT / "hosts" / "vllm" / "src" / "attnplug_vllm",
@@ -311,7 +315,16 @@ def test_the_law_has_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["attnplug", "attnplug_kit", "attnplug_torch", "attnplug_transformers", "attnplug_vllm"]
+    "package",
+    [
+        "attnplug",
+        "attnplug_kit",
+        "attnplug_comfyui",
+        "attnplug_diffusers",
+        "attnplug_torch",
+        "attnplug_transformers",
+        "attnplug_vllm",
+    ],
 )
 def test_no_circle_of_modules_is_too_large(package: str) -> None:
     found = circles(import_graph(package, _read(DISTRIBUTIONS[package])))

@@ -78,6 +78,18 @@ PAGES: Final = (
     Page("commands", "attnplug.commands", "Add a command to `attnplug`."),
     Page("engines", "attnplug.engines", "Report what a host engine selects by itself."),
     Page(
+        "comfyui",
+        "attnplug_comfyui",
+        "Give models of ComfyUI the attention of attnplug, and see where their calls went.",
+        source="hosts/comfyui/src",
+    ),
+    Page(
+        "diffusers",
+        "attnplug_diffusers",
+        "Run a model of diffusers on a backend.",
+        source="hosts/diffusers/src",
+    ),
+    Page(
         "torch",
         "attnplug_torch",
         "Run torch's own attention calls on a backend, and see where they went.",

@@ -132,6 +132,57 @@ def torch_host() -> None:
     need(any(route.backend for route in attnplug_torch.report()), "no call went to a backend")
 
 
+def comfyui_host() -> None:
+    """Give a model like ComfyUI's the attention of attnplug, and write the folder of the nodes."""
+    import torch  # noqa: PLC0415 - likewise
+
+    import attnplug_comfyui  # noqa: PLC0415 - as above
+
+    class Model:
+        def __init__(self) -> None:
+            self.model_options: dict[str, Any] = {"transformer_options": {}}
+
+        def clone(self) -> Model:
+            return Model()
+
+    torch.manual_seed(0)
+    query = torch.randn(1, 10, 4 * 64)
+    heads = query.view(1, 10, 4, 64).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+    model = attnplug_comfyui.patch(Model())
+    found = attnplug_comfyui.override_of(model)(torch.add, query, query, query, 4)
+    need(torch.allclose(found, expected, atol=1e-5), "attention differs on a backend")
+    need(any(route.backend for route in attnplug_comfyui.report(model)), "no call went to a backend")
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "custom_nodes").mkdir()
+        need((attnplug_comfyui.install(folder) / "__init__.py").exists(), "the folder of the nodes is not written")
+
+
+def diffusers_host() -> None:
+    """Bind a model of diffusers, and find the same numbers."""
+    import diffusers  # noqa: PLC0415 - as above
+    import torch  # noqa: PLC0415 - likewise
+
+    import attnplug_diffusers  # noqa: PLC0415 - likewise
+
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
+        ffn_dim=32, num_layers=1, rope_max_seq_len=32,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "timestep": torch.tensor([1]),
+    }
+    with torch.no_grad():
+        expected = model(**inputs).sample
+        with attnplug_diffusers.bind(model) as binding:
+            found = model(**inputs).sample
+    need(torch.allclose(found, expected, atol=1e-5), "the model differs on a backend")
+    need(len(binding.modules) == 2, f"what is bound is {binding.modules}")
+
+
 def plugin(name: str) -> None:
     """Find every backend of a plugin with `attnplug list`: with a manifest, and not broken."""
     listed = json.loads(command("list", "--json"))["backends"]
@@ -154,7 +205,9 @@ TESTS: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
         "attnplug-kit": kit,
         "attnplug-transformers": transformers_host,
         "attnplug-vllm": vllm_host,
+        "attnplug-diffusers": diffusers_host,
         "attnplug-torch": torch_host,
+        "attnplug-comfyui": comfyui_host,
     }
 )
 """The tests by distribution; any other one is a plugin."""

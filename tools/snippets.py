@@ -7,6 +7,7 @@ Runs the code that the documentation shows: ``python -m tools.snippets README.md
 - ``...`` in an output matches anything, in a line or as full lines.
 - ``<!-- exits: 3 -->`` above a console block announces that its commands exit with 3 and not with 0.
 - ``<!-- not run: REASON -->`` above a block is the only way to show code that does not run.
+- ``<!-- needs: MODULE -->`` above a block: the page needs a module that some environments cannot have, from there on.
 - ``<!-- in: an empty folder -->`` above a console block: from there on, commands run in a temporary folder with an
   separate environment, where ``cd``, ``pip install`` and ``pytest`` run too (`tools.session`).
 - ``<!-- shows: FILE -->`` above a block says that the file contains its code; ``<!-- writes: FILE -->`` writes the
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 RUNNABLE = ("python", "console")
 FILE_NOTES = ("shows", "writes", "edits")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)(?P<rest>.*)$")
-_NOTE = re.compile(r"^ *<!-- (?P<key>not run|exits|in|shows|writes|edits): *(?P<value>.*?) *-->$")
+_NOTE = re.compile(r"^ *<!-- (?P<key>not run|needs|exits|in|shows|writes|edits): *(?P<value>.*?) *-->$")
 
 
 class SnippetError(Exception):

@@ -13,21 +13,27 @@ module with two functions:
     imported.
 
 The module is imported for these two commands only, and imports neither torch nor the engine: what needs them runs in
-another process. Both functions may raise errors of `attnplug.errors`.
+another process, by `run_program`. Both functions may raise errors of `attnplug.errors`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, instance_of, optional
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from attnplug.errors import PluginError
 
-__all__ = ["GROUP", "EngineAnswer", "EngineBackend", "EngineChoice", "EngineDiagnosis"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["GROUP", "EngineAnswer", "EngineBackend", "EngineChoice", "EngineDiagnosis", "run_program"]
 
 GROUP: Final = "attnplug.engines"
 """The entry-point group."""
@@ -146,3 +152,61 @@ class EngineDiagnosis:
 
 def _plain(value: Any) -> dict[str, Any]:
     return attrs.asdict(value, value_serializer=lambda _, __, item: list(item) if isinstance(item, tuple) else item)
+
+
+def run_program(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    engine: str,
+    trial: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 600,
+) -> dict[str, Any]:
+    """
+    Run a module in another process with the same import path, and return its answer.
+
+    The module reads the request as JSON from standard input, and writes its answer as JSON to standard output. What it
+    imports, and changes in the engine, ends with its process.
+
+    Args:
+        module: The module of a host's distribution, for example ``"attnplug_vllm.stand_in"``.
+        request: What it reads, of JSON's values.
+        engine: The engine's name in messages.
+        trial: A statement that works where the engine does, such as ``"import torch"``: the fix names it.
+        environment: Environment variables besides those of this process.
+        timeout: The longest that it may take, seconds.
+
+    Raises:
+        PluginError: It fails, takes longer, or writes no JSON.
+    """
+
+    def failure(why: str) -> PluginError:
+        return PluginError(
+            f"{engine} fails where it is started to see what it selects: {why}",
+            "",
+            f"see whether `python -c {trial!r}` works; if it does, report this to the authors of "
+            f"{module.partition('.')[0].replace('_', '-')}",
+        )
+
+    # -P keeps a file of the current folder from taking the place of a module; Python 3.10 does not know it.
+    options = ["-P"] if sys.version_info >= (3, 11) else []
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter, and a module that a host's distribution names
+            [sys.executable, *options, "-m", module],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise failure(f"it takes more than {timeout:g} s") from error
+    if done.returncode != 0:
+        raise failure(next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}"))
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        raise failure("its answer is no JSON") from error
+    return found

@@ -200,7 +200,7 @@ def test_an_unknown_engine_suggests_the_nearest(run, add) -> None:
 
     assert done.code == 2
     assert "the engine 'acne' was given; did you mean 'acme'?" in done.err
-    assert "expected: the engines are acme, torch, vllm\n" in done.err
+    assert "expected: the engines are acme, diffusers, torch, vllm\n" in done.err
 
 
 @pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=BROKEN)
@@ -311,4 +311,8 @@ def test_texts_of_an_engine_steer_no_terminal(run, add) -> None:
 
 
 def test_the_known_engines_name_their_distribution() -> None:
-    assert engine.KNOWN == {"torch": ("torch", "attnplug-torch"), "vllm": ("vLLM", "attnplug-vllm")}
+    assert engine.KNOWN == {
+        "diffusers": ("diffusers", "attnplug-diffusers"),
+        "torch": ("torch", "attnplug-torch"),
+        "vllm": ("vLLM", "attnplug-vllm"),
+    }

@@ -129,7 +129,7 @@ def test_a_torch_that_fails_is_an_error_and_a_problem(outcome, message, entry, m
             raise outcome
         return outcome
 
-    monkeypatch.setattr(engine.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
 
     with pytest.raises(PluginError, match=message):
         engine.choose([request()], attnplug.Device.cpu(), assume_installed=False)

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
 
-KNOWN: Final = {"torch": ("torch", "attnplug-torch"), "vllm": ("vLLM", "attnplug-vllm")}
+KNOWN: Final = {
+    "diffusers": ("diffusers", "attnplug-diffusers"),
+    "torch": ("torch", "attnplug-torch"),
+    "vllm": ("vLLM", "attnplug-vllm"),
+}
 """Engine -> how it is written, and this project's distribution for it."""
 
 

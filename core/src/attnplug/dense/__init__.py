@@ -1,6 +1,7 @@
 """
 Attention as one function call, for callers without a KV cache: `attention` and `attention_varlen`.
 
+`attend_like_sdpa` is `attention` with the arguments of torch's function, for hosts whose code calls that one.
 `shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls.
 The names load on first use, since they import torch.
 """
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from attnplug.dense.backends import use_device as use_device
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
+    from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
+    from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
 
 _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
     "attnplug.dense.functions": "attention attention_varlen",
+    "attnplug.dense.sdpa": "attend_like_sdpa requirements_like_sdpa",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

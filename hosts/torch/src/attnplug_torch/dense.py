@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import attnplug
+from attnplug.dense import attend_like_sdpa, requirements_like_sdpa
 from attnplug.errors import TensorError
 from attnplug_torch.decisions import REFUSALS, RefusedError, common_reasons, decide, refused, unknown_arguments
 
@@ -102,18 +102,7 @@ def backend_of(
     return decide(
         kind,
         query.device,
-        lambda: attnplug.Requirements(  # what `attention` requires for this call
-            head_size=sizes[2],
-            num_q_heads=sizes[0],
-            num_kv_heads=sizes[1],
-            dtype=str(query.dtype),
-            head_size_v=sizes[3],
-            attn_type="decoder" if is_causal else "encoder_decoder" if is_cross else "encoder_only",
-            attn_bias=attn_mask is not None,
-            paged=False,
-            phases=("prefill",),
-            return_lse=True,
-        ),
+        lambda: requirements_like_sdpa(query, key, value, attn_mask, is_causal=is_causal, return_lse=True),
     )
 
 
@@ -128,17 +117,14 @@ def _attend(
 ) -> tuple[str, Tensor, Tensor]:
     """Return the candidate that ran, its output with the query's strides, and its LSE."""
     ran = backend_of(query, key, value, is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p).id
-    if is_causal and key.shape[2] > query.shape[2]:
-        # The first query is at the first key in torch: later keys than queries are seen by none.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     try:
-        output, lse = attnplug.attention(*given, causal=is_causal, scale=scale, attn_mask=attn_mask, return_lse=True)
+        output, lse = attend_like_sdpa(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True, return_lse=True
+        )
     except (*REFUSALS, TensorError) as error:
         raise refused(error) from error
-    output, lse = output.transpose(1, 2), lse.transpose(1, 2)
     if attn_mask is not None:
-        _clear_hidden_rows(attn_mask, output, lse)
+        lse = lse.masked_fill(lse == -torch.inf, 0)  # as torch's, which its backward reads
     if output.stride() != query.stride():  # what torch's operators return, and compiled graphs expect
         output = torch.empty_like(query).copy_(output)
     return ran, output, lse
@@ -167,16 +153,3 @@ def _reasons(
     if attn_mask.dtype != query.dtype:
         # Added in the dtype of the call, it would lose digits.
         yield f"an attn_mask of {attn_mask.dtype} for a call in {query.dtype}"
-
-
-def _clear_hidden_rows(attn_mask: Tensor, output: Tensor, lse: Tensor) -> None:
-    """
-    Clear the rows of queries that attend to no key, as torch does.
-
-    For attnplug -inf in an additive mask counts as the lowest number, so that such a query attends to all keys alike.
-    torch's output and LSE are 0 there, and its backward reads that LSE.
-    """
-    hidden = (attn_mask == -torch.inf).all(-1)
-    if bool(hidden.any()):
-        output.masked_fill_(hidden.unsqueeze(-1), 0)
-        lse.masked_fill_(hidden, 0)

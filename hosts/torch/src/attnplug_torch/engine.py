@@ -7,15 +7,12 @@ torch runs in a process that ends afterwards (`attnplug_torch.chooser`): it is n
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from importlib.metadata import EntryPoints, PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.engines import EngineAnswer, EngineBackend, EngineChoice, EngineDiagnosis
+from attnplug.engines import EngineAnswer, EngineBackend, EngineChoice, EngineDiagnosis, run_program
 from attnplug.errors import DeviceError, PluginError, RequestError
 from attnplug_torch.registration import NAME, VARIABLE
 
@@ -158,36 +155,5 @@ def _obstacles() -> Iterator[tuple[str, str]]:
 
 
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Run `attnplug_torch.chooser` in another process with the same path; return its answer.
-
-    Raises:
-        PluginError: It fails.
-    """
-    path = os.pathsep.join(filter(None, sys.path))
-    try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, and a module of this distribution
-            [sys.executable, "-P", "-m", "attnplug_torch.chooser"]
-            if sys.version_info >= (3, 11)
-            else [sys.executable, "-m", "attnplug_torch.chooser"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_LONGEST,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _failure(f"it takes more than {_LONGEST} s") from error
-    if done.returncode != 0:
-        raise _failure(next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}"))
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _failure(why: str) -> PluginError:
-    return PluginError(
-        f"torch fails where it is started to see what it chooses: {why}",
-        "",
-        "see whether `python -c 'import torch'` works; if it does, report this to the authors of attnplug-torch",
-    )
+    """Return the answer of `attnplug_torch.chooser`, which runs in another process."""
+    return run_program("attnplug_torch.chooser", request, engine="torch", trial="import torch", timeout=_LONGEST)

@@ -8,15 +8,12 @@ vLLM is imported here, and nothing of vLLM is changed for good.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.engines import EngineAnswer, EngineBackend, EngineChoice, EngineDiagnosis
+from attnplug.engines import EngineAnswer, EngineBackend, EngineChoice, EngineDiagnosis, run_program
 from attnplug.errors import DeviceError, PluginError, RequestError
 from attnplug_vllm import versions
 
@@ -201,35 +198,12 @@ def _names() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _run(program: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """
-    Run a module of this distribution in another process with the same path; return its answer.
-
-    Raises:
-        PluginError: It fails.
-    """
-    path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-P", "-m", f"attnplug_vllm.{program}"]
-    try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, and a module of this distribution
-            command,
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_LONGEST,
-            env={**os.environ, **_ENVIRONMENT, **environment, "PYTHONPATH": path},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _failure(f"it takes more than {_LONGEST} s") from error
-    if done.returncode != 0:
-        raise _failure(next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}"))
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _failure(why: str) -> PluginError:
-    return PluginError(
-        f"vLLM fails where it is started to see what it selects: {why}",
-        "",
-        "see whether `python -c 'import vllm.config'` works; if it does, report this to the authors of attnplug-vllm",
+    """Return the answer of a module of this distribution, which runs in another process."""
+    return run_program(
+        f"attnplug_vllm.{program}",
+        request,
+        engine="vLLM",
+        trial="import vllm.config",
+        environment={**_ENVIRONMENT, **environment},
+        timeout=_LONGEST,
     )

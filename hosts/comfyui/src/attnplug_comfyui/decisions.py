@@ -1,0 +1,87 @@
+"""Which backend serves a kind of call: decided once, and kept for the calls that follow."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+import attnplug
+from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
+from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from attnplug.contract import Backend
+    from attnplug_comfyui.arguments import AttentionCall
+
+REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
+"""Errors of a call that no backend serves. Others are mistakes: tensors that do not fit, a damaged plugin."""
+
+_MOST: Final = 256
+"""Decisions that are kept, each with its backend."""
+
+
+class Decisions:
+    """
+    The decisions of one override.
+
+    Args:
+        backend: The backend that has to serve, ``backend`` or ``backend/variant``; None for any.
+        options: Options by backend, as for `attnplug.select`.
+    """
+
+    def __init__(self, backend: str | None = None, options: dict[str, dict[str, Any]] | None = None) -> None:
+        self.backend = backend
+        self.options = options
+        self._kept: dict[Hashable, Backend | AttnplugError] = {}
+        self._lock = threading.Lock()
+
+    def backend_of(self, call: AttentionCall) -> Backend:
+        """
+        Return the backend for a call, loaded.
+
+        Raises:
+            NoBackendError: Nothing can serve, or the backend that was named cannot.
+            RequirementsError: A value is outside its domain.
+            PluginError: As for `attnplug.load`.
+        """
+        where = (_kind(call), call.query.device, attnplug.scope_key())
+        found = self._kept.get(where)
+        if found is None:
+            found = self._decide(call)
+            with self._lock:
+                self._kept[where] = found
+                while len(self._kept) > _MOST:
+                    self._kept.pop(next(iter(self._kept)))
+        if isinstance(found, AttnplugError):
+            raise found.with_traceback(None)  # it is kept, and raised again
+        return found
+
+    def _decide(self, call: AttentionCall) -> Backend | AttnplugError:
+        try:
+            return shared_backend(
+                _requirements(call), device_of(call.query.device), backend=self.backend, options=self.options
+            )
+        except REFUSALS as error:
+            return error
+
+
+def _requirements(call: AttentionCall) -> attnplug.Requirements:
+    return requirements_like_sdpa(
+        call.query, call.key, call.value, call.mask, tokens_first=True, return_lse=_records_gradients(call)
+    )
+
+
+def _kind(call: AttentionCall) -> Hashable:
+    """Return what the requirements follow from."""
+    query, key = call.query, call.key
+    mask = None if call.mask is None else (call.mask.dtype, call.mask.ndim > 2 and call.mask.shape[-3] != 1)
+    is_cross = query.shape[1] != key.shape[1]
+    return *query.shape[2:], key.shape[2], call.value.shape[3], query.dtype, is_cross, mask, _records_gradients(call)
+
+
+def _records_gradients(call: AttentionCall) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in (call.query, call.key, call.value))

@@ -1,0 +1,226 @@
+"""Models on a backend: their processors are replaced by copies, and put back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from attnplug import using
+from attnplug.errors import NotNegotiatedError, RequestError
+from attnplug_diffusers.backend import Attention, attention_for
+from attnplug_diffusers.rerouting import dispatches
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from attnplug.request import BackendNames, Options
+
+_PROCESSOR: Final = "processor"
+_CLASS: Final = "__class__"
+_lock: Final = threading.RLock()
+# A model that is bound for good is garbage-collected like any other: this keeps no binding, which keeps its model.
+_active: Final[WeakKeyDictionary[Binding, frozenset[int]]] = WeakKeyDictionary()
+"""Bindings that are in force, the newest last, with the identities of their modules."""
+
+
+class Binding:
+    """
+    Models' attention on a backend, until `restore`. `bind` makes it.
+
+    As a context manager it restores at the end of the block, whatever is raised there.
+
+    Attributes:
+        modules: Names of the modules whose attention runs on the backend, as in `model.named_modules()`.
+        left: Names of modules with an attention processor that computes attention in another way, by linear attention
+            for example. They run as they are.
+    """
+
+    def __init__(self, attention: Attention, changes: list[_Change], modules: list[str], left: list[str]) -> None:
+        self.modules = tuple(modules)
+        self.left = tuple(left)
+        self._attention = attention
+        self._changes = changes
+
+    @property
+    def native(self) -> tuple[str, ...]:
+        """
+        Why calls ran in diffusers' native attention, sorted.
+
+        Empty without `native_fallback`. Models that are bound with the same settings share it.
+        """
+        fallback = self._attention.fallback
+        return () if fallback is None else tuple(sorted(fallback.reasons))
+
+    def restore(self) -> None:
+        """
+        Put back what the model had. A second time changes nothing.
+
+        A processor that was set on the model since is left as it is.
+
+        Raises:
+            RequestError: The model is bound again since: restore that first.
+        """
+        with _lock:
+            if self not in _active:
+                return
+            bindings = list(_active)
+            newer = bindings[bindings.index(self) + 1 :]
+            if any(_active[self] & _active[one] for one in newer):
+                raise RequestError(
+                    "a binding was restored before a newer one of the same model",
+                    "bindings of a model are restored in the opposite order",
+                    "restore the newest first, or use `with attnplug_diffusers.bind(...)` blocks inside each other",
+                )
+            for change in reversed(self._changes):
+                change.revert()
+            del _active[self]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        state = f"{len(self.modules)} modules" if self in _active else "restored"
+        return f"<Binding to {self._attention.member.value!r}: {state}>"
+
+    def _apply(self) -> None:
+        with _lock:
+            for change in self._changes:
+                change.apply()
+            _active[self] = frozenset(id(change.module) for change in self._changes)
+
+
+class _Change:
+    """One attribute of a module: its processor, or its class."""
+
+    def __init__(self, module: nn.Module, name: str, after: Any) -> None:
+        self.module = module
+        self._name = name
+        self._before = getattr(module, name)
+        self._after = after
+
+    def apply(self) -> None:
+        setattr(self.module, self._name, self._after)
+
+    def revert(self) -> None:
+        if getattr(self.module, self._name) is self._after:
+            setattr(self.module, self._name, self._before)
+
+
+def bind(
+    model: nn.Module,
+    backend: BackendNames | None = None,
+    *,
+    options: Options | None = None,
+    native_fallback: bool = False,
+) -> Binding:
+    """
+    Run the attention of a model on a backend of attnplug, until the binding is restored.
+
+    Other models keep theirs, and so does the process: diffusers' own `set_attention_backend` also sets the backend of
+    every model that has none. Each call selects for its shapes, as `attnplug.attention` does. It works in
+    ``torch.compile(fullgraph=True)``, before or after this.
+
+    Processors are copied, since models may share them. Those that call diffusers' `dispatch_attention_fn` name a
+    backend that is registered there. Those that call torch's `scaled_dot_product_attention` directly, and modules that
+    do so without a processor, call attnplug instead.
+
+    Args:
+        model: A model of diffusers, for example ``pipe.transformer``; or any module with such modules in it.
+        backend: As for `attnplug.select`: None for the best one, or names in order of preference.
+        options: As for `attnplug.select`.
+        native_fallback: Whether diffusers' native attention runs the calls that no backend serves; `Binding.native` has
+            the reasons. Otherwise they are errors. In ``torch.compile`` this is decided when the graph is traced.
+
+    Raises:
+        RequestError: It is not a model, or has no attention that can be bound.
+        SettingsError: A backend or an option is no such thing.
+        NotNegotiatedError: Context parallelism is enabled for the model.
+    """
+    _check_model(model)
+    with using(backend=backend, options=options):  # which checks them
+        attention = attention_for(backend, options, native_fallback=native_fallback)
+    binding = _prepare(model, attention)
+    if not binding.modules:
+        raise RequestError(
+            f"{type(model).__name__} has no attention that can be bound",
+            "its modules call diffusers' dispatch_attention_fn, or torch's scaled_dot_product_attention",
+            "bind the model that attends; "
+            + (
+                f"these compute attention in another way: {', '.join(binding.left)}" if binding.left else "print(model)"
+            ),
+        )
+    binding._apply()  # noqa: SLF001 - of this module
+    return binding
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    parts = getattr(model, "components", {})
+    models = [name for name, part in parts.items() if isinstance(part, nn.Module)] if isinstance(parts, dict) else []
+    raise RequestError(
+        f"bind was called with a {type(model).__name__}",
+        "a model is bound, and each model of a pipeline separately",
+        f"bind the part that denoises: one of {', '.join(models)}"
+        if models
+        else "pass a model, such as pipe.transformer",
+    )
+
+
+def _prepare(model: nn.Module, attention: Attention) -> Binding:
+    """Return the binding of a model, before anything of it is changed."""
+    changes, modules, left = [], [], []
+    processors: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in processors:
+            continue  # a processor that is a module: its copy takes its place
+        found = []
+        processor = getattr(module, _PROCESSOR, None)
+        if callable(processor):
+            processors.add(id(processor))
+            _check_parallel(name, processor)
+            changed = _bound_processor(processor, attention)
+            if changed is None:
+                left.append(name)
+            else:
+                found.append(_Change(module, _PROCESSOR, changed))
+        owner = attention.rerouted(type(module))
+        if owner is not None:
+            found.append(_Change(module, _CLASS, owner))
+        if found:
+            modules.append(name)
+            changes += found
+    return Binding(attention, changes, modules, left)
+
+
+def _bound_processor(processor: Any, attention: Attention) -> Any:
+    """Return a copy of a processor that calls attnplug, or None where it calls no attention."""
+    owner, dispatched = attention.rerouted(type(processor)), dispatches(type(processor))
+    if owner is None and not dispatched:
+        return None
+    made = copy.copy(processor)
+    if owner is not None:
+        made.__class__ = owner
+    if dispatched:
+        made._attention_backend = attention.member  # noqa: SLF001 - as diffusers' set_attention_backend does
+    return made
+
+
+def _check_parallel(name: str, processor: object) -> None:
+    if getattr(processor, "_parallel_config", None) is not None:
+        raise NotNegotiatedError(
+            f"context parallelism is enabled for the attention of {name or 'the model'}",
+            "each call of a bound model attends to all of its keys on one device",
+            "bind a model that was loaded without a context-parallel configuration",
+        )

@@ -1,0 +1,155 @@
+"""Which calls no backend serves: diffusers' native attention runs these for a model that is bound with a fallback."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from attnplug import scope_key
+from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
+from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from torch import Tensor
+
+    from attnplug.request import BackendNames, Options
+
+_MOST: Final = 256
+"""Decisions that are kept."""
+
+
+class Fallback:
+    """
+    The decision for each kind of call with one combination of settings.
+
+    Args:
+        backend: As for `attnplug.select`.
+        options: As for `attnplug.select`.
+    """
+
+    def __init__(self, backend: BackendNames | None, options: Options | None) -> None:
+        self._backend = backend
+        self._options = options
+        self._decisions: dict[Hashable, str] = {}
+        self._lock = threading.Lock()
+        self._index = len(_FALLBACKS)
+        _FALLBACKS.append(self)
+        self.reasons: set[str] = set()
+
+    def reason(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        dropout_p: float,
+        is_causal: bool,
+        tokens_first: bool,
+        by_key: bool,
+    ) -> str:
+        """
+        Return why no backend serves a call; nothing where one does.
+
+        `by_key` says that the mask leaves out keys, and is no mask for a backend (`attnplug_diffusers.packed`).
+
+        In ``torch.compile`` this is decided when the graph is traced, and is part of the graph.
+        """
+        if query.ndim != 4:
+            return _noted(self._index, f"a query of {query.ndim} axes")
+        if dropout_p:
+            return _noted(self._index, f"dropout_p={dropout_p:g}")
+        if attn_mask is not None and attn_mask.requires_grad:
+            return _noted(self._index, "a mask that requires a gradient")
+        if not torch.compiler.is_compiling() and query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _noted(self._index, "a CUDA graph is captured")
+        heads, tokens = (2, 1) if tokens_first else (1, 2)
+        return _decided(
+            self._index,
+            query.dtype,
+            query.device,
+            (query.shape[heads], key.shape[heads], query.shape[3], value.shape[3]),
+            "" if by_key else _mask_kind(attn_mask),
+            is_causal,
+            by_key or query.shape[tokens] != key.shape[tokens],
+            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+        )
+
+    def decide(self, dtype: torch.dtype, device: torch.device, *call: Any) -> str:
+        """Return the reason for a kind of call, see `_decided`, and keep it as long as nothing else is decided."""
+        where = (dtype, device, call, scope_key())
+        found = self._decisions.get(where)
+        if found is None:
+            found = self._decide(dtype, device, *call)
+            with self._lock:
+                self._decisions[where] = found
+                while len(self._decisions) > _MOST:
+                    self._decisions.pop(next(iter(self._decisions)))
+        if found:
+            self.reasons.add(found)
+        return found
+
+    def _decide(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: tuple[int, int, int, int],
+        mask: str,
+        is_causal: bool,  # noqa: FBT001 - a call of it is a key of the decisions
+        is_cross: bool,  # noqa: FBT001 - likewise
+        learns: bool,  # noqa: FBT001 - likewise
+    ) -> str:
+        heads, kv_heads, size, size_v = sizes
+        queries, keys = 1, 2 if is_cross and not is_causal else 1
+        query, key, value = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape in ((1, heads, queries, size), (1, kv_heads, keys, size), (1, kv_heads, keys, size_v))
+        )
+        kind = torch.bool if mask == "boolean" else dtype
+        given = torch.empty(queries, keys, dtype=kind, device="meta") if mask else None
+        try:
+            requirements = requirements_like_sdpa(query, key, value, given, is_causal=is_causal, return_lse=learns)
+            shared_backend(requirements, device_of(device), backend=self._backend, options=self._options)
+        except NoBackendError as error:
+            return _of_fields(error)
+        except (RequirementsError, NotNegotiatedError) as error:
+            return error.problem
+        return ""
+
+
+_FALLBACKS: Final[list[Fallback]] = []
+"""By number, which a compiled graph can hold."""
+
+
+def _decide_constant(index: int, dtype: torch.dtype, device: torch.device, *call: Any) -> str:
+    return _FALLBACKS[index].decide(dtype, device, *call)
+
+
+def _note_constant(index: int, reason: str) -> str:
+    _FALLBACKS[index].reasons.add(reason)
+    return reason
+
+
+# Graphs have the results as constants.
+_decided: Final[Callable[..., str]] = torch.compiler.assume_constant_result(_decide_constant)  # type: ignore[no-untyped-call] # of torch
+_noted: Final[Callable[[int, str], str]] = torch.compiler.assume_constant_result(_note_constant)  # type: ignore[no-untyped-call] # of torch
+
+
+def _mask_kind(attn_mask: Tensor | None) -> str:
+    """Return what a mask is for a backend: nothing, boolean for all heads, or added."""
+    if attn_mask is None:
+        return ""
+    shared = attn_mask.ndim < 3 or attn_mask.shape[-3] == 1
+    return "boolean" if attn_mask.dtype == torch.bool and shared else "added"
+
+
+def _of_fields(error: AttnplugError) -> str:
+    """Return the fields of a request that nothing serves: the error has the reasons of every candidate."""
+    requested = getattr(getattr(error, "explanation", None), "requirements", None)
+    if requested is None:
+        return error.problem
+    return "no backend serves " + ", ".join(f"{name}={value}" for name, value in requested.to_dict().items())

@@ -1,0 +1,34 @@
+"""Masks by key: ``(batch, keys)`` in diffusers, and ``(batch, 1, 1, keys)`` for a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A copy, and no view: a view keeps its tensor alive. It is one for all layers of a model, so that their metadata is.
+_copies: Final[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+
+
+def mask_by_key(mask: Tensor, batch: int, keys: int) -> Tensor:
+    """
+    Return a mask of two axes with the four of a mask by key, where its shape is that of one.
+
+    Args:
+        mask: ``(batch, keys)``, or any other mask of two axes, which is returned as it is.
+        batch: Sequences of the call.
+        keys: Keys of each.
+    """
+    if mask.shape[0] != batch or mask.shape[1] != keys:
+        return mask
+    if torch.compiler.is_compiling() or mask.is_inference() or mask.requires_grad:
+        return mask[:, None, None, :]
+    found = _copies.get(mask)  # type: ignore[no-untyped-call] # of torch
+    if found is None or found[0] != mask._version:  # noqa: SLF001 - torch has no public name for it
+        _copies[mask] = found = (mask._version, mask[:, None, None, :].clone())  # noqa: SLF001 - likewise
+    copy: Tensor = found[1]
+    return copy
