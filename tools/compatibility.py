@@ -43,6 +43,7 @@ class Distribution:
         requires: What it depends on.
         extras: What each extra adds.
         manifests: The content of its `attnplug.toml` files.
+        runs_in: The engine that a host runs in and cannot require: ``engine`` in ``[tool.attnplug]``. Empty for none.
     """
 
     folder: str
@@ -52,11 +53,13 @@ class Distribution:
     requires: tuple[Requirement, ...]
     extras: Mapping[str, tuple[Requirement, ...]]
     manifests: tuple[Mapping[str, Any], ...]
+    runs_in: str = ""
 
     @classmethod
     def read(cls, folder: Path, root: Path) -> Distribution:
         """Read the metadata in a folder."""
-        project = read_toml(folder / "pyproject.toml")["project"]
+        metadata = read_toml(folder / "pyproject.toml")
+        project = metadata["project"]
         return cls(
             folder=folder.relative_to(root).as_posix(),
             name=project["name"],
@@ -67,6 +70,7 @@ class Distribution:
                 name: tuple(map(Requirement, texts)) for name, texts in project.get("optional-dependencies", {}).items()
             },
             manifests=tuple(map(read_toml, sorted(folder.glob("src/**/attnplug.toml")))),
+            runs_in=metadata.get("tool", {}).get("attnplug", {}).get("engine", ""),
         )
 
     @property
@@ -84,6 +88,8 @@ class Distribution:
 
     def engine(self) -> list[Requirement]:
         """Return what a host requires of its engine, which has the name of the folder; all libraries where none has."""
+        if self.runs_in:
+            return [Requirement(self.runs_in)]
         libraries = [each for some in (self.requires, *self.extras.values()) for each in some]
         libraries = [each for each in libraries if not canonicalize_name(each.name).startswith(CORE)]
         engine = canonicalize_name(self.folder.rpartition("/")[2])
