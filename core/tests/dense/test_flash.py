@@ -30,22 +30,24 @@ def expected(query, key, value, *, causal, window_size=(-1, -1), softcap=0.0, si
     causal = causal or right == 0
     found = attend(
         query.double(), key.double(), value.double(), scale=query.shape[-1] ** -0.5, causal=causal,
-        sliding_window=None if left < 0 else left + 1, logits_soft_cap=softcap or None,
-        sinks=None if sinks is None else sinks.double(), alibi_slopes=slopes,
+        window=(left, 0 if causal else right) if left >= 0 else (-1, -1), logits_soft_cap=softcap or None,
+        sinks=None if sinks is None else sinks.double(), alibi=None if slopes is None else "linear",
+        alibi_slopes=slopes,
     )  # fmt: skip
-    return found.output, found.lse
+    return found.output, found.lse_with_sink
 
 
 @st.composite
-def packed(draw):
+def packed(draw, is_paged):
     """Lengths, where causal queries never outnumber keys, and features."""
     causal = draw(st.booleans())
     window = draw(WINDOWS)
     sequences = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 13)), min_size=1, max_size=4))
-    # A query without keys has no result; the same holds for causal queries before the first key.
-    lengths = [(min(q, k), k) for q, k in sequences] if causal or window[1] == 0 or window[0] >= 0 else [
-        (q if k else 0, k) for q, k in sequences
-    ]  # fmt: skip
+    # Causal queries are at most as many as keys; a window of two sides is over one sequence's own tokens.
+    is_causal = causal or window[1] == 0
+    lengths = [(min(q, k), k) if is_causal or is_paged else (q if k else 0, k) for q, k in sequences]
+    if not is_causal and window[0] >= 0 and not is_paged:
+        lengths = [(k, k) for _, k in sequences]
     features = {"causal": causal, "window_size": window, "softcap": draw(st.sampled_from([0.0, 3.0]))}
     return lengths, features, draw(st.booleans()), draw(st.integers(0, 2**16))
 
@@ -68,10 +70,10 @@ def paged_of(keys, values, lengths, generator, spare=2):
     return (*(pool.nan_to_num_(0) for pool in pools), table)
 
 
-@given(case=packed())
+@given(data=st.data())
 @pytest.mark.parametrize("is_paged", [False, True])
-def test_packed_calls_are_those_of_the_oracle(is_paged, case):
-    lengths, features, has_sinks, seed = case
+def test_packed_calls_are_those_of_the_oracle(is_paged, data):
+    lengths, features, has_sinks, seed = data.draw(packed(is_paged))
     generator = torch.Generator().manual_seed(seed)
     queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
     query = torch.randn(sum(queries), HEADS, SIZE, generator=generator)
@@ -193,7 +195,7 @@ REFUSED = {
     "bound of keys": ({"max_seqlen_k": 2}, TensorError, "max_seqlen_k=2"),
     "no bound": ({"max_seqlen_q": "5"}, TensorError, "whole number"),
     "two sinks": ({"s_aux": torch.ones(HEADS), "learnable_sink": torch.ones(HEADS)}, TensorError, "two names"),
-    "backend": ({"backend": "no_such"}, NoBackendError, "no_such"),
+    "backend": ({"backend": "flash_attn/fa2"}, NoBackendError, "float32"),
 }
 
 
@@ -232,7 +234,7 @@ CACHE_REFUSED = {
         TensorError,
         "cache_batch_idx",
     ),
-    "backend": ({"backend": "no_such"}, NoBackendError, "no_such"),
+    "backend": ({"backend": "flash_attn/fa2"}, NoBackendError, "float32"),
 }
 
 
@@ -266,18 +268,18 @@ def test_a_limit_of_splits_is_kept_or_refused():
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_decision_follows_its_scope(monkeypatch):
-    calls, run = [], TorchImpl.run
-    monkeypatch.setattr(TorchImpl, "run", lambda self, *given: (calls.append(self.backend), run(self, *given))[1])
+def test_a_decision_is_kept_in_its_scope(monkeypatch):
+    implementations, run = [], TorchImpl.run
+    monkeypatch.setattr(TorchImpl, "run", lambda self, *given: (implementations.append(self), run(self, *given))[1])
     query, keys, values = cached()
 
     flash_attn_with_kvcache(query, keys, values, cache_seqlens=4)
     flash_attn_with_kvcache(query, keys, values, cache_seqlens=5)
-    with attnplug.using(backend="torch/flex"):
+    with attnplug.using(backend="flash_attn/fa2"), pytest.raises(NoBackendError, match="flash_attn/fa2"):
         flash_attn_with_kvcache(query, keys, values, cache_seqlens=5)
 
-    assert calls[0] is calls[1]
-    assert calls[2].id == "torch/flex"
+    assert len(implementations) == 2
+    assert implementations[0] is implementations[1]
 
 
 def test_the_arguments_are_those_of_flash_attn():

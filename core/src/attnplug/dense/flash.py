@@ -75,12 +75,14 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         softmax_scale: Factor of the scores; None is ``head_size ** -0.5``.
         causal: Whether a token attends to no later one. The last query is at the position of the last key.
         window_size: Keys that a query attends to on its left and its right, itself not counted; -1 is no limit. Sides
-            are equal, or the right one is closed, as `causal` does.
+            are equal, or the right one is closed, as `causal` does. Equal ones require as many queries as keys in
+            packed calls.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0 is none.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         deterministic: Every forward pass is; it is refused where gradients are recorded.
         return_attn_probs: False only.
-        block_table: ``(sequences, blocks)`` int32; None where `k` and `v` are packed, too.
+        block_table: ``(sequences, blocks)`` int32; None where `k` and `v` are packed, too. Entries beyond a sequence's
+            keys are not read. A sequence has no more queries than keys then.
         s_aux: ``(num_q_heads,)``, sinks: logits that join the softmax denominator.
         learnable_sink: Another name of `s_aux`.
         return_softmax_lse: Whether the log-sum-exp is returned, sinks included.
@@ -98,6 +100,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         NotNegotiatedError: An argument is set that no backend takes, or gradients of pages are recorded.
         NoBackendError: Nothing can serve the call; it carries every verdict.
         CacheError: A block is outside of the cache; where `block_table` is on the CPU.
+        BatchError: A sequence of pages has more queries than keys.
     """
     refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
     check_slopes(alibi_slopes)
@@ -292,7 +295,7 @@ def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, 
 def _as_pages(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pages of keys and of values, and the block table: a contiguous cache has pages of 16 tokens, or a row."""
+    """Return pages of keys and of values, and the block table: that of a cache without pages is made up."""
     if block_table is not None:
         if rows is not None:
             raise TensorError(
@@ -308,13 +311,22 @@ def _as_pages(
             "they have as many sequences and as much room, of at least one token",
             "pass two halves of one cache",
         )
-    contiguous = all(one.stride(0) == capacity * one.stride(1) for one in (k_cache, v_cache))
-    size = 16 if contiguous and capacity % 16 == 0 else capacity
+    size = _page_size(k_cache, v_cache)
     pages = [one if size == capacity else one.unflatten(1, (-1, size)).flatten(0, 1) for one in (k_cache, v_cache)]
     rows = torch.arange(q.shape[0], device=q.device) if rows is None else rows
     each = capacity // size
     table = rows[:, None] * each + torch.arange(each, device=q.device)
     return pages[0], pages[1], table.to(torch.int32)
+
+
+def _page_size(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return the tokens of a page of a cache without pages: 256 or 16 where that fits; a backend takes no pool of one page."""
+    rows, capacity = k_cache.shape[:2]
+    if rows > 1 and any(one.stride(0) != capacity * one.stride(1) for one in (k_cache, v_cache)):
+        return capacity  # what is between the rows is in no page
+    divisors = (size for size in range(capacity // 2, 0, -1) if capacity % size == 0)
+    sizes = (*(size for size in (256, 16) if capacity % size == 0), capacity, *divisors)  # 256: FlashAttention 2's
+    return next((size for size in sizes if rows * capacity // size > 1), capacity)
 
 
 def _cached_lengths(q: Tensor, cache_seqlens: object, room: int, *, has_new: bool, paged: bool) -> Tensor:

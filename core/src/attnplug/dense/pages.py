@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.inputs.batch import Batch
@@ -21,7 +21,7 @@ from attnplug.contract.inputs.layer import Layer
 from attnplug.dense.backends import BatchPlanner, device_of, shared_backend, use_device
 from attnplug.dense.calls import identity
 from attnplug.dense.params import CallParams, refuse_capture
-from attnplug.errors import TensorError
+from attnplug.errors import CacheError, TensorError
 from attnplug.ops.write import write_kv
 from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import scope_key
@@ -192,6 +192,22 @@ def check_pages(call: PagedCall) -> None:
             f"a block has {keys.shape[1]} tokens",
             "pass a wider block_table, or the exact length of the longest sequence",
         )
+    _check_blocks(call)
+
+
+def _check_blocks(call: PagedCall) -> None:
+    """Check the blocks in use, where they are on the CPU: before anything is written, and block 0 may have keys."""
+    table, (count, size) = call.block_table, call.key_pages.shape[:2]
+    if not (table.is_cpu and call.seq_lens.is_cpu):
+        return
+    is_used = torch.arange(table.shape[1]) * size < call.seq_lens[:, None]
+    wrong = table[is_used & ((table < 0) | (table >= count))]
+    if wrong.numel():
+        raise CacheError(
+            f"block {int(wrong[0])} was given for a KV cache of {count} blocks",
+            f"the blocks of a sequence's keys are from 0 to {count - 1}",
+            "pass the block_table of this KV cache, or the lengths that it has blocks for",
+        )
 
 
 def _layer(call: PagedCall) -> PagedLayer:
@@ -243,7 +259,7 @@ def _requirements(call: PagedCall, form: str) -> Requirements:
 
 
 def _batch(call: PagedCall) -> Batch:
-    batch = Batch(
+    return Batch(
         query_start_loc=call.query_start_loc,
         query_start_loc_cpu=None,
         seq_lens=call.seq_lens,
@@ -255,7 +271,6 @@ def _batch(call: PagedCall) -> Batch:
         block_table=call.block_table,
         causal=call.params.causal,
     )
-    return evolve(batch, block_table_cpu=call.block_table) if call.block_table.is_cpu else batch
 
 
 def _refuse(problem: str, expected: str, fix: str) -> None:
