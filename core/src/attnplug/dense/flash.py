@@ -75,8 +75,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         softmax_scale: Factor of the scores; None is ``head_size ** -0.5``.
         causal: Whether a token attends to no later one. The last query is at the position of the last key.
         window_size: Keys that a query attends to on its left and its right, itself not counted; -1 is no limit. Sides
-            are equal, or the right one is closed, as `causal` does. Equal ones require as many queries as keys in
-            packed calls.
+            are equal, or the right one is closed, as `causal` does. Equal ones require as many queries as keys, and
+            no pages.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0 is none.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         deterministic: Every forward pass is; it is refused where gradients are recorded.
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
     check_slopes(alibi_slopes)
     sinks = one_sink(s_aux, learnable_sink)
     check_deterministic(q, k, v, sinks, deterministic=deterministic)
-    visibility = visibility_of(window_size, causal=causal)
+    visibility = visibility_of(window_size, causal=causal, paged=block_table is not None)
     query_lens = lengths_of("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_cpu)
     key_lens = lengths_of("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k_cpu)
     check_longest("max_seqlen_q", max(query_lens, default=0), max_seqlen_q)
@@ -207,7 +207,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
         block_table: ``(sequences, blocks)`` int32; entries beyond a sequence's keys are not read.
         softmax_scale: As for `flash_attn_varlen_func`.
         causal: Likewise; the last query is at the last key, the new ones included.
-        window_size: Likewise.
+        window_size: Likewise, but the right side is closed.
         softcap: Likewise.
         rotary_interleaved: Without meaning, as there are no rotary embeddings.
         alibi_slopes: Likewise.
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
     check_slopes(alibi_slopes)
     sinks = one_sink(s_aux, learnable_sink)
     check_no_gradients(q, k_cache, v_cache, k, v, sinks, what="flash_attn_with_kvcache")
-    visibility = visibility_of(window_size, causal=causal)
+    visibility = visibility_of(window_size, causal=causal, paged=True)
     _check_ranks(q, k_cache, v_cache, k, v)
     keys, values, table = _as_pages(q, k_cache, v_cache, block_table, cache_batch_idx)
     room = table.shape[1] * keys.shape[1]

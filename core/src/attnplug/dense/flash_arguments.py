@@ -43,13 +43,13 @@ class Visibility(NamedTuple):
     window: int | None
 
 
-def visibility_of(window_size: Any, *, causal: bool) -> Visibility:
+def visibility_of(window_size: Any, *, causal: bool, paged: bool) -> Visibility:
     """
     Return what ``window_size=(left, right)`` and `causal` mean together: `causal` closes the right side.
 
     Raises:
         TensorError: The window is no pair of whole numbers.
-        NotNegotiatedError: Its sides are different, and none is closed.
+        NotNegotiatedError: Its sides are different, and the right one is open; or equal, over a KV cache.
     """
     sides = window_size if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
@@ -60,12 +60,12 @@ def visibility_of(window_size: Any, *, causal: bool) -> Visibility:
         )
     left, right = (None if side < 0 else side for side in sides)
     right = 0 if causal else right
-    if right == 0 or left == right:
+    if right == 0 or (left == right and not (paged and right is not None)):
         return Visibility(right == 0, None if left is None else left + 1)
     raise NotNegotiatedError(
         f"window_size={tuple(window_size)} was given",
-        "a window has equal sides, or ends at its query",
-        "pass attnplug.attention_varlen a custom_mask for another shape",
+        "a window ends at its query" + ("" if paged else ", or has equal sides"),
+        "pass window_size=(left, 0)" if paged else "pass attnplug.attention_varlen a custom_mask for another shape",
     )
 
 

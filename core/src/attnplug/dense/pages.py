@@ -145,9 +145,7 @@ def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
             cache = layer.impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
             metadata = layer.planner.build(_batch(call)) if tokens else None
         if call.new is not None:
-            write_kv(
-                call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=False
-            )
+            write_kv(call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=False)
         if metadata is not None:
             plain = query if query.stride(-1) == 1 else query.contiguous()
             layer.impl.forward(plain, None, None, cache, metadata, output, lse=lse)
@@ -168,7 +166,9 @@ def check_pages(call: PagedCall) -> None:
     if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         _refuse(found, "q has heads and sizes last, pages are (num_blocks, block_size, heads, head_size)", "pass such")
     if query.shape[-1] != keys.shape[-1] or not keys.shape[2] or query.shape[1] % keys.shape[2]:
-        _refuse(found, "q and keys have one head size, and the heads of q are a multiple of those of the keys", "pass such")
+        _refuse(
+            found, "q and keys have one head size, and the heads of q are a multiple of those of the keys", "pass such"
+        )
     if len({query.dtype, keys.dtype, values.dtype}) > 1 or len({query.device, keys.device, values.device}) > 1:
         _refuse(found, "all have one dtype and are on one device", "convert them")
     if call.new is not None:
