@@ -180,6 +180,7 @@ def test_another_version_of_transformers_is_refused(host, monkeypatch):
 ARGUMENTS = {
     "mask": ({"attention_mask": torch.ones(1)}, "a mask"),
     "causality": ({"is_causal": False}, "is_causal=False"),
+    "block table": ({"block_table": torch.zeros(1, 1, 1)}, "max_blocks_per_request=0"),
     "dropout": ({"dropout": 0.5}, "dropout=0.5"),
     "unknown": ({"position_bias": torch.ones(1)}, "position_bias"),
 }

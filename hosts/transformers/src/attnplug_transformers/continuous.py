@@ -2,8 +2,7 @@
 transformers' continuous batching on attnplug: the attention of one model's `generate_batch`.
 
 The manager keeps its own KV cache. Each call updates that through `PagedAttentionCache.update`, as the library's own
-flash functions do, and attends by `attnplug.dense.flash_attn_varlen_func`, or `flash_attn_with_kvcache` where the
-manager gives a block table.
+flash functions do, and attends by `attnplug.dense.flash_attn_varlen_func` to the keys that this returns.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from transformers import AttentionInterface, __version__
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from attnplug.dense import flash_attn_varlen_func, flash_attn_with_kvcache
+from attnplug.dense import flash_attn_varlen_func
 from attnplug.errors import AttnplugError, NotNegotiatedError
 from attnplug_transformers.call import check_arguments, check_outputs, module_name, uncompiled
 
@@ -241,8 +240,14 @@ def attend(  # noqa: PLR0913 - the library's signature
             "in continuous batching a token attends to the earlier ones of its request",
             "leave the mask out",
         )
+    if step.get("block_table") is not None:
+        raise NotNegotiatedError(
+            f"{layer}: a block_table was given",
+            "the manager has one for its own flash implementations only",
+            "pass ContinuousBatchingConfig(max_blocks_per_request=0)",
+        )
     check_outputs(module)
-    kwargs = {name: step.pop(name) for name in (*_STEP, "cu_seq_lens_q", "cu_seq_lens_k", "block_table") if name in step}
+    kwargs = {name: step.pop(name) for name in (*_STEP, "cu_seq_lens_q", "cu_seq_lens_k") if name in step}
     bounds = {name: step.pop(name) for name in list(step) if name.startswith(("max_length_", "max_seqlen_"))}
     check_arguments(dropout, step, layer)
     common = {
@@ -253,8 +258,6 @@ def attend(  # noqa: PLR0913 - the library's signature
         "s_aux": None if s_aux is None else s_aux.to(query.dtype),
     }
     rows = query[0].transpose(0, 1)
-    if kwargs.get("block_table") is not None:
-        return _decode(handle, module, cache, (rows, key, value), {**kwargs, **bounds}, common), None
     keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
     starts = kwargs["cu_seq_lens_q"].to(torch.int32)
     output = handle.run(
@@ -290,35 +293,3 @@ def _updated(
         write_index=kwargs["write_index"],
     )
     return keys, values, starts.to(torch.int32)
-
-
-def _decode(
-    handle: ContinuousBatching,
-    module: nn.Module,
-    cache: Any,
-    rows: tuple[Tensor, Tensor, Tensor],
-    kwargs: dict[str, Any],
-    common: dict[str, Any],
-) -> Tensor:
-    """Attend in a step of decodes, for which the manager has a block table; the call writes the KV cache."""
-    if _UPDATE != _BY_KEYWORDS:
-        raise NotNegotiatedError(
-            f"{module_name(module)}: a block_table was given",
-            f"transformers {__version__} gives its pages by no public name",
-            "pass ContinuousBatchingConfig(max_blocks_per_request=0), or install transformers 5.23",
-        )
-    query, key, value = rows
-    cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    new = (one[0].transpose(0, 1).unsqueeze(1) for one in (key, value))
-    lengths = kwargs["cu_seq_lens_k"].diff() - 1
-    output: Tensor = handle.run(
-        flash_attn_with_kvcache,
-        query.unsqueeze(1),
-        kwargs["k_cache"],
-        kwargs["v_cache"],
-        *new,
-        cache_seqlens=lengths.to(torch.int32),
-        block_table=kwargs["block_table"],
-        **common,
-    )
-    return output.transpose(0, 1)
