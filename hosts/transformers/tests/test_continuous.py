@@ -53,6 +53,8 @@ def by_generate(made, prompts):
 
 def in_batches(made, prompts, **more):
     """Return the results of `generate_batch`."""
+    if continuous.NAME.startswith("paged|") and made.device.type == "cpu":
+        pytest.importorskip("psutil", reason="transformers 5.17 measures the memory of the CPU by psutil")
     settings = {"max_batch_tokens": 24, "num_blocks": 64} | more
     size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
     config = transformers.ContinuousBatchingConfig(**{size: 16}, **settings)
@@ -194,6 +196,49 @@ def test_arguments_that_change_the_attention_are_refused(arguments, words, host)
 
     with continuous_batching(made), pytest.raises(NotNegotiatedError, match=words):
         continuous.attend(layer, rows, rows, rows, **{"attention_mask": None, "cache": cache, **arguments})
+
+
+def test_padding_of_a_step_is_zero(host):
+    """A compiled model has steps of more rows than the requests have tokens."""
+
+    class Cache(continuous.PagedAttentionCache):
+        def __init__(self):
+            """Keep nothing: the first step reads no KV cache."""
+
+        def update(self, key_states, value_states, **more):
+            if "kwargs" in more:
+                more["kwargs"]["cu_seq_lens_k"] = more["kwargs"]["cu_seq_lens_k"]["full_attention"]
+                return key_states, value_states
+            return key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+
+    made = eager("llama")
+    query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
+    step = {"cu_seq_lens_q": torch.tensor([0, 2, 5, 5], dtype=torch.int32), "read_index": [], "write_index": []}
+    step["cu_seq_lens_k"] = {"full_attention": step["cu_seq_lens_q"]}
+
+    with continuous_batching(made):
+        layer = made.model.layers[0].self_attn
+        output, _ = continuous.attend(layer, query, key, key, None, cache=Cache(), **step)
+
+    starts = step["cu_seq_lens_q"]
+    wanted = attnplug.attention_varlen(
+        query[0].transpose(0, 1)[:5], *[key[0].transpose(0, 1)[:5]] * 2, starts, causal=True
+    )
+    assert torch.equal(output[0, :5], wanted)
+    assert output.shape == (1, 7, 4, 8)
+    assert not output[0, 5:].any()
+
+
+@pytest.mark.parametrize("graphs", [True, (True, False)])
+def test_cuda_graphs_are_refused(graphs, host):
+    made = eager("llama")
+    config = transformers.ContinuousBatchingConfig(use_cuda_graph=graphs)
+
+    with continuous_batching(made), pytest.raises(NotNegotiatedError, match="use_cuda_graph=False"):
+        made.init_continuous_batching(options(), config)
+
+    assert config.use_cuda_graph == graphs
+    assert "init_continuous_batching" not in vars(made)
 
 
 def test_the_names_are_public():

@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from attnplug_transformers.binding import selections as selections
     from attnplug_transformers.continuous import ContinuousBatching as ContinuousBatching
 
-__all__ = ["KEY", "ContinuousBatching", "continuous_batching", "register", "requirements", "requirements_from_json", "selections"]
+__all__ = [
+    "KEY",
+    "ContinuousBatching",
+    "continuous_batching",
+    "register",
+    "requirements",
+    "requirements_from_json",
+    "selections",
+]
 
 KEY: Final = "attnplug"
 """The attention implementation's name; with "flash" or "sdpa" in it the library would take it for one of its own."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import threading
 from contextvars import copy_context
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AttentionInterface, __version__
+from transformers import AttentionInterface, ContinuousBatchingConfig, __version__
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from attnplug.dense import flash_attn_varlen_func
@@ -94,6 +95,8 @@ class ContinuousBatching:
             for config, _ in self._before:
                 # `set_attn_implementation` would import FlashAttention for any name with "flash".
                 config._attn_implementation_internal = NAME  # noqa: SLF001 - the public setter sets sub-configurations too
+            # The name on the instance hides the method of its class, for this model alone.
+            self.model.init_continuous_batching = self._init_continuous_batching
         return self
 
     def __exit__(
@@ -106,7 +109,27 @@ class ContinuousBatching:
                 config._attn_implementation_internal = name  # noqa: SLF001 - as above
             for module in self.model.modules():
                 _handles.pop(module, None)
+            vars(self.model).pop("init_continuous_batching", None)
             self._before, self._thread = [], None
+
+    def _init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        """Make the model's manager, without CUDA graphs: left to itself it captures with any flash implementation."""
+        config = continuous_batching_config
+        if config is None:
+            config = getattr(generation_config or self.model.generation_config, "continuous_batching_config", None)
+        config = ContinuousBatchingConfig() if config is None else copy(config)
+        graphs = getattr(config, "use_cuda_graph", None)
+        if graphs is True or (isinstance(graphs, tuple) and any(graphs)):
+            raise NotNegotiatedError(
+                f"use_cuda_graph={graphs} was given",
+                "attention of continuous batching is planned on the CPU for each step, which a graph does not replay",
+                "pass ContinuousBatchingConfig(use_cuda_graph=False), or use attnplug_transformers.engine, which has graphs",
+            )
+        config.use_cuda_graph = False
+        made = type(self.model).init_continuous_batching
+        return made(self.model, generation_config, config, *rest, **more)
 
     def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Return ``call(*args, **kwargs)``, run in the scope in which this was entered."""
@@ -259,18 +282,22 @@ def attend(  # noqa: PLR0913 - the library's signature
     }
     rows = query[0].transpose(0, 1)
     keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
-    starts = kwargs["cu_seq_lens_q"].to(torch.int32)
+    starts = kwargs["cu_seq_lens_q"]
+    starts_cpu, key_starts_cpu = handle.on_cpu(starts, is_first=True), handle.on_cpu(key_starts, is_first=False)
+    tokens, used = int(starts_cpu[-1]), int(key_starts_cpu[-1])  # the rest is padding of a compiled model
     output = handle.run(
         flash_attn_varlen_func,
-        rows,
-        keys,
-        values,
+        rows[:tokens],
+        keys[:used],
+        values[:used],
         starts,
         key_starts,
-        cu_seqlens_q_cpu=handle.on_cpu(starts, is_first=True),
-        cu_seqlens_k_cpu=handle.on_cpu(key_starts, is_first=False),
+        cu_seqlens_q_cpu=starts_cpu,
+        cu_seqlens_k_cpu=key_starts_cpu,
         **common,
     )
+    if tokens < rows.shape[0]:
+        output = torch.cat([output, output.new_zeros(rows.shape[0] - tokens, *output.shape[1:])])
     return output.unsqueeze(0), None
 
 
@@ -292,4 +319,4 @@ def _updated(
         read_index=kwargs["read_index"],
         write_index=kwargs["write_index"],
     )
-    return keys, values, starts.to(torch.int32)
+    return keys, values, starts
