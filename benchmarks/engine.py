@@ -12,8 +12,8 @@ the ratio, and the share of equal tokens: with random weights rounding may decid
 of a small model the time is host time. A failure of one configuration is reported, and the others go on.
 
 With --also the engine runs on another backend too, in the same turns. With --through transformers' continuous batching
-runs on a backend of attnplug too, or on an attention of transformers (sdpa, paged|eager, flash_attention_3). With --out the result is written into that folder
-after each comparison, as engine.json and engine.md.
+runs on a backend of attnplug too, or on an attention of transformers (sdpa, paged|eager, flash_attention_3). With --out
+the result is written into that folder after each comparison, as engine.json and engine.md.
 """
 
 from __future__ import annotations

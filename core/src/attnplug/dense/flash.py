@@ -270,8 +270,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
             new=new,
         )
     )
-    output = output.unflatten(0, (sequences, queries))
-    return (output, lse.unflatten(0, (sequences, queries)).transpose(1, 2)) if lse is not None else output
+    output = output.view(sequences, queries, *output.shape[1:])
+    return (output, lse.view(sequences, queries, -1).transpose(1, 2)) if lse is not None else output
 
 
 def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
@@ -312,7 +312,8 @@ def _as_pages(
             "pass two halves of one cache",
         )
     size = _page_size(k_cache, v_cache)
-    pages = [one if size == capacity else one.unflatten(1, (-1, size)).flatten(0, 1) for one in (k_cache, v_cache)]
+    shape = (-1, size)
+    pages = [one if size == capacity else one.view(*shape, *one.shape[2:]) for one in (k_cache, v_cache)]
     rows = torch.arange(q.shape[0], device=q.device) if rows is None else rows
     each = capacity // size
     table = rows[:, None] * each + torch.arange(each, device=q.device)
@@ -320,7 +321,7 @@ def _as_pages(
 
 
 def _page_size(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the tokens of a page of a cache without pages: 256 or 16 where that fits; a backend takes no pool of one page."""
+    """Return the tokens of a page of a cache without pages: 256 or 16 where that fits, and at least two pages."""
     rows, capacity = k_cache.shape[:2]
     if rows > 1 and any(one.stride(0) != capacity * one.stride(1) for one in (k_cache, v_cache)):
         return capacity  # what is between the rows is in no page

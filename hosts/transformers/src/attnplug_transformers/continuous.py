@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Self
 
     from attnplug.request.settings import BackendNames, Options
 
@@ -65,14 +66,14 @@ class ContinuousBatching:
     def __init__(
         self, model: PreTrainedModel, *, backend: BackendNames | None = None, options: Options | None = None
     ) -> None:
-        self.model = model
+        self.model: Any = model  # its continuous batching comes from a mixin that types do not show
         self.name = NAME
         self.calls = 0
         self._keywords: dict[str, Any] = {"backend": backend, "options": options}
         self._before: list[tuple[PretrainedConfig, str | None]] = []
         self._thread: _Thread | None = None
 
-    def __enter__(self) -> ContinuousBatching:
+    def __enter__(self) -> Self:
         """
         Let the model's continuous batching run on attnplug.
 
@@ -125,7 +126,7 @@ class ContinuousBatching:
             raise NotNegotiatedError(
                 f"use_cuda_graph={graphs} was given",
                 "attention of continuous batching is planned on the CPU for each step, which a graph does not replay",
-                "pass ContinuousBatchingConfig(use_cuda_graph=False), or use attnplug_transformers.engine, which has graphs",
+                "pass ContinuousBatchingConfig(use_cuda_graph=False), or use the engine of attnplug, which has graphs",
             )
         config.use_cuda_graph = False
         made = type(self.model).init_continuous_batching
@@ -148,9 +149,9 @@ class ContinuousBatching:
         if starts.is_cpu:
             return starts
         thread = self._entered()
-        for known, copy in thread.starts:
+        for known, on_cpu in thread.starts:
             if known is starts:
-                return copy
+                return on_cpu
         if is_first:
             thread.starts.clear()
         thread.starts.append((starts, starts.cpu()))
@@ -200,7 +201,7 @@ def check_model(model: Any) -> None:
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     """Return the configurations that the model's attention modules read, each once."""
-    found: dict[int, PretrainedConfig] = {}
+    found: dict[int, Any] = {}
     for module in (model, *model.modules()):
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
