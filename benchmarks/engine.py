@@ -4,14 +4,16 @@ Compares the paged engine with transformers' own continuous batching: same model
     python benchmarks/engine.py [--preset small|1b] [--device cuda] [--backend NAME[/variant]] [--rounds 3] [--json]
     python benchmarks/engine.py --requests 1 4 32 --prompt 64 --new 200 --layers 2 --threads 1
     python benchmarks/engine.py --preset 1b --backend flashinfer --also torch --out DIR
+    python benchmarks/engine.py --preset 1b --backend flashinfer --through flashinfer --through sdpa
 
 All configurations decode greedily from the same random prompts, in turns. The time is that from the first request to
 the last token; models, KV caches, graphs and a warm-up generation come before. The output has medians, their spread and
 the ratio, and the share of equal tokens: with random weights rounding may decide between two tokens. With few requests
 of a small model the time is host time. A failure of one configuration is reported, and the others go on.
 
-With --also the engine runs on another backend too, in the same turns. With --out the result is written into that folder
-after each comparison, as engine.json and engine.md.
+With --also the engine runs on another backend too, in the same turns. With --through transformers' continuous batching
+runs on a backend of attnplug too, or on an attention of transformers (sdpa, paged|eager, flash_attention_3). With --out
+the result is written into that folder after each comparison, as engine.json and engine.md.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from attrs import asdict, evolve, frozen
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import attnplug
+from attnplug_transformers import continuous_batching as on_attnplug
 from attnplug_transformers.engine import Engine
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _NO_TOKEN = -1
+_OWN = ("sdpa", "paged|eager", "paged|sdpa")
+"""Attention of transformers that its continuous batching takes, besides FlashAttention."""
 
 
 @frozen
@@ -109,12 +114,16 @@ class Configuration:
 
 
 @contextmanager
-def continuous_batching(model: Any, preset: Preset, batch_tokens: int) -> Iterator[Callable[[], list[list[int]]]]:
+def continuous_batching(
+    model: Any, preset: Preset, batch_tokens: int, *, automatic: bool = True
+) -> Iterator[Callable[[], list[list[int]]]]:
     """Yield a generation through transformers' continuous batching, its manager running already."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: PLC0415 - not in all versions
 
     pages = -(-(preset.prompt + preset.new) // 256) * preset.requests + preset.requests
     config = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=batch_tokens)
+    if hasattr(config, "auto_switch_to_flash"):  # not in all versions, either
+        config.auto_switch_to_flash = automatic
     generation = GenerationConfig(max_new_tokens=preset.new, do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
     manager.start()
@@ -181,10 +190,20 @@ def attnplug_engine(options: Any, preset: Preset, device: str, backend: list[str
 
 
 @contextmanager
-def transformers_engine(options: Any, preset: Preset, device: str) -> Iterator[Configuration]:
-    """Yield a generation through transformers' continuous batching."""
-    with continuous_batching(preset.model(device), preset, max(preset.requests, options.batch_tokens)) as generate:
-        yield Configuration(generate, {"version": transformers.__version__})
+def transformers_engine(
+    options: Any, preset: Preset, device: str, through: str | None = None
+) -> Iterator[Configuration]:
+    """Yield a generation through transformers' continuous batching, on `through`: its attention, or a backend."""
+    model, about = preset.model(device), {"version": transformers.__version__}
+    with ExitStack() as stack:
+        if through in _OWN or (through or "").startswith("flash_attention_"):
+            model.set_attn_implementation(through)
+        elif through is not None:
+            stack.enter_context(on_attnplug(model, backend=[through]))
+        tokens = max(preset.requests, options.batch_tokens)
+        automatic = through not in _OWN  # or else the manager takes FlashAttention where it is installed
+        generate = stack.enter_context(continuous_batching(model, preset, tokens, automatic=automatic))
+        yield Configuration(generate, about | {"attention": model.config._attn_implementation})  # noqa: SLF001 - its name
 
 
 def _compare(options: Any, preset: Preset, device: str) -> dict[str, Any]:
@@ -212,6 +231,8 @@ def _configurations(options: Any, preset: Preset, device: str) -> dict[str, Abst
     found = {"attnplug": attnplug_engine(options, preset, device, options.backend)}
     for name in options.also:
         found[f"attnplug {name}"] = attnplug_engine(options, preset, device, [name])
+    for name in options.through:
+        found[f"transformers {name}"] = transformers_engine(options, preset, device, name)
     return {**found, "transformers": transformers_engine(options, preset, device)}
 
 
@@ -284,6 +305,12 @@ def _options() -> Any:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--backend", action="append", help="as for attnplug.plan; repeatable, in this order")
     parser.add_argument("--also", action="append", default=[], help="run the engine on this backend too; repeatable")
+    parser.add_argument(
+        "--through",
+        action="append",
+        default=[],
+        help="run transformers' continuous batching on this backend of attnplug, or on this attention, too; repeatable",
+    )
     parser.add_argument("--out", type=Path, help="folder to write the results into")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, for all configurations")

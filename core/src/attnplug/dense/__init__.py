@@ -2,6 +2,7 @@
 Attention as one function call, for callers without a KV cache: `attention` and `attention_varlen`.
 
 `attend_like_sdpa` is `attention` with the arguments of torch's function, for hosts whose code calls that one.
+`flash_attn_varlen_func` and `flash_attn_with_kvcache` are the same with FlashAttention's arguments, KV cache included.
 `shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls.
 The names load on first use, since they import torch.
 """
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from attnplug.dense.backends import device_of as device_of
     from attnplug.dense.backends import shared_backend as shared_backend
     from attnplug.dense.backends import use_device as use_device
+    from attnplug.dense.flash import flash_attn_varlen_func as flash_attn_varlen_func
+    from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
+    "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
     "attnplug.dense.sdpa": "attend_like_sdpa requirements_like_sdpa",
 }

@@ -8,6 +8,8 @@ Run the attention of transformers' models through attnplug.
     model.set_attn_implementation("attnplug")         # or attn_implementation="attnplug" when the model is made
     model.generate(...)
     host.selections(model)                            # which backend each layer runs on, and why
+    with host.continuous_batching(model):             # transformers' own continuous batching
+        model.generate_batch(prompts)
 
 Importing this and reading configurations needs neither transformers nor torch.
 """
@@ -20,9 +22,21 @@ from attnplug.errors import AttnplugError
 from attnplug.models import requirements, requirements_from_json
 
 if TYPE_CHECKING:
-    from attnplug_transformers.binding import selections as selections
+    from transformers import PreTrainedModel
 
-__all__ = ["KEY", "register", "requirements", "requirements_from_json", "selections"]
+    from attnplug.request.settings import BackendNames, Options
+    from attnplug_transformers.binding import selections as selections
+    from attnplug_transformers.continuous import ContinuousBatching as ContinuousBatching
+
+__all__ = [
+    "KEY",
+    "ContinuousBatching",
+    "continuous_batching",
+    "register",
+    "requirements",
+    "requirements_from_json",
+    "selections",
+]
 
 KEY: Final = "attnplug"
 """The attention implementation's name; with "flash" or "sdpa" in it the library would take it for one of its own."""
@@ -58,10 +72,37 @@ def register() -> str:
     return KEY
 
 
-def __getattr__(name: str) -> Any:
-    if name != "selections":
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    from attnplug_transformers.binding import selections  # noqa: PLC0415 - imports torch
+def continuous_batching(
+    model: PreTrainedModel, *, backend: BackendNames | None = None, options: Options | None = None
+) -> ContinuousBatching:
+    """
+    Return a context manager in which a model's continuous batching runs on attnplug: `generate_batch`, and managers.
 
-    return selections
+    Other models keep their attention. Leaving it restores the model's own, and destroys a manager that it has kept.
+    Backends are chosen in the scope in which it is entered, or by the arguments. A call of the model that is not one of
+    continuous batching is refused meanwhile.
+
+    Args:
+        model: A decoder of transformers 5.17 or 5.23 whose attention is replaceable.
+        backend: As for `attnplug.select`; None is the scope's choice.
+        options: As for `attnplug.select`.
+
+    Raises:
+        AttnplugError: On entering: the model, or this version of transformers, does not let it.
+    """
+    from attnplug_transformers.continuous import ContinuousBatching  # noqa: PLC0415 - imports torch and transformers
+
+    return ContinuousBatching(model, backend=backend, options=options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "selections":
+        from attnplug_transformers.binding import selections  # noqa: PLC0415 - imports torch
+
+        return selections
+    if name == "ContinuousBatching":
+        from attnplug_transformers.continuous import ContinuousBatching  # noqa: PLC0415 - likewise
+
+        return ContinuousBatching
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)

@@ -1,0 +1,277 @@
+"""
+Runs calls on a paged KV cache of two tensors that the caller owns: each kind of call decides once.
+
+A call writes nothing before all of it is decided and planned. Implementations and plans belong to one thread and, on
+CUDA, to one stream.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import field, frozen
+
+from attnplug.contract.guards._format import describe, dtype_name
+from attnplug.contract.inputs.batch import Batch
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
+from attnplug.contract.inputs.layer import Layer
+from attnplug.dense.backends import BatchPlanner, device_of, shared_backend, use_device
+from attnplug.dense.calls import identity
+from attnplug.dense.params import CallParams, refuse_capture
+from attnplug.errors import CacheError, TensorError
+from attnplug.ops.write import write_kv
+from attnplug.request.requirements import Requirements
+from attnplug.selection.scope import scope_key
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract.impl import AttentionImpl
+
+_MOST: Final = 64
+"""Implementations that a thread keeps."""
+
+NAME: Final = "attnplug.flash_attn"
+"""The layer's name in messages."""
+
+
+@frozen(eq=False, kw_only=True)
+class NewKeys:
+    """
+    Keys and values that a call writes before it attends.
+
+    Attributes:
+        key: ``(tokens, num_kv_heads, head_size)``.
+        value: ``(tokens, num_kv_heads, head_size_v)``.
+        slots: ``(tokens,)`` int64, ``block * block_size + offset``.
+    """
+
+    key: Tensor
+    value: Tensor
+    slots: Tensor
+
+
+@frozen(eq=False, kw_only=True)
+class PagedCall:
+    """
+    A call on pages.
+
+    Attributes:
+        query: ``(tokens, num_q_heads, head_size)``.
+        key_pages: ``(num_blocks, block_size, num_kv_heads, head_size)``.
+        value_pages: ``(num_blocks, block_size, num_kv_heads, head_size_v)``.
+        query_start_loc: ``(sequences + 1,)`` int32.
+        seq_lens: ``(sequences,)`` int32, keys of each sequence, new ones included.
+        block_table: ``(sequences, blocks)`` int32.
+        max_query_len: An upper bound of the query lengths.
+        max_seq_len: An upper bound of the keys.
+        params: The call's numbers.
+        sinks: ``(num_q_heads,)``, or None.
+        alibi_slopes: ``(num_q_heads,)`` float32, or None.
+        max_num_splits: Most parts of one sequence's keys; None for the backend's own choice.
+        new: What it writes first, or None.
+    """
+
+    query: Tensor
+    key_pages: Tensor
+    value_pages: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    max_seq_len: int
+    params: CallParams
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    max_num_splits: int | None = None
+    new: NewKeys | None = None
+
+
+@frozen(eq=False)
+class PagedLayer:
+    """
+    What calls of one kind run on.
+
+    Attributes:
+        impl: The implementation.
+        planner: What builds the metadata of each call.
+        tensors: The sinks and slopes that it was made from: as long as they are held, no other tensor has their place.
+    """
+
+    impl: AttentionImpl
+    planner: BatchPlanner
+    tensors: tuple[Tensor | None, ...] = field(repr=False)
+
+
+class _Kept(threading.local):
+    """What a thread keeps: layers by kind; the oldest makes room."""
+
+    def __init__(self) -> None:
+        self.layers: dict[Hashable, PagedLayer] = {}
+
+
+_kept: Final = _Kept()
+
+
+def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
+    """
+    Write the new keys and values of a call, and attend.
+
+    Returns:
+        ``(tokens, num_q_heads, head_size_v)``; and the LSE ``(tokens, num_q_heads)`` float32, or None.
+
+    Raises:
+        NoBackendError: Nothing can serve the call.
+        CacheError: A block is outside of the cache; where the block table is on the CPU.
+        TensorError: Tensors do not fit each other.
+        NotNegotiatedError: A CUDA graph is captured.
+    """
+    check_pages(call)
+    query = call.query
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        refuse_capture()
+    tokens, heads, size = query.shape[0], query.shape[1], call.value_pages.shape[-1]
+    output = query.new_zeros(tokens, heads * size)
+    lse = query.new_zeros(tokens, heads, dtype=torch.float32) if call.params.return_lse else None
+    with use_device(query.device):
+        # Tensors that are made in inference mode could not be written outside of it.
+        with outside_inference_mode():
+            layer = _layer(call)
+            cache = layer.impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
+            metadata = layer.planner.build(_batch(call)) if tokens else None
+        if call.new is not None:
+            write_kv(call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=False)
+        if metadata is not None:
+            plain = query if query.stride(-1) == 1 else query.contiguous()
+            layer.impl.forward(plain, None, None, cache, metadata, output, lse=lse)
+            if lse is not None and call.sinks is not None and layer.impl.lse_includes_sink is False:
+                torch.logaddexp(lse, call.sinks.detach().float(), out=lse)
+    return output.view(tokens, heads, size), lse
+
+
+def check_pages(call: PagedCall) -> None:
+    """
+    Check the shapes, dtypes and devices of a call.
+
+    Raises:
+        TensorError: They do not fit each other.
+    """
+    query, keys, values = call.query, call.key_pages, call.value_pages
+    found = f"q of {describe(query)}, keys of {describe(keys)} and values of {describe(values)} were given"
+    if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        _refuse(found, "q has heads and sizes last, pages are (num_blocks, block_size, heads, head_size)", "pass such")
+    if query.shape[-1] != keys.shape[-1] or not keys.shape[2] or query.shape[1] % keys.shape[2]:
+        _refuse(
+            found, "q and keys have one head size, and the heads of q are a multiple of those of the keys", "pass such"
+        )
+    if len({query.dtype, keys.dtype, values.dtype}) > 1 or len({query.device, keys.device, values.device}) > 1:
+        _refuse(found, "all have one dtype and are on one device", "convert them")
+    if call.new is not None:
+        for name, rows, pages in (("k", call.new.key, keys), ("v", call.new.value, values)):
+            if rows.shape[1:] != pages.shape[2:] or (rows.dtype, rows.device) != (pages.dtype, pages.device):
+                _refuse(
+                    f"{name} of {describe(rows)} was given for pages of {describe(pages)}",
+                    "new keys and values have the heads, the sizes, the dtype and the device of the pages",
+                    "pass such",
+                )
+    table, sequences = call.block_table, call.query_start_loc.shape[0] - 1
+    if table.ndim != 2 or table.shape[0] != sequences or tuple(call.seq_lens.shape) != (sequences,):
+        _refuse(
+            f"a block_table of {describe(table)} and lengths of {describe(call.seq_lens)} were given",
+            f"they are ({sequences}, blocks) and ({sequences},) int32: one row and one length for each sequence",
+            "pass such",
+        )
+    if call.max_seq_len > table.shape[1] * keys.shape[1]:
+        _refuse(
+            f"a block_table of {table.shape[1]} blocks was given for sequences of up to {call.max_seq_len} tokens",
+            f"a block has {keys.shape[1]} tokens",
+            "pass a wider block_table, or the exact length of the longest sequence",
+        )
+    _check_blocks(call)
+
+
+def _check_blocks(call: PagedCall) -> None:
+    """Check the blocks in use, where they are on the CPU: before anything is written, and block 0 may have keys."""
+    table, (count, size) = call.block_table, call.key_pages.shape[:2]
+    if not (table.is_cpu and call.seq_lens.is_cpu):
+        return
+    is_used = torch.arange(table.shape[1]) * size < call.seq_lens[:, None]
+    wrong = table[is_used & ((table < 0) | (table >= count))]
+    if wrong.numel():
+        raise CacheError(
+            f"block {int(wrong[0])} was given for a KV cache of {count} blocks",
+            f"the blocks of a sequence's keys are from 0 to {count - 1}",
+            "pass the block_table of this KV cache, or the lengths that it has blocks for",
+        )
+
+
+def _layer(call: PagedCall) -> PagedLayer:
+    """Return what calls of one kind share."""
+    params, device = call.params, call.query.device
+    learned = (call.sinks, call.alibi_slopes)
+    strides_differ = call.key_pages.shape == call.value_pages.shape and (
+        call.key_pages.stride() != call.value_pages.stride()
+    )
+    requirements = _requirements(call, "independent" if strides_differ else "split")
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    where = (requirements, device, stream, params, call.max_num_splits, scope_key(), *map(identity, learned))
+    found = _kept.layers.get(where)
+    if found is not None:
+        return found
+    options = json.loads(params.options) or None
+    backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
+    sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
+    impl = backend.make_impl(Layer(name=NAME, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
+    made = PagedLayer(impl, BatchPlanner(backend, impl, max_num_splits=call.max_num_splits), learned)
+    _kept.layers[where] = made
+    while len(_kept.layers) > _MOST:
+        _kept.layers.pop(next(iter(_kept.layers)))
+    return made
+
+
+def _requirements(call: PagedCall, form: str) -> Requirements:
+    params = call.params
+    more: dict[str, Any] = {} if params.causal else {"causal": False}
+    return Requirements(
+        head_size=call.query.shape[2],
+        num_q_heads=call.query.shape[1],
+        num_kv_heads=call.key_pages.shape[2],
+        dtype=dtype_name(call.query.dtype),
+        head_size_v=call.value_pages.shape[3],
+        sliding_window=params.sliding_window,
+        logits_soft_cap=params.logits_soft_cap,
+        alibi=None if call.alibi_slopes is None else "linear",
+        sinks=call.sinks is not None,
+        return_lse=params.return_lse,
+        block_size=call.key_pages.shape[1],
+        kv_layout="NHD",
+        kv_cache_form=form,
+        kv_in_cache=True,  # written here: a caller of FlashAttention has keys in block 0, too
+        seq_lens_cpu_kind="absent",  # each build reads them
+        query_lens_cpu_kind="absent",
+        **more,
+    )
+
+
+def _batch(call: PagedCall) -> Batch:
+    return Batch(
+        query_start_loc=call.query_start_loc,
+        query_start_loc_cpu=None,
+        seq_lens=call.seq_lens,
+        seq_lens_cpu=None,
+        num_reqs=call.query_start_loc.shape[0] - 1,
+        num_actual_tokens=call.query.shape[0],
+        max_query_len=call.max_query_len,
+        max_seq_len=call.max_seq_len,
+        block_table=call.block_table,
+        causal=call.params.causal,
+    )
+
+
+def _refuse(problem: str, expected: str, fix: str) -> None:
+    raise TensorError(problem, expected, fix)

@@ -1,0 +1,323 @@
+"""
+transformers' continuous batching on attnplug: the attention of one model's `generate_batch`.
+
+The manager keeps its own KV cache. Each call updates that through `PagedAttentionCache.update`, as the library's own
+flash functions do, and attends by `attnplug.dense.flash_attn_varlen_func` to the keys that this returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from contextvars import copy_context
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import AttentionInterface, ContinuousBatchingConfig, __version__
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from attnplug.dense import flash_attn_varlen_func
+from attnplug.errors import AttnplugError, NotNegotiatedError
+from attnplug_transformers.call import check_arguments, check_outputs, module_name, uncompiled
+
+if TYPE_CHECKING:
+    from contextvars import Context
+    from types import TracebackType
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Self
+
+    from attnplug.request.settings import BackendNames, Options
+
+_UPDATE: Final = tuple(inspect.signature(PagedAttentionCache.update).parameters)
+_BY_INDICES: Final = ("self", "key_states", "value_states", "layer_idx", "read_index", "write_index")
+_BY_KEYWORDS: Final = ("self", "key_states", "value_states", "layer_idx", "kwargs")
+
+NAME: Final = "attnplug_flash" if _UPDATE == _BY_KEYWORDS else "paged|attnplug_flash"
+"""The attention implementation's name: the manager makes no masks for one with "flash" (5.23) or "paged|" (5.17)."""
+
+_STEP: Final = frozenset({"read_index", "write_index", "logits_indices", "logits_processor_args", "input_ids"})
+"""Arguments of a step that the KV cache and the model use."""
+
+
+class _Thread(threading.local):
+    """What a thread has of one handle: a copy of its context, and the lengths of the step."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context.copy()  # one context cannot be entered by two threads at once
+        self.starts: list[tuple[Tensor, Tensor]] = []
+
+
+class ContinuousBatching:
+    """
+    A model whose continuous batching runs on attnplug, from entering to leaving it as a context manager.
+
+    Backends are chosen in the scope in which it was entered (`attnplug.using`), whichever thread runs the model.
+
+    Attributes:
+        model: The model.
+        name: The name of its attention implementation meanwhile.
+        calls: How many calls of attention it has served.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, backend: BackendNames | None = None, options: Options | None = None
+    ) -> None:
+        self.model: Any = model  # its continuous batching comes from a mixin that types do not show
+        self.name = NAME
+        self.calls = 0
+        self._keywords: dict[str, Any] = {"backend": backend, "options": options}
+        self._before: list[tuple[PretrainedConfig, str | None]] = []
+        self._thread: _Thread | None = None
+
+    def __enter__(self) -> Self:
+        """
+        Let the model's continuous batching run on attnplug.
+
+        Raises:
+            AttnplugError: The model, or this version of transformers, does not let it.
+        """
+        check_model(self.model)
+        with _lock:
+            if any(module in _handles for module in self.model.modules()):
+                raise AttnplugError(
+                    f"continuous batching of {type(self.model).__name__} runs on attnplug already",
+                    "a model has one backend choice at a time",
+                    "leave the other context first",
+                )
+            self.model.destroy_cached_continuous_batching_manager()  # its settings are those of another attention
+            AttentionInterface.register(NAME, attend)
+            self._thread = _Thread(copy_context())
+            _handles.update(dict.fromkeys(self.model.modules(), self))
+            self._before = [(one, one._attn_implementation) for one in _configs(self.model)]  # noqa: SLF001 - its name
+            for config, _ in self._before:
+                # `set_attn_implementation` would import FlashAttention for any name with "flash".
+                config._attn_implementation_internal = NAME  # noqa: SLF001 - the public setter sets sub-configurations too
+            # The name on the instance hides the method of its class, for this model alone.
+            self.model.init_continuous_batching = self._init_continuous_batching
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Restore the model's own attention. A manager that the model has kept is destroyed."""
+        self.model.destroy_cached_continuous_batching_manager()
+        with _lock:
+            for config, name in self._before:
+                config._attn_implementation_internal = name  # noqa: SLF001 - as above
+            for module in self.model.modules():
+                _handles.pop(module, None)
+            vars(self.model).pop("init_continuous_batching", None)
+            self._before, self._thread = [], None
+
+    def _init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        """Make the model's manager, without CUDA graphs: left to itself it captures with any flash implementation."""
+        config = continuous_batching_config
+        if config is None:
+            config = getattr(generation_config or self.model.generation_config, "continuous_batching_config", None)
+        config = ContinuousBatchingConfig() if config is None else copy(config)
+        graphs = getattr(config, "use_cuda_graph", None)
+        if graphs is True or (isinstance(graphs, tuple) and any(graphs)):
+            raise NotNegotiatedError(
+                f"use_cuda_graph={graphs} was given",
+                "attention of continuous batching is planned on the CPU for each step, which a graph does not replay",
+                "pass ContinuousBatchingConfig(use_cuda_graph=False), or use the engine of attnplug, which has graphs",
+            )
+        config.use_cuda_graph = False
+        made = type(self.model).init_continuous_batching
+        return made(self.model, generation_config, config, *rest, **more)
+
+    def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return ``call(*args, **kwargs)``, run in the scope in which this was entered."""
+        self.calls += 1
+        thread = self._entered()
+        return thread.context.run(call, *args, **kwargs, **self._keywords)
+
+    def on_cpu(self, starts: Tensor, *, is_first: bool) -> Tensor:
+        """
+        Return the CPU copy of cumulative lengths, read once for each step: all layers are given the same tensors.
+
+        Args:
+            starts: The tensor.
+            is_first: Whether it is the queries', which differ in every step.
+        """
+        if starts.is_cpu:
+            return starts
+        thread = self._entered()
+        for known, on_cpu in thread.starts:
+            if known is starts:
+                return on_cpu
+        if is_first:
+            thread.starts.clear()
+        thread.starts.append((starts, starts.cpu()))
+        return thread.starts[-1][1]
+
+    def _entered(self) -> _Thread:
+        if self._thread is None:
+            raise NotNegotiatedError("the context was left", "attention runs inside of it", "enter it again")
+        return self._thread
+
+
+_handles: Final[WeakKeyDictionary[nn.Module, ContinuousBatching]] = WeakKeyDictionary()
+_lock: Final = threading.Lock()
+
+
+def check_model(model: Any) -> None:
+    """
+    Check that a model's continuous batching can run on attnplug.
+
+    Raises:
+        AttnplugError: It cannot, or this version of transformers is another one.
+    """
+    if _UPDATE not in (_BY_INDICES, _BY_KEYWORDS):
+        raise AttnplugError(
+            f"transformers {__version__} was found, whose PagedAttentionCache.update takes {_UPDATE[1:]}",
+            "continuous batching is known for transformers 5.17 and 5.23",
+            "install one of these, or use attnplug_transformers.engine",
+        )
+    kind = type(model).__name__
+    if not hasattr(model, "generate_batch") or not hasattr(model, "config"):
+        raise AttnplugError(
+            f"{kind} has no generate_batch",
+            "continuous batching generates with models of transformers",
+            "pass a model such as those of AutoModelForCausalLM",
+        )
+    if not model._can_set_attn_implementation():  # noqa: SLF001 - the library has no public name for it
+        raise AttnplugError(
+            f"{kind} computes attention itself",
+            "its attention can be replaced if it uses the AttentionInterface of transformers",
+            "use generate() of this model",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise AttnplugError(
+            f"{kind} is an encoder-decoder", "continuous batching generates with decoders", "use generate()"
+        )
+
+
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configurations that the model's attention modules read, each once."""
+    found: dict[int, Any] = {}
+    for module in (model, *model.modules()):
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@uncompiled
+def attend(  # noqa: PLR0913 - the library's signature
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    cache: PagedAttentionCache | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **step: Any,
+) -> tuple[Tensor, None]:
+    """
+    Attend to the requests of a step. Registered under `NAME`.
+
+    Args:
+        module: The attention module.
+        query: ``(1, num_q_heads, tokens, head_size)``, the requests' new tokens one after another.
+        key: ``(1, num_kv_heads, tokens, head_size)``.
+        value: ``(1, num_kv_heads, tokens, head_size_v)``.
+        attention_mask: None: a request's new tokens attend to its own tokens, causally.
+        scaling: Factor of the scores.
+        dropout: 0.
+        cache: The manager's KV cache.
+        sliding_window: Tokens that a token attends to, itself included; None for all.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        s_aux: ``(num_q_heads,)``, sinks.
+        is_causal: None or True.
+        step: The arguments of the step.
+
+    Returns:
+        ``(1, tokens, num_q_heads, head_size_v)``; and None in place of attention weights.
+
+    Raises:
+        NotNegotiatedError: It is no call of continuous batching inside of the context, or has an unknown argument.
+        NoBackendError: Nothing can serve the layer.
+    """
+    layer, handle = module_name(module), _handles.get(module)
+    if handle is None or not isinstance(cache, PagedAttentionCache):
+        raise NotNegotiatedError(
+            f"{layer} was called with attn_implementation={NAME!r}, and not by continuous batching on attnplug",
+            "inside of continuous_batching(model) that model generates by generate_batch",
+            "call the model after the context was left",
+        )
+    if attention_mask is not None or is_causal is False:
+        raise NotNegotiatedError(
+            f"{layer}: a mask or is_causal=False was given",
+            "in continuous batching a token attends to the earlier ones of its request",
+            "leave the mask out",
+        )
+    if step.get("block_table") is not None:
+        raise NotNegotiatedError(
+            f"{layer}: a block_table was given",
+            "the manager has one for its own flash implementations only",
+            "pass ContinuousBatchingConfig(max_blocks_per_request=0)",
+        )
+    check_outputs(module)
+    kwargs = {name: step.pop(name) for name in (*_STEP, "cu_seq_lens_q", "cu_seq_lens_k") if name in step}
+    bounds = {name: step.pop(name) for name in list(step) if name.startswith(("max_length_", "max_seqlen_"))}
+    check_arguments(dropout, step, layer)
+    common = {
+        "softmax_scale": scaling,
+        "causal": True,
+        "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        "softcap": softcap or 0.0,
+        "s_aux": None if s_aux is None else s_aux.to(query.dtype),
+    }
+    rows = query[0].transpose(0, 1)
+    keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
+    starts = kwargs["cu_seq_lens_q"]
+    starts_cpu, key_starts_cpu = handle.on_cpu(starts, is_first=True), handle.on_cpu(key_starts, is_first=False)
+    tokens, used = int(starts_cpu[-1]), int(key_starts_cpu[-1])  # the rest is padding of a compiled model
+    output = handle.run(
+        flash_attn_varlen_func,
+        rows[:tokens],
+        keys[:used],
+        values[:used],
+        starts,
+        key_starts,
+        cu_seqlens_q_cpu=starts_cpu,
+        cu_seqlens_k_cpu=key_starts_cpu,
+        **common,
+    )
+    if tokens < rows.shape[0]:
+        output = torch.cat([output, output.new_zeros(rows.shape[0] - tokens, *output.shape[1:])])
+    return output.unsqueeze(0), None
+
+
+def _updated(
+    module: nn.Module, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any], window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the step's keys and values; return all that the requests attend to, packed, and their start locations."""
+    index: Any = module.layer_idx
+    if _UPDATE == _BY_KEYWORDS:
+        keys, values = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1), kwargs["cu_seq_lens_k"]
+    starts = kwargs["cu_seq_lens_k"]
+    if isinstance(starts, dict):
+        starts = starts["full_attention" if window is None else "sliding_attention"]
+    keys, values = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=index,
+        read_index=kwargs["read_index"],
+        write_index=kwargs["write_index"],
+    )
+    return keys, values, starts

@@ -1,0 +1,246 @@
+"""transformers' continuous batching on attnplug: `generate_batch` beside `generate`, token by token in float32."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+
+import attnplug
+import attnplug_transformers
+from attnplug.errors import AttnplugError, NotNegotiatedError
+from attnplug.torch_backend.impl import TorchImpl
+from attnplug_transformers import continuous, continuous_batching
+from hosts.transformers.tests.models import PAD, model
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
+LENGTHS = (5, 33, 50, 12, 1, 40, 9)
+NEW = 10
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Record the query lengths of each run of the built-in backend."""
+    found, run = [], TorchImpl.run
+
+    def recorded(self, *given):
+        found.append(given[4].batch.query_start_loc.diff().tolist())
+        run(self, *given)
+
+    monkeypatch.setattr(TorchImpl, "run", recorded)
+    return found
+
+
+def prompts_of(lengths):
+    numbers = random.Random(0)
+    return [[numbers.randrange(0, PAD) for _ in range(length)] for length in lengths]
+
+
+def options():
+    return transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=PAD)
+
+
+def by_generate(made, prompts):
+    """Return the new tokens of each prompt, one generated after another, by transformers alone."""
+    with torch.inference_mode():
+        found = [made.generate(torch.tensor([one]), generation_config=options())[0] for one in prompts]
+    return {tuple(one): row[len(one) :].tolist() for one, row in zip(prompts, found, strict=True)}
+
+
+def in_batches(made, prompts, **more):
+    """Return the results of `generate_batch`."""
+    if continuous.NAME.startswith("paged|") and made.device.type == "cpu":
+        pytest.importorskip("psutil", reason="transformers 5.17 measures the memory of the CPU by psutil")
+    settings = {"max_batch_tokens": 24, "num_blocks": 64} | more
+    size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
+    config = transformers.ContinuousBatchingConfig(**{size: 16}, **settings)
+    return made.generate_batch(
+        inputs=prompts, generation_config=options(), continuous_batching_config=config, progress_bar=False
+    )
+
+
+def tokens_of(results):
+    assert [one.error for one in results.values()] == [None] * len(results)
+    return {tuple(one.prompt_ids): one.generated_tokens for one in results.values()}
+
+
+def eager(name):
+    made = model(name)
+    made.set_attn_implementation("eager")
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_generate(name, host, runs):
+    made, prompts = eager(name), prompts_of(LENGTHS)
+    wanted = by_generate(made, prompts)
+    assert not runs
+
+    with continuous_batching(made) as handle:
+        found = tokens_of(in_batches(made, prompts))
+
+    assert found == wanted
+    assert handle.calls == len(runs) > NEW
+    assert any(max(lengths) == 1 for lengths in runs)  # a step of decodes
+    assert any(len(lengths) > 1 and max(lengths) > 1 for lengths in runs)
+
+
+def test_a_shared_prefix_is_computed_once(host, runs):
+    made, (prefix, *ends) = eager("llama"), prompts_of((40, 3, 20, 7))
+    prompts = [prefix + end for end in ends]
+    wanted = by_generate(made, prompts)
+
+    with continuous_batching(made):
+        found = tokens_of(in_batches(made, prompts))
+
+    layers = made.config.num_hidden_layers
+    assert found == wanted
+    assert sum(map(sum, runs)) // layers < sum(map(len, prompts)) + len(prompts) * (NEW - 1)
+
+
+def test_more_requests_than_fit_are_served(host, runs):
+    made, prompts = eager("llama"), prompts_of((30, 30, 30, 30, 30, 30))
+    wanted = by_generate(made, prompts)
+
+    with continuous_batching(made):
+        found = tokens_of(in_batches(made, prompts, num_blocks=8))
+
+    assert found == wanted
+    assert max(map(len, runs)) < len(prompts)
+
+
+def test_other_models_keep_their_attention(host, runs):
+    made, other, prompts = eager("llama"), eager("qwen3"), prompts_of((5, 9))
+    wanted = by_generate(other, prompts)
+
+    with continuous_batching(made):
+        assert other.config._attn_implementation == "eager"
+        assert by_generate(other, prompts) == wanted
+        assert not runs
+
+
+def test_the_attention_of_before_is_restored(host, runs):
+    made, prompts = eager("llama"), prompts_of((5, 9))
+    wanted = by_generate(made, prompts)
+
+    with pytest.raises(KeyError, match="stop"), continuous_batching(made) as handle:
+        assert made.config._attn_implementation == handle.name
+        raise KeyError("stop")
+
+    assert made.config._attn_implementation == "eager"
+    assert by_generate(made, prompts) == wanted
+    assert tokens_of(in_batches(made, prompts)) == wanted
+    assert not runs
+
+
+def test_the_scope_around_reaches_the_thread_of_the_manager(host):
+    made, prompts = eager("llama"), prompts_of((5, 9))
+
+    with attnplug.using(backend="flashinfer"), continuous_batching(made):
+        scoped = [str(one.error) for one in in_batches(made, prompts).values()]
+    with continuous_batching(made, backend="flashinfer"):
+        named = [str(one.error) for one in in_batches(made, prompts).values()]
+
+    assert len(scoped) == len(named) == 2
+    assert all("flashinfer" in error for error in scoped + named)
+
+
+def test_a_call_outside_of_continuous_batching_is_refused(host):
+    made = eager("llama")
+
+    with continuous_batching(made), pytest.raises(NotNegotiatedError, match="not by continuous batching"):
+        made(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_model_is_entered_once(host):
+    made = eager("llama")
+
+    with continuous_batching(made), pytest.raises(AttnplugError, match="already"), continuous_batching(made):
+        pass
+
+    with continuous_batching(made) as handle:
+        assert handle.model is made
+
+
+@pytest.mark.parametrize(("name", "words"), [("bert", "no generate_batch"), ("bart", "encoder-decoder")])
+def test_other_models_are_refused(name, words, host):
+    with pytest.raises(AttnplugError, match=words), continuous_batching(model(name)):
+        pass
+
+
+def test_another_version_of_transformers_is_refused(host, monkeypatch):
+    monkeypatch.setattr(continuous, "_UPDATE", ("self", "keys"))
+
+    with pytest.raises(AttnplugError, match="5.17 and 5.23"), continuous_batching(eager("llama")):
+        pass
+
+
+ARGUMENTS = {
+    "mask": ({"attention_mask": torch.ones(1)}, "a mask"),
+    "causality": ({"is_causal": False}, "is_causal=False"),
+    "block table": ({"block_table": torch.zeros(1, 1, 1)}, "max_blocks_per_request=0"),
+    "dropout": ({"dropout": 0.5}, "dropout=0.5"),
+    "unknown": ({"position_bias": torch.ones(1)}, "position_bias"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_change_the_attention_are_refused(arguments, words, host):
+    made = eager("llama")
+    layer, cache = made.model.layers[0].self_attn, object.__new__(continuous.PagedAttentionCache)
+    rows = torch.zeros(1, 4, 3, 8)
+
+    with continuous_batching(made), pytest.raises(NotNegotiatedError, match=words):
+        continuous.attend(layer, rows, rows, rows, **{"attention_mask": None, "cache": cache, **arguments})
+
+
+def test_padding_of_a_step_is_zero(host):
+    """A compiled model has steps of more rows than the requests have tokens."""
+
+    class Cache(continuous.PagedAttentionCache):
+        def __init__(self):
+            """Keep nothing: the first step reads no KV cache."""
+
+        def update(self, key_states, value_states, **more):
+            if "kwargs" in more:
+                more["kwargs"]["cu_seq_lens_k"] = more["kwargs"]["cu_seq_lens_k"]["full_attention"]
+                return key_states, value_states
+            return key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+
+    made = eager("llama")
+    query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
+    step = {"cu_seq_lens_q": torch.tensor([0, 2, 5, 5], dtype=torch.int32), "read_index": [], "write_index": []}
+    step["cu_seq_lens_k"] = {"full_attention": step["cu_seq_lens_q"]}
+
+    with continuous_batching(made):
+        layer = made.model.layers[0].self_attn
+        output, _ = continuous.attend(layer, query, key, key, None, cache=Cache(), **step)
+
+    starts = step["cu_seq_lens_q"]
+    wanted = attnplug.attention_varlen(
+        query[0].transpose(0, 1)[:5], *[key[0].transpose(0, 1)[:5]] * 2, starts, causal=True
+    )
+    assert torch.equal(output[0, :5], wanted)
+    assert output.shape == (1, 7, 4, 8)
+    assert not output[0, 5:].any()
+
+
+@pytest.mark.parametrize("graphs", [True, (True, False)])
+def test_cuda_graphs_are_refused(graphs, host):
+    made = eager("llama")
+    config = transformers.ContinuousBatchingConfig(use_cuda_graph=graphs)
+
+    with continuous_batching(made), pytest.raises(NotNegotiatedError, match="use_cuda_graph=False"):
+        made.init_continuous_batching(options(), config)
+
+    assert config.use_cuda_graph == graphs
+    assert "init_continuous_batching" not in vars(made)
+
+
+def test_the_names_are_public():
+    assert {"ContinuousBatching", "continuous_batching"} <= set(attnplug_transformers.__all__)
+    assert attnplug_transformers.ContinuousBatching is continuous.ContinuousBatching
