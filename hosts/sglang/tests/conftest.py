@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     import pytest
 
 # What imports SGLang at its top is not collected without it.
-collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else ["test_steps*", "engine/*"]
+_NEED_SGLANG = ["test_steps*", "test_graphs*", "test_refusals*", "engine/*"]
+collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else _NEED_SGLANG
 
 
 def pytest_configure(config: pytest.Config) -> None:
