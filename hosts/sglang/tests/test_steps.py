@@ -150,3 +150,16 @@ def test_an_idle_step_has_no_attention() -> None:
     assert backend.forward_metadata is None
     found = world.run(backend, step, world.qkv(0))
     assert [tuple(each.shape) for each in found] == [(0, 64), (0, 64)]
+
+
+def test_sinks_in_another_dtype_than_the_model() -> None:
+    world = World(1, sinks=True)
+    for layer in world.layers:
+        assert layer.sinks is not None
+        layer.sinks = layer.sinks.bfloat16()
+    backend = world.backend()
+    a, b = world.new(), world.new()
+    assert world.step(backend, [a, b], [17, 33], EXTEND) < CLOSE
+    for layer in world.layers:
+        layer.sinks = layer.sinks + 1  # another tensor has another conversion
+    assert world.step(backend, [b, a], [1, 1], DECODE) < CLOSE

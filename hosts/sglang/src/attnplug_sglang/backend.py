@@ -159,7 +159,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             k = v = None
         elif bound.impl.host_writes:
             _write(bound, k, v, cache, metadata)
-        extra = {} if sinks is None else {"sinks": sinks}
+        extra = {} if sinks is None else {"sinks": bound.sinks_of(sinks, q.dtype)}
         bound.impl.forward(rows, k, v, cache, metadata, output, **extra)
         return output
 

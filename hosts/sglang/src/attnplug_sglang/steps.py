@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define, frozen
 
 import attnplug
@@ -66,6 +67,23 @@ class BoundLayer:
     impl: AttentionImpl
     builder: MetadataBuilder
     cache: KVCache | None = None
+    _sinks: tuple[Tensor, Tensor] | None = None
+
+    def sinks_of(self, given: Tensor, dtype: Any) -> Tensor:
+        """
+        Return the sinks of a call as a backend takes them: the same tensor for the same tensor.
+
+        Some models keep theirs in bfloat16, whatever the dtype of the model is.
+
+        Args:
+            given: ``(num_q_heads,)``, what the model passes.
+            dtype: Dtype of the queries.
+        """
+        if given.dtype in {torch.float32, dtype}:
+            return given
+        if self._sinks is None or self._sinks[0] is not given:
+            self._sinks = (given, given.detach().float())
+        return self._sinks[1]
 
 
 @frozen(eq=False)
