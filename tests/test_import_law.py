@@ -89,6 +89,7 @@ PUBLIC = {
 DISTRIBUTIONS = {
     "attnplug": CORE,
     "attnplug_kit": ROOT / "kit" / "src" / "attnplug_kit",
+    "attnplug_sglang": ROOT / "hosts" / "sglang" / "src" / "attnplug_sglang",
     "attnplug_torch": ROOT / "hosts" / "torch" / "src" / "attnplug_torch",
     "attnplug_transformers": ROOT / "hosts" / "transformers" / "src" / "attnplug_transformers",
     "attnplug_vllm": ROOT / "hosts" / "vllm" / "src" / "attnplug_vllm",
@@ -311,7 +312,8 @@ def test_the_law_has_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["attnplug", "attnplug_kit", "attnplug_torch", "attnplug_transformers", "attnplug_vllm"]
+    "package",
+    ["attnplug", "attnplug_kit", "attnplug_sglang", "attnplug_torch", "attnplug_transformers", "attnplug_vllm"],
 )
 def test_no_circle_of_modules_is_too_large(package: str) -> None:
     found = circles(import_graph(package, _read(DISTRIBUTIONS[package])))
