@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import pytest
 
 # What imports SGLang at its top is not collected without it.
-_NEED_SGLANG = ["test_steps*", "test_graphs*", "test_refusals*", "engine/*"]
+_NEED_SGLANG = ["test_steps*", "test_graphs*", "test_refusals*", "test_pages*", "engine/*"]
 collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else _NEED_SGLANG
 
 
