@@ -80,8 +80,9 @@ define COVERED
 endef
 
 # Environments apart, below .venv-hosts, 4 GB: vLLM pins what .venv has in other versions. It needs Python 3.11, and the CPU build of torch.
-test-hosts: ## hosts/vllm beside vLLM: whole engines on the CPU, and three versions of its Python code
+test-hosts: ## hosts/vllm and hosts/sglang beside their engines: whole ones on the CPU, and three versions of the Python code
 	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
+	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts-sglang.sh
 
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
