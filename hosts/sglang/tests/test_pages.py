@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +10,9 @@ import attnplug
 from attnplug.errors import NoBackendError, NotNegotiatedError
 from attnplug.selection.process import PROCESS
 from hosts.sglang.tests.rig import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MANIFEST = """
 api = "1.0"
