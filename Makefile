@@ -26,9 +26,9 @@ TOOLS := argcomplete build coverage 'diffusers; python_version >= "3.11"' mkdocs
          ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
-# Every distribution, as a user would have them: core, kit, hosts and plugins. The host of vLLM needs Python 3.11, as vLLM does.
+# Every distribution, as a user would have them: core, kit, hosts and plugins. The hosts of SGLang and vLLM need Python 3.11.
 WORKSPACE := -e 'core[torch]' -e kit -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
-             $$($(BIN)/python -c 'import sys; print("-e hosts/vllm" * (sys.version_info >= (3, 11)))')
+             $$($(BIN)/python -c 'import sys; print("-e hosts/sglang -e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
