@@ -1,4 +1,4 @@
-"""What attnplug-sglang uses of SGLang, as data: classes, functions, parameters and fields, and the versions with them."""
+"""What attnplug-sglang uses of SGLang, as data: classes, functions, parameters and fields, and their versions."""
 
 from __future__ import annotations
 

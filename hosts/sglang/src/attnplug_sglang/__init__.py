@@ -1,8 +1,8 @@
 """
 Attention backends of attnplug in SGLang: ``--attention-backend attnplug``, or ``attnplug:flash_attn/fa3_vllm``.
 
-SGLang finds this by the entry point `attnplug` in its group ``sglang.srt.plugins``, and calls `register` in every process.
-It imports SGLang and torch on first use.
+SGLang finds this by the entry point `attnplug` in its group ``sglang.srt.plugins``, and calls `register` in every
+process. It imports SGLang and torch on first use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 The names under which SGLang knows the backends of attnplug.
 
-``attnplug`` leaves the choice to attnplug; ``attnplug:flash_attn/fa3_vllm`` names a candidate. All candidates of installed
-plugins have a name, also those that cannot run here: choosing one of these is an error with its reasons, where an unknown
-name of SGLang's command line has none.
+``attnplug`` leaves the choice to attnplug; ``attnplug:flash_attn/fa3_vllm`` names a candidate. All candidates of
+installed plugins have a name, also those that cannot run here: choosing one of these is an error with its reasons,
+where an unknown name of SGLang's command line has none.
 """
 
 from __future__ import annotations
