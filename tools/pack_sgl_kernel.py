@@ -46,7 +46,13 @@ STUBS: Final = {
 """The files that stand in for packages that SGLang imports and no text model calls."""
 LIMIT: Final = 60 * 2**20
 PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(17, 36)))
-_LEFT_OUT: Final = ("sglang/multimodal_gen/", "sglang/benchmark/", "triton_kernels/")
+_LEFT_OUT: Final = (
+    "sglang/multimodal_gen/",
+    "sglang/benchmark/",
+    "triton_kernels/",
+    "xgrammar/lib/",
+    "mistral_common/data/",
+)
 _LIBRARY: Final = "sgl_kernel/sm90/common_ops.abi3.so"
 _UNPACK: Final = """# Source this.
 site=${SGLANG_SITE:-/tmp/sglang-site}
