@@ -25,9 +25,9 @@ TOOLS := argcomplete build coverage mkdocs mkdocs-material 'mkdocstrings[python]
          ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
-# Every distribution, as a user would have them: core, kit, hosts and plugins. Those of diffusers and vLLM need Python 3.11, as these do.
+# Every distribution, as a user would have them: core, kit, hosts and plugins. Those of diffusers, SGLang and vLLM need Python 3.11.
 WORKSPACE := -e 'core[torch]' -e kit -e hosts/comfyui -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
-             $$($(BIN)/python -c 'import sys; print("-e hosts/diffusers -e hosts/vllm" * (sys.version_info >= (3, 11)))')
+             $$($(BIN)/python -c 'import sys; print("-e hosts/diffusers -e hosts/sglang -e hosts/vllm" * (sys.version_info >= (3, 11)))')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -79,8 +79,9 @@ define COVERED
 endef
 
 # Environments apart, below .venv-hosts, 4 GB: vLLM pins what .venv has in other versions. It needs Python 3.11, and the CPU build of torch.
-test-hosts: ## hosts/vllm beside vLLM: whole engines on the CPU, and three versions of its Python code
+test-hosts: ## hosts/vllm and hosts/sglang beside their engines: whole ones on the CPU, and three versions of the Python code
 	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
+	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts-sglang.sh
 
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit

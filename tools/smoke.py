@@ -114,6 +114,16 @@ def vllm_host() -> None:
     command("explain", *_REQUEST, "--engine", "vllm", codes=(0, 1, 2))
 
 
+def sglang_host() -> None:
+    """Without SGLang: it is found as a plugin of SGLang, and every candidate has a name."""
+    from attnplug_sglang.registration import backend_names  # noqa: PLC0415 - as above
+
+    need(find_spec("sglang") is None, "SGLang is installed, and the host is to be tested without it")
+    groups = {entry.group for entry in distribution("attnplug-sglang").entry_points}
+    need("sglang.srt.plugins" in groups, f"its entry points are {groups}")
+    need({"attnplug", "attnplug:torch/sdpa"} <= set(backend_names()), f"its names are {sorted(backend_names())}")
+
+
 def torch_host() -> None:
     """Route a call of torch's own attention to a backend, and find the same numbers."""
     import torch  # noqa: PLC0415 - likewise
@@ -206,6 +216,7 @@ TESTS: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
         "attnplug-transformers": transformers_host,
         "attnplug-vllm": vllm_host,
         "attnplug-diffusers": diffusers_host,
+        "attnplug-sglang": sglang_host,
         "attnplug-torch": torch_host,
         "attnplug-comfyui": comfyui_host,
     }

@@ -10,9 +10,9 @@ from packaging.version import Version
 
 import attnplug_vllm
 from attnplug_vllm import versions
-from attnplug_vllm.members import MEMBERS, Member, Use, members_of
 from hosts.vllm.tests.cuda_platform import stub_compiled
-from hosts.vllm.tests.drift import drift
+from hosts.vllm.tests.members import MEMBERS, members_of
+from tests.drift import Member, Use, drift
 from tests.test_import_law import imports_of
 
 SOURCES = Path(attnplug_vllm.__file__).parent
@@ -115,7 +115,7 @@ class _Backend:
     ],
 )
 def test_drift_names_the_member(member, expected, monkeypatch):
-    monkeypatch.setattr("hosts.vllm.tests.drift.import_module", lambda name: SimpleNamespace(Backend=_Backend))
+    monkeypatch.setattr("tests.drift.import_module", lambda name: SimpleNamespace(Backend=_Backend))
 
     found = drift(member)
 

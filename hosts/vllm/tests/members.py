@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from attrs import field, frozen
 from packaging.specifiers import SpecifierSet
+
+from tests.drift import Member, Use
 
 if TYPE_CHECKING:
     from packaging.version import Version
-
-__all__ = ["MEMBERS", "Member", "Use", "members_of"]
-
-
-class Use(Enum):
-    """How a member is used, and so what a change of it would break."""
-
-    READ = "read"  # the name exists
-    CALLED = "called"  # by us, with these parameters: each exists, and no other is required
-    OVERRIDDEN = "overridden"  # vLLM calls ours: the parameters are these, in this order
-
-
-@frozen
-class Member:
-    """
-    One thing that is used of vLLM.
-
-    Attributes:
-        path: The module, a colon, and the name in it: `"vllm.config:VllmConfig.model_config"`.
-        use: How it is used.
-        parameters: Names of parameters, without `self` and `cls`.
-        versions: The versions where it is used.
-    """
-
-    path: str
-    use: Use = Use.READ
-    parameters: tuple[str, ...] = ()
-    versions: SpecifierSet = field(factory=SpecifierSet)
-
-    def __str__(self) -> str:
-        return self.path if self.use is Use.READ else f"{self.path}({', '.join(self.parameters)})"
 
 
 def members_of(version: Version) -> list[Member]:

@@ -1,15 +1,43 @@
-"""Compare the table of what attnplug-vllm uses with the vLLM that is installed."""
+"""Compares a table of what a host uses of its engine with the engine that is installed."""
 
 from __future__ import annotations
 
 import inspect
+from enum import Enum
 from importlib import import_module
 
-from attnplug_vllm.members import Use
+from attrs import field, frozen
+from packaging.specifiers import SpecifierSet
+
+
+class Use(Enum):
+    """How a member is used, and so what a change of it would break."""
+
+    READ = "read"  # the name exists
+    CALLED = "called"  # by us, with these parameters: each exists, and no other is required
+    OVERRIDDEN = "overridden"  # the engine calls ours: the parameters are these, in this order
+
+
+@frozen
+class Member:
+    """
+    One thing that is used of an engine.
+
+    Attributes:
+        path: The module, a colon, and the name in it: ``"sglang.srt.server_args:ServerArgs.page_size"``.
+        use: How it is used.
+        parameters: Names of parameters, without `self` and `cls`.
+        versions: The versions where it is used.
+    """
+
+    path: str
+    use: Use = Use.READ
+    parameters: tuple[str, ...] = ()
+    versions: SpecifierSet = field(factory=SpecifierSet)
 
 
 def drift(member):
-    """Return what is wrong with one member of the table in this vLLM, by name; None where it is as the table says."""
+    """Return what is wrong with one member of a table in this engine, by name; None where it is as the table says."""
     module, _, name = member.path.partition(":")
     *owners, last = name.split(".")
     try:

@@ -1,0 +1,316 @@
+"""
+SGLang's attention backend that is carried out by backends of attnplug.
+
+Extends, decodes and mixed steps have one agreement, in SGLang's order of requests. A step that verifies a tree of
+drafts has another one, with a mask. Both read and write the pools of SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from attnplug import Device, Limits
+from attnplug.contract import GraphShape
+from attnplug.errors import NoBackendError, NotNegotiatedError
+from attnplug_sglang.batches import lengths_of
+from attnplug_sglang.layers import OWN, layers_of
+from attnplug_sglang.pools import pools_of
+from attnplug_sglang.steps import Engine, Kind, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug_sglang.batches import Lengths
+    from attnplug_sglang.steps import BoundLayer
+
+_EXTEND: Final = "extend"
+_VERIFY: Final = "verify"
+
+
+class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
+    """
+    Steps of SGLang as batches of attnplug, and its pools as KV caches.
+
+    Args:
+        model_runner: SGLang's model runner, with its weights and its pools.
+        backend: The candidate that was named, such as ``"flashinfer/fa3"``; None lets attnplug decide.
+
+    Raises:
+        NoBackendError: No backend serves a layer of the model.
+        NotNegotiatedError: The model, a pool or an option of SGLang has what is not served.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, model_runner: Any, *, backend: str | None = None) -> None:
+        super().__init__()
+        _check_engine(model_runner)
+        self.device = torch.device(model_runner.device)
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        pools = pools_of(model_runner)
+        self._engine = Engine(
+            layers=layers_of(model_runner.model),
+            pools=pools,
+            table=self.req_to_token_pool.req_to_token,
+            dtype=model_runner.dtype,
+            device=Device.cpu() if self.device.type == "cpu" else str(self.device),
+            limits=_limits_of(model_runner, pools.num_blocks),
+            backend=backend,
+        )
+        self._kinds: dict[tuple[str, int], Kind] = {}
+        self._max_batch_size = 0
+        self._batch_invariant = bool(getattr(model_runner.server_args, "enable_deterministic_inference", False))
+        self._kv_in_cache = True
+        self.forward_metadata: Step | None = None
+        self._kind(_EXTEND)
+
+    def explain(self) -> str:
+        """Return the decisions of the kinds of steps that there were, as text."""
+        return "\n\n".join(f"{name}:\n{kind.plan}" for (name, _), kind in self._kinds.items())
+
+    def _kind(self, name: str, drafts: int = 0) -> Kind:
+        """Return what carries out a kind of step. It is decided once, and again when SGLang says that it has graphs."""
+        if (name, drafts) not in self._kinds:
+            self._kinds[name, drafts] = self._decided(_requested(name, drafts, has_graphs=self._max_batch_size > 0))
+        return self._kinds[name, drafts]
+
+    def _decided(self, requested: dict[str, Any]) -> Kind:
+        """Decide, for layers whose K/V may be in the pool before the call; and without them if nothing serves that."""
+        if self._batch_invariant:
+            requested = {**requested, "batch_invariant": True}
+        if self._kv_in_cache:
+            try:
+                return Kind(self._engine, kv_in_cache=True, **requested)
+            except (NoBackendError, NotNegotiatedError) as error:
+                try:
+                    kind = Kind(self._engine, **requested)
+                except (NoBackendError, NotNegotiatedError):
+                    raise error from None
+                self._kv_in_cache = False
+                return kind
+        return Kind(self._engine, **requested)
+
+    # The steps
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """
+        Build a step that runs eagerly.
+
+        Raises:
+            NotNegotiatedError: Its mode is not served.
+        """
+        if _is_idle(forward_batch):
+            self.forward_metadata = None
+            return
+        lengths = lengths_of(forward_batch)
+        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if lengths.queries else None
+
+    def _kind_of(self, lengths: Lengths) -> Kind:
+        return self._kind(_EXTEND) if lengths.custom_mask is None else self._kind(_VERIFY, lengths.drafts)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,  # noqa: FBT001, FBT002 - likewise
+        **kwargs: Any,
+    ) -> Tensor:
+        """
+        Return the attention of one layer, ``(tokens, num_q_heads * head_size_v)``; rows of padding are 0.
+
+        Args:
+            q: ``(tokens, num_q_heads * head_size)``.
+            k: ``(tokens, num_kv_heads, head_size)``; None where it is in the pool.
+            v: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `k` is.
+            layer: SGLang's layer.
+            forward_batch: SGLang's step.
+            save_kv_cache: Whether K/V are to be written; otherwise they are in the pool.
+            kwargs: ``sinks``, ``(num_q_heads,)``. Others are refused.
+
+        Raises:
+            NotNegotiatedError: The call has what was not negotiated.
+        """
+        del forward_batch
+        step = self.forward_metadata
+        sinks = kwargs.pop("sinks", None)
+        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        width = layer.tp_q_head_num * layer.v_head_dim
+        if step is None:
+            return q.new_zeros(len(rows), width)
+        bound = _bound(step, layer)
+        _check_call(bound, sinks, kwargs)
+        is_exact = len(rows) == step.num_tokens and not step.is_captured
+        output = q.new_empty(len(rows), width) if is_exact else q.new_zeros(len(rows), width)
+        metadata, cache = step.metadata[bound.builder], step.kind.cache_of(bound)
+        if k is None or not save_kv_cache:
+            if not self._kv_in_cache:
+                raise NotNegotiatedError(
+                    f"the layer {bound.host.name!r} was called with K/V that are in the pool",
+                    f"{bound.impl.backend.id} writes K/V itself: it does not serve kv_in_cache",
+                    "turn off the fusion that writes K/V ahead of attention, or let another backend serve",
+                )
+            k = v = None
+        elif bound.impl.host_writes:
+            _write(bound, k, v, cache, metadata)
+        extra = {} if sinks is None else {"sinks": bound.sinks_of(sinks, q.dtype)}
+        bound.impl.forward(rows, k, v, cache, metadata, output, **extra)
+        return output
+
+    forward_decode = forward_extend
+    forward_mixed = forward_extend
+
+    # Graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """
+        Decide again, for steps that are captured in graphs.
+
+        Args:
+            max_bs: The most requests of a graph.
+            max_num_tokens: The most tokens of a graph.
+        """
+        del max_num_tokens
+        for kind in self._kinds.values():
+            kind.release()
+        self._kinds.clear()
+        self.forward_metadata = None
+        self._max_batch_size = max_bs
+        self._kind(_EXTEND)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002
+        """
+        Write a step into the tensors that a graph reads.
+
+        Args:
+            forward_batch: SGLang's step, padded to the shape of the graph.
+            in_capture: Whether the graph is about to be captured.
+
+        Raises:
+            NotNegotiatedError: SGLang captures a step of other than decodes and drafts.
+        """
+        mode, size = forward_batch.forward_mode, len(forward_batch.seq_lens)
+        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
+            raise NotNegotiatedError(
+                f"SGLang captures a step of the mode {mode.name} in a graph",
+                "attnplug-sglang has graphs of decodes, and of drafts that are verified",
+                "start SGLang with graphs of decodes only (--cuda-graph-mode and what it says on prefill graphs)",
+            )
+        if mode.is_target_verify():
+            drafts = int(forward_batch.spec_info.draft_token_num)
+            masked = getattr(forward_batch.spec_info, "custom_mask", None) is not None
+            kind, shape = self._kind(_VERIFY if masked else _EXTEND, drafts), GraphShape(size, size * drafts, drafts)
+        else:
+            kind, shape = self._kind(_EXTEND), GraphShape(size, size, 1)
+        if in_capture:
+            self.forward_metadata = kind.capture(shape, max(self._max_batch_size, size))
+            return
+        lengths = lengths_of(forward_batch)
+        self.forward_metadata = kind.replay(forward_batch, lengths, shape)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record what is computed on the device at each replay."""
+        del forward_batch
+        step = self.forward_metadata
+        if step is not None and step.is_captured:
+            for builder, metadata in step.metadata.items():
+                builder.prepare(metadata)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padded request: 0, which no running request has."""
+        return 0
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its Triton kernels beside attention."""
+        return self.device.type != "cpu"
+
+
+def _requested(name: str, drafts: int, *, has_graphs: bool) -> dict[str, Any]:
+    """Return what a kind of step requires."""
+    if name == _EXTEND and not drafts:
+        return {"cudagraph": "single_token_decode"} if has_graphs else {}
+    masked = {"custom_mask": True} if name == _VERIFY else {}
+    if has_graphs:
+        return {"cudagraph": "uniform_batch", "decode_query_len": drafts, **masked}
+    return {"phases": ("prefill",), **masked}
+
+
+def _is_idle(forward_batch: Any) -> bool:
+    return bool(forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0)
+
+
+def _bound(step: Step, layer: Any) -> BoundLayer:
+    try:
+        return step.kind.layers[id(layer)]
+    except KeyError:
+        raise NotNegotiatedError(
+            f"attention of a layer with layer_id={layer.layer_id} was called, which the model did not have",
+            "attnplug decides for the RadixAttention modules that the model has when its backend is made",
+            OWN,
+        ) from None
+
+
+def _check_call(bound: BoundLayer, sinks: Tensor | None, others: dict[str, Any]) -> None:
+    """Check that nothing of a call is dropped."""
+    unserved = [name for name, value in others.items() if value is not None and value is not False]
+    if unserved:
+        raise NotNegotiatedError(
+            f"the layer {bound.host.name!r} was called with {', '.join(unserved)}",
+            "attnplug-sglang serves q, k, v and sinks",
+            OWN,
+        )
+    if (sinks is not None) != bound.host.has_sinks:
+        raise NotNegotiatedError(
+            f"the layer {bound.host.name!r} was called {'without' if sinks is None else 'with'} sinks",
+            "the module around a layer has an attribute `sinks` or `attention_sink_bias` exactly where it passes them",
+            OWN,
+        )
+
+
+def _write(bound: BoundLayer, k: Tensor, v: Tensor | None, cache: Any, metadata: Any) -> None:
+    """Write the K/V of the phases in which the implementation leaves it to its host."""
+    assert v is not None  # noqa: S101 - K comes with V
+    for name, phase in (("decode", metadata.decodes), ("prefill", metadata.prefills)):
+        if phase is not None and name in bound.impl.host_writes:
+            bound.impl.write_kv(k[phase.rows], v[phase.rows], cache, metadata.batch.slot_mapping[phase.rows])
+
+
+def _limits_of(runner: Any, num_blocks: int) -> Limits:
+    """Return the most that steps of a model runner need: a chunk of prompts, and all running requests with drafts."""
+    rows, longest = runner.req_to_token_pool.req_to_token.shape
+    options = runner.server_args
+    drafts = max(1, getattr(options, "speculative_num_draft_tokens", None) or 1)
+    chunk = options.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        chunk = max(options.max_prefill_tokens, longest)
+    return Limits(
+        max_num_reqs=max(rows, 1),
+        max_num_tokens=chunk + rows * drafts + runner.page_size,
+        max_seq_len=longest + drafts,
+        num_blocks=num_blocks,
+    )
+
+
+def _check_engine(runner: Any) -> None:
+    """Refuse what SGLang is started with and is not served."""
+    options = runner.server_args
+    if getattr(options, "enable_unified_memory", False):
+        raise NotNegotiatedError(
+            "SGLang was started with a unified memory pool",
+            "its slots are translated at each step, which is not served",
+            "leave --enable-unified-memory out",
+        )
+    if getattr(runner, "use_mla_backend", False):
+        raise NotNegotiatedError(
+            "the model has multi-head latent attention (MLA)", "it has another KV cache and another contract", OWN
+        )
+    if getattr(runner, "dcp_size", 1) > 1:
+        raise NotNegotiatedError(
+            "SGLang was started with decode context parallelism", "it is not served here", "leave --dcp-size out"
+        )

@@ -1,0 +1,88 @@
+"""Tiny models with random weights, written to a folder, and what transformers generates with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hosts.sglang.tests import stand_ins
+
+stand_ins.install()
+
+import transformers  # noqa: E402 - it imports torchvision where that is installed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "window": (  # Mistral has a window as well, which SGLang leaves out
+        "Gemma2Config",
+        {
+            "sliding_window": 12,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 12,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": None,  # on the CPU, SGLang has no kernel for it
+            "query_pre_attn_scalar": 16,
+            "hidden_act": "gelu_pytorch_tanh",  # SGLang reads this name, transformers `hidden_activation`
+        },
+    ),
+    "granite_swa": (  # windows, sinks, and a pool for the layers with a window
+        "GraniteSWAConfig",
+        {
+            "sliding_window": 12,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_multiplier": 0.25,
+        },
+    ),
+}
+NAMES = tuple(_CONFIGS)
+
+
+def make(name: str, folder: Path) -> Any:
+    """Write a model, and return it."""
+    config, own = _CONFIGS[name]
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**{**_COMMON, **own}), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for path, parameter in made.named_parameters():
+            if path.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter).add(1).bfloat16())  # SGLang keeps them so
+    made.eval().save_pretrained(folder)
+    return made
+
+
+def generated(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that transformers chooses after a prompt."""
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+    return found[0, len(prompt) :].tolist()

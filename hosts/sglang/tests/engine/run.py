@@ -1,0 +1,45 @@
+"""
+An engine of SGLang on attnplug, in a process for itself: ``python run.py JOB RESULT``.
+
+JOB is a JSON file: ``options`` of `sgl.Engine`, and ``rounds``, lists of prompts that are generated together, each with
+``max_new_tokens``. RESULT gets the tokens of each prompt, and how many of its tokens were in the radix cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[4]))
+
+from hosts.sglang.tests import stand_ins
+
+stand_ins.install_for_engines()
+
+from attnplug_sglang.registration import register  # noqa: E402 - imports SGLang
+
+register()
+
+
+def main(job: Path, result: Path) -> None:
+    """Run a job."""
+    import sglang  # noqa: PLC0415 - not in the processes of the engine
+
+    asked = json.loads(job.read_text())
+    engine = sglang.Engine(**asked["options"])
+    try:
+        rounds = [_generate(engine, **each) for each in asked["rounds"]]
+    finally:
+        engine.shutdown()
+    result.write_text(json.dumps(rounds))
+
+
+def _generate(engine: object, prompts: list[list[int]], max_new_tokens: int) -> list[dict[str, object]]:
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    found = engine.generate(input_ids=prompts, sampling_params=sampling)  # type: ignore[attr-defined]
+    return [{"tokens": one["output_ids"], "cached": one["meta_info"].get("cached_tokens", 0)} for one in found]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

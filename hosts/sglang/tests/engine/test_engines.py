@@ -1,0 +1,82 @@
+"""Whole engines of SGLang on the CPU: greedy tokens are those of transformers, with reused prefixes and retraction."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts.sglang.tests.engine import models
+
+pytestmark = pytest.mark.slow
+RUN = Path(__file__).parent / "run.py"
+OPTIONS = {
+    "device": "cpu",
+    "attention_backend": "attnplug",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "mem_fraction_static": 0.3,
+    "random_seed": 1,
+    "disable_cuda_graph": True,
+    "grammar_backend": "none",
+    "log_level": "info",
+}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Return a prompt."""
+    return [random.Random(seed * 1000 + i).randrange(3, 512) for i in range(count)]
+
+
+def run(folder: Path, model: Path, rounds: list[dict[str, Any]], **options: Any) -> tuple[list[Any], str]:
+    """Return what each round gave, and the log of the engine."""
+    job, result, log = folder / "job.json", folder / "result.json", folder / "log"
+    job.write_text(json.dumps({"options": {**OPTIONS, "model_path": str(model), **options}, "rounds": rounds}))
+    with log.open("w") as written:
+        ended = subprocess.run(
+            [sys.executable, str(RUN), str(job), str(result)], stdout=written, stderr=written, timeout=400, check=False
+        )
+    text = log.read_text()
+    assert ended.returncode == 0, text[-6000:]
+    return json.loads(result.read_text()), text
+
+
+def check(model: Any, rounds: list[dict[str, Any]], found: list[Any]) -> None:
+    """Compare each prompt's tokens with those of transformers."""
+    for asked, answers in zip(rounds, found, strict=True):
+        for prompt, answer in zip(asked["prompts"], answers, strict=True):
+            assert answer["tokens"] == models.generated(model, prompt, asked["max_new_tokens"])
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    model = models.make(name, tmp_path / "model")
+    shared = tokens(40, 1)
+    rounds = [
+        {"prompts": [shared, tokens(5, 2), tokens(23, 3)], "max_new_tokens": 24},
+        {
+            "prompts": [shared + tokens(6, 4), shared[:30] + tokens(3, 5), tokens(50, 6), tokens(1, 7)],
+            "max_new_tokens": 16,
+        },
+    ]
+    found, log = run(tmp_path, tmp_path / "model", rounds, max_total_tokens=2048, chunked_prefill_size=32)
+    assert "attention by attnplug" in log
+    assert ("SWAKVPool" in log) == (name == "granite_swa")
+    check(model, rounds, found)
+    assert found[1][0]["cached"] >= 32, "the prefix of the first round was not found"
+
+
+def test_requests_are_retracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")  # as if the pool were full, every few steps
+    model = models.make("llama", tmp_path / "model")
+    rounds = [{"prompts": [tokens(20, seed) for seed in range(4)], "max_new_tokens": 30}]
+    found, log = run(tmp_path, tmp_path / "model", rounds, max_total_tokens=2048, page_size=1)
+    assert re.search(r"Testing retraction\. #retracted_reqs: [1-9]", log), log[-4000:]
+    check(model, rounds, found)

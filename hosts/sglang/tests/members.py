@@ -1,0 +1,96 @@
+"""What attnplug-sglang uses of SGLang, as data: classes, functions, parameters and fields, and their versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from packaging.specifiers import SpecifierSet
+
+from tests.drift import Member, Use
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+
+def members_of(version: Version) -> list[Member]:
+    """Return what is used of one version."""
+    return [each for each in MEMBERS if each.versions.contains(version, prereleases=True)]
+
+
+def _read(path: str, *names: str, versions: str = "") -> tuple[Member, ...]:
+    paths = [f"{path}.{name}" for name in names] or [path]
+    return tuple(Member(each, versions=SpecifierSet(versions)) for each in paths)
+
+
+def _called(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
+    return (Member(path, Use.CALLED, parameters, SpecifierSet(versions)),)
+
+
+def _overridden(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
+    return (Member(path, Use.OVERRIDDEN, parameters, SpecifierSet(versions)),)
+
+
+_SRT: Final = "sglang.srt"
+_BASE: Final = f"{_SRT}.layers.attention.base_attn_backend:AttentionBackend"
+_REGISTRY: Final = f"{_SRT}.layers.attention.attention_registry"
+_LAYER: Final = f"{_SRT}.layers.radix_attention:RadixAttention"
+_POOL: Final = f"{_SRT}.mem_cache.memory_pool"
+_SWA: Final = f"{_SRT}.mem_cache.swa_memory_pool:SWAKVPool"
+_BATCH: Final = f"{_SRT}.model_executor.forward_batch_info"
+_ARGS: Final = f"{_SRT}.server_args"
+_CALL: Final = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")
+
+MEMBERS: Final[tuple[Member, ...]] = (
+    # registration
+    *_read(f"{_REGISTRY}:ATTENTION_BACKENDS"),
+    *_called(f"{_REGISTRY}:register_attention_backend", "name"),
+    *_read(f"{_ARGS}:ATTENTION_BACKEND_CHOICES"),
+    *_read(f"{_ARGS}:DETERMINISTIC_ATTENTION_BACKEND_CHOICES"),
+    *_read(f"{_ARGS}:RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"),
+    *_read(f"{_ARGS}:DRAFT_ATTENTION_BACKEND_CHOICES", versions=">=0.5.20"),
+    *_called(f"{_SRT}.plugins:load_plugins"),
+    # the backend
+    *_overridden(f"{_BASE}.init_forward_metadata", "forward_batch"),
+    *_overridden(f"{_BASE}.init_forward_metadata_out_graph", "forward_batch", "in_capture"),
+    *_overridden(f"{_BASE}.init_forward_metadata_in_graph", "forward_batch"),
+    *_overridden(f"{_BASE}.init_cuda_graph_state", "max_bs", "max_num_tokens"),
+    *_overridden(f"{_BASE}.get_cuda_graph_seq_len_fill_value"),
+    *_overridden(f"{_BASE}.forward_extend", *_CALL),
+    *_overridden(f"{_BASE}.forward_decode", *_CALL),
+    *_overridden(f"{_BASE}.support_triton"),
+    *_read(_BASE, "needs_cpu_seq_lens"),
+    # layers
+    *_read(
+        _LAYER,
+        *("layer_id", "qk_head_dim", "v_head_dim", "tp_q_head_num", "tp_k_head_num", "scaling", "sliding_window_size"),
+        *("logit_cap", "logit_capping_method", "is_cross_attention", "use_irope", "xai_temperature_len"),
+        *("pos_encoding_mode", "attn_type", "k_scale", "v_scale", "k_scale_float", "v_scale_float"),
+    ),
+    *_read(f"{_SRT}.layers.radix_attention:AttentionType", "DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY"),
+    # pools
+    *_read(f"{_POOL}:ReqToTokenPool.req_to_token"),
+    *_read(f"{_POOL}:MHATokenToKVPool", "size", "dtype", "layer_transfer_counter"),
+    *_called(f"{_POOL}:MHATokenToKVPool.get_key_buffer", "layer_id"),
+    *_called(f"{_POOL}:MHATokenToKVPool.get_value_buffer", "layer_id"),
+    *_read(_SWA, "full_kv_pool", "swa_kv_pool", "layers_mapping"),
+    *_called(f"{_SWA}.get_key_buffer", "layer_id"),
+    *_called(f"{_SWA}.get_value_buffer", "layer_id"),
+    *_called(f"{_SWA}.translate_loc_from_full_to_swa", "kv_indices"),
+    # steps
+    *_read(
+        f"{_BATCH}:ForwardBatch",
+        *("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
+        *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info"),
+    ),
+    *(
+        member
+        for name in ("is_idle", "is_decode", "is_decode_or_idle", "is_target_verify")
+        for member in _called(f"{_BATCH}:ForwardMode.{name}")
+    ),
+    *_read(
+        f"{_ARGS}:ServerArgs",
+        *("chunked_prefill_size", "max_prefill_tokens", "speculative_num_draft_tokens", "page_size"),
+        "enable_deterministic_inference",
+    ),
+)
+"""What is used. A parameter that SGLang adds with a default to what is called changes nothing."""
