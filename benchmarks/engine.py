@@ -191,10 +191,10 @@ def attnplug_engine(options: Any, preset: Preset, device: str, backend: list[str
 
 @contextmanager
 def transformers_engine(
-    options: Any, preset: Preset, device: str, through: str | None = None
+    options: Any, preset: Preset, model: LlamaForCausalLM, through: str | None = None
 ) -> Iterator[Configuration]:
     """Yield a generation through transformers' continuous batching, on `through`: its attention, or a backend."""
-    model, about = preset.model(device), {"version": transformers.__version__}
+    about = {"version": transformers.__version__}
     with ExitStack() as stack:
         if through in _OWN or (through or "").startswith("flash_attention_"):
             model.set_attn_implementation(through)
@@ -231,9 +231,10 @@ def _configurations(options: Any, preset: Preset, device: str) -> dict[str, Abst
     found = {"attnplug": attnplug_engine(options, preset, device, options.backend)}
     for name in options.also:
         found[f"attnplug {name}"] = attnplug_engine(options, preset, device, [name])
+    # All models are made before a manager runs: its thread draws from the generator that weights come from.
     for name in options.through:
-        found[f"transformers {name}"] = transformers_engine(options, preset, device, name)
-    return {**found, "transformers": transformers_engine(options, preset, device)}
+        found[f"transformers {name}"] = transformers_engine(options, preset, preset.model(device), name)
+    return {**found, "transformers": transformers_engine(options, preset, preset.model(device))}
 
 
 @contextmanager

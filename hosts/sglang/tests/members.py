@@ -38,6 +38,8 @@ _POOL: Final = f"{_SRT}.mem_cache.memory_pool"
 _SWA: Final = f"{_SRT}.mem_cache.swa_memory_pool:SWAKVPool"
 _BATCH: Final = f"{_SRT}.model_executor.forward_batch_info"
 _ARGS: Final = f"{_SRT}.server_args"
+_CHOICES: Final = f"{_SRT}.arg_groups.choices"
+_HOOKS: Final = f"{_SRT}.plugins.hook_registry"
 _CALL: Final = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")
 
 MEMBERS: Final[tuple[Member, ...]] = (
@@ -46,9 +48,18 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *_called(f"{_REGISTRY}:register_attention_backend", "name"),
     *_read(f"{_ARGS}:ATTENTION_BACKEND_CHOICES"),
     *_read(f"{_ARGS}:DETERMINISTIC_ATTENTION_BACKEND_CHOICES"),
-    *_read(f"{_ARGS}:RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"),
     *_read(f"{_ARGS}:DRAFT_ATTENTION_BACKEND_CHOICES", versions=">=0.5.20"),
+    *_called(f"{_ARGS}:add_attention_backend_choices", "choices", versions="<0.5.20"),
+    *_called(f"{_ARGS}:add_deterministic_attention_backend_choices", "choices", versions="<0.5.20"),
+    *_read(f"{_CHOICES}:add_attention_backend_choices", versions=">=0.5.20"),
+    *_read(f"{_CHOICES}:add_deterministic_attention_backend_choices", versions=">=0.5.20"),
+    *_read(f"{_CHOICES}:add_draft_attention_backend_choices", versions=">=0.5.20"),
     *_called(f"{_SRT}.plugins:load_plugins"),
+    # the default page size
+    *_called(f"{_HOOKS}:HookRegistry.register", "target", "hook", "hook_type"),
+    *_read(f"{_HOOKS}:HookType.AFTER"),
+    *_called(f"{_SRT}.arg_groups.overrides:_page_size_default", "view"),
+    *_called(f"{_SRT}.arg_groups.pipeline:_page_size_default", "view", versions=">=0.5.20"),
     # the backend
     *_overridden(f"{_BASE}.init_forward_metadata", "forward_batch"),
     *_overridden(f"{_BASE}.init_forward_metadata_out_graph", "forward_batch", "in_capture"),
@@ -90,7 +101,8 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *_read(
         f"{_ARGS}:ServerArgs",
         *("chunked_prefill_size", "max_prefill_tokens", "speculative_num_draft_tokens", "page_size"),
-        "enable_deterministic_inference",
+        *("enable_deterministic_inference", "attention_backend", "prefill_attention_backend"),
+        "decode_attention_backend",
     ),
 )
 """What is used. A parameter that SGLang adds with a default to what is called changes nothing."""

@@ -127,13 +127,13 @@ def test_the_attention_of_before_is_restored(host, runs):
     made, prompts = eager("llama"), prompts_of((5, 9))
     wanted = by_generate(made, prompts)
 
-    def stops() -> None:
+    def interrupted():
         with continuous_batching(made) as handle:
             assert made.config._attn_implementation == handle.name
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
-        stops()
+        interrupted()
 
     assert made.config._attn_implementation == "eager"
     assert by_generate(made, prompts) == wanted

@@ -24,7 +24,7 @@ from attnplug.models import requirements, requirements_from_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from attnplug.request.settings import BackendNames, Options
+    from attnplug.request import BackendNames, Options
     from attnplug_transformers.binding import selections as selections
     from attnplug_transformers.continuous import ContinuousBatching as ContinuousBatching
 

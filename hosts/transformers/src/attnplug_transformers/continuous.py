@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Self
 
-    from attnplug.request.settings import BackendNames, Options
+    from attnplug.request import BackendNames, Options
 
 _UPDATE: Final = tuple(inspect.signature(PagedAttentionCache.update).parameters)
 _BY_INDICES: Final = ("self", "key_states", "value_states", "layer_idx", "read_index", "write_index")

@@ -1,0 +1,91 @@
+"""
+The page size of SGLang's pools, where the user left it open.
+
+SGLang makes pages of one token unless ``--page-size`` says otherwise, and settles it before it makes any backend. A
+backend that is named by ``attnplug:ID`` may have no pages of one token: SGLang's hooks let its own default be replaced
+by the smallest page that the backend's manifest admits. What the user passes is never changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+import attnplug
+from attnplug.errors import AttnplugError
+from attnplug_sglang.names import backend_of, is_own
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from attnplug.negotiation import Candidate
+
+__all__ = ["SIZES", "hook", "replace_default", "smallest_page"]
+
+_log: Final = logging.getLogger("sglang.attnplug")
+
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""The page sizes that are tried, in tokens."""
+
+_PIPELINE: Final = "sglang.srt.arg_groups.pipeline"
+_OVERRIDES: Final = "sglang.srt.arg_groups.overrides"
+_hooked: Final[set[str]] = set()
+
+
+def hook() -> None:
+    """Have SGLang ask here for its default, once in a process. Its plugin loader applies the hook afterwards."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - imports SGLang
+
+    # 0.5.15 has no pipeline and looks the function up at each call; later ones have it in the pipeline by its name.
+    module = _PIPELINE if find_spec(_PIPELINE) is not None else _OVERRIDES
+    target = f"{module}._page_size_default"
+    if target not in _hooked:
+        _hooked.add(target)
+        HookRegistry.register(target, replace_default, HookType.AFTER)
+
+
+def replace_default(found: Mapping[str, Any], view: Any) -> Mapping[str, Any]:
+    """
+    Return SGLang's declaration of a page size, in which its default may be replaced.
+
+    Args:
+        found: What SGLang declares: nothing where the user passed ``--page-size``.
+        view: SGLang's arguments, as far as they are settled.
+    """
+    default = found.get("page_size")
+    if default is None:
+        return found
+    named = (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend)
+    size = smallest_page((name for name in named if is_own(name)), default)
+    if size == default:
+        return found
+    _log.info("The page size is %d tokens: %s has no pages of %d", size, " and ".join(filter(is_own, named)), default)
+    return {**found, "page_size": size}
+
+
+def smallest_page(names: Iterable[str], default: int) -> int:
+    """
+    Return the smallest page, in tokens, that is a multiple of SGLang's default and that every named backend admits.
+
+    The default where no backend is named, and where no page suits all: the refusal is then the one of the decision.
+
+    Args:
+        names: Names of ours, as ``--attention-backend`` has them.
+        default: SGLang's default, in tokens.
+    """
+    try:
+        backends = [backend for name in names if (backend := backend_of(name)) is not None]
+        candidates = [_candidates_of(backend) for backend in backends]
+    except AttnplugError:  # whoever makes the backend gets this error
+        return default
+    tried = [default, *(size for size in SIZES if size > default and size % default == 0)]
+    return next((size for size in tried if all(_any_admits(each, size) for each in candidates)), default)
+
+
+def _candidates_of(backend: str) -> list[Candidate]:
+    return [each for each in attnplug.registry().candidates() if each.id == backend]
+
+
+def _any_admits(candidates: Iterable[Candidate], size: int) -> bool:
+    return any(not each.objections([("block_size", size)]) for each in candidates)
