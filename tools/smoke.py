@@ -116,12 +116,12 @@ def vllm_host() -> None:
 
 def sglang_host() -> None:
     """Without SGLang: it is found as a plugin of SGLang, and every candidate has a name."""
-    from attnplug_sglang.registration import backend_names  # noqa: PLC0415 - as above
+    from attnplug_sglang.registration import names  # noqa: PLC0415 - as above
 
     need(find_spec("sglang") is None, "SGLang is installed, and the host is to be tested without it")
     groups = {entry.group for entry in distribution("attnplug-sglang").entry_points}
     need("sglang.srt.plugins" in groups, f"its entry points are {groups}")
-    need({"attnplug", "attnplug:torch/sdpa"} <= set(backend_names()), f"its names are {sorted(backend_names())}")
+    need({"attnplug", "attnplug:torch/sdpa"} <= set(names()), f"its names are {sorted(names())}")
 
 
 def torch_host() -> None:
