@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug import Requirements
-from attnplug.contract import Batch, GraphShape, Layer, Limits, capture
+from attnplug.contract import Batch, GraphShape, Layer, Limits, capture, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,9 @@ class Harness:
         layer, requirements = impl or self.impls[0], self.backend.agreement.requirements
         tokens, generator = metadata.batch.num_actual_tokens, torch.Generator().manual_seed(3)
         query, key, value = (
-            torch.randn(tokens, heads, requirements.head_size, generator=generator).bfloat16().to(self.backend.device)
+            torch.randn(tokens, heads, requirements.head_size, generator=generator).to(
+                self.backend.device, torch_dtype(requirements.dtype)
+            )
             for heads in (requirements.num_q_heads, requirements.num_kv_heads, requirements.num_kv_heads)
         )
         cache = self.backend.make_cache(BLOCKS) if requirements.paged else None

@@ -216,6 +216,24 @@ def test_scales_are_passed_to_the_kernels_as_floats(load_fake, journal) -> None:
     assert [(call.arguments["k_scale"], call.arguments["v_scale"]) for call in journal.runs] == [(0.5, 0.25)] * 2
 
 
+@pytest.mark.parametrize(
+    ("k_scale", "dtype", "passed"),
+    [
+        (3e-5, "bfloat16", 3e-5 * 2**16),  # hidden keys would have the score -1.5 times the softmax scale
+        (0.004, "bfloat16", 0.004 * 2**8),
+        (3e-5, "float16", 3e-5 * 2**11),  # more would leave a query fewer bits than its rounding does
+        (0.5, "bfloat16", 0.5),  # -25,000 is low enough
+        (4.0, "bfloat16", 4.0),
+    ],
+)
+def test_a_small_scale_of_keys_is_moved_to_queries(load_fake, journal, k_scale, dtype, passed) -> None:
+    layers = [Layer(name="layers.0", k_scale=k_scale, v_scale=0.5, scale=0.1)]
+    harness = Harness(load_fake, layers, kv_cache_dtype="fp8_e5m2", dtype=dtype)
+    harness.forward(harness.builder.build(harness.batch([1, 5], [9, 5])))
+
+    assert [call.arguments["k_scale"] for call in journal.runs] == [passed] * 2
+
+
 def test_without_an_fp8_kv_cache_no_scale_is_passed(load_fake, journal) -> None:
     harness = Harness(load_fake)
     harness.forward(harness.builder.build(harness.batch([1, 5], [9, 5])))

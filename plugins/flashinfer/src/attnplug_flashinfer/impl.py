@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 _LN2: Final = math.log(2.0)
 
+_HIDDEN: Final = 5e4
+"""Hidden keys have the score -50,000 in the kernels, before it is scaled (``inf`` in the library's ``math.cuh``)."""
+
+_LOWEST: Final = 1e3
+"""What the score of hidden keys has to be below, scaled: scores of other keys are above -900, in any model."""
+
+_SMALLEST_FACTORS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-64}
+"""The smallest factors of queries that leave as many bits as rounding does where a query is near 1."""
+
 
 class FlashInferImpl(AttentionImpl):
     """
@@ -51,7 +60,19 @@ class FlashInferImpl(AttentionImpl):
         self._extra = () if layer.sinks is None else (layer.sinks.float().contiguous(), self.scale)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         quantized = layer.k_scale_tensor is not None
-        self._scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if quantized else {}
+        k_scale = 1.0 if layer.k_scale is None else layer.k_scale
+        self._query_factor = self._factor_of_queries(k_scale) if quantized else 1.0
+        self._scales = {"k_scale": k_scale / self._query_factor, "v_scale": layer.v_scale} if quantized else {}
+
+    def _factor_of_queries(self, k_scale: float) -> float:
+        """
+        Return a power of two that queries are multiplied by, and the scale of keys is divided by: 1 for most scales.
+
+        With a small scale of keys, -50,000 is no low score, and hidden keys would be seen.
+        """
+        if self.logits_soft_cap or not 0 < _HIDDEN * self.scale * k_scale < _LOWEST or k_scale >= 1:
+            return 1.0  # a soft cap bounds the scores of other keys, and hidden ones stay below
+        return max(2.0 ** math.floor(math.log2(k_scale)), _SMALLEST_FACTORS[self.agreement.requirements.dtype])
 
     @property
     def plan_key(self) -> Hashable:
@@ -70,6 +91,8 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         """Write K/V into the cache unless the host does, then run the wrappers of the plan."""
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
+        if self._query_factor != 1.0:
+            query = query * self._query_factor
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])

@@ -8,6 +8,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+_HIDDEN = 5e4
+"""Hidden keys have this score, negative and not scaled: ``inf`` in the library's ``math.cuh``."""
+
+_TILE = 16
+
 
 @frozen
 class ScoreParams:
@@ -44,9 +49,16 @@ def attend(
     keys = key.double().repeat_interleave(group, 1)
     values = value.double().repeat_interleave(group, 1)
     scores = params.scale * torch.einsum("qhd,khd->hqk", query.double(), keys)
+    hidden = -_HIDDEN * params.scale
     if params.soft_cap > 0:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-    scores = scores.masked_fill(~_visible(query.shape[0], key.shape[0], params), -torch.inf)
+        hidden = -_HIDDEN * params.soft_cap
+    visible = _visible(query.shape[0], key.shape[0], params)
+    scores = scores.masked_fill(~visible, hidden)
+    # The last tile has hidden keys besides, of value 0. Rows that see nothing are left out by the kernels.
+    scores = torch.nn.functional.pad(scores, (0, _TILE), value=hidden)
+    scores = scores.masked_fill(~visible.any(-1)[:, None], -torch.inf)
+    values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, _TILE))
     lse = _logsumexp(scores)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.double()[:, None])
