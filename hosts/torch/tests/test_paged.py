@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import attnplug
 import attnplug_torch
-from attnplug.errors import CacheError, NoBackendError
+from attnplug.errors import CacheError, NoBackendError, NotNegotiatedError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
 from hosts.torch.tests.reference import counted, served, varlen_attn
@@ -167,6 +167,14 @@ def test_a_backend_that_is_named_serves_or_the_call_is_an_error(runs) -> None:
         call(*given)
 
     assert len(runs) == 2
+
+
+def test_a_window_with_two_sides_is_no_window_over_pages(runs) -> None:
+    """A request with a KV cache has no keys to the right of its window."""
+    with pytest.raises(NotNegotiatedError, match=r"window_size=\(6, 6\) with a block_table"):
+        call(*pages(), window_size=(6, 6))
+
+    assert not runs
 
 
 def test_layers_of_one_request_share_an_implementation(runs) -> None:

@@ -76,6 +76,11 @@ def backend_of(call: PackedCall) -> Backend:
     paged = call.block_table is not None
     form = None
     if paged:
+        if call.visibility.window is not None and not call.visibility.causal:
+            side = call.visibility.window - 1
+            raise RefusedError(
+                f"window_size=({side}, {side}) with a block_table: over pages, a window ends at its query"
+            )
         # Two tensors: one shape and stride for both is what most kernels take.
         form = "independent" if key.shape == value.shape and key.stride() != value.stride() else "split"
     is_cross = not (call.visibility.causal or paged) and not _are_equal(call.query_start_loc, call.key_start_loc)
