@@ -1,20 +1,23 @@
 """
-Pack SGLang 0.5.15 for a machine with a Hopper GPU and without a network: ``python -m tools.pack_sgl_kernel FOLDER``.
+Pack SGLang for a GPU host without a network: torch 2.11 for CUDA 13, Triton, transformers and Python 3.12 are there.
 
-The machine has Python 3.12, torch 2.11 and Triton, and what transformers requires. The folder gets one archive and
-``unpack.sh``, which is sourced there: it unpacks below ``$SGLANG_SITE`` (``/tmp/sglang-site`` where it is not set) and
-extends ``PYTHONPATH``. 0.5.15 is the newest SGLang for torch 2.11.
+    python -m tools.pack_sgl_kernel FOLDER
 
-Packed: SGLang's Python code without its image and video models; of sgl-kernel the Python code and
-``sm90/common_ops``, a hundredth of the wheel (FlashAttention, FlashMLA and the operators of other GPUs are left out: a
-call of theirs fails when it loads them); the release of transformers that this SGLang wants; and the packages of
-`NEEDS`. `STUBS` are stood in for: a call of one of them is an error.
+FOLDER gets one archive and unpack.sh. On the host, from the folder above: ``source FOLDER/unpack.sh``. The archive has:
+
+- the Python code of SGLang 0.5.15, the newest for torch 2.11, and its metadata;
+- the Python packages that it imports at its top and that the host lacks, and transformers in the release that it pins;
+- of its kernel library the Python code and ``sm90/common_ops.so`` alone, for Hopper GPUs. What else the library has
+  (other architectures, FlashAttention 3, FlashMLA) is left out: importing it fails as on a machine that lacks it.
+
+Stubbed: ``torchaudio``, which SGLang imports at its top for audio models; it has no functions. Left out: what SGLang
+imports when it is asked for, such as outlines, torchao, timm, flashinfer and FlashAttention 4.
 """
 
 from __future__ import annotations
 
-import argparse
 import lzma
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,103 +27,94 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
 SGLANG: Final = "sglang==0.5.15"
-KERNEL: Final = "sglang-kernel==0.4.4"
-# 0.5.15 registers a model that later releases of transformers have themselves: it comes with the release it wants.
-NEEDS: Final = """
-    transformers==5.12.1 tokenizers==0.22.2 huggingface-hub==1.5.0 annotated-doc annotated-types anthropic
-    apache-tvm-ffi==0.1.11 blobfile cffi compressed-tensors distro einops fastapi gguf interegular jiter jsonschema
-    jsonschema-specifications llguidance loguru mistral-common msgspec openai==2.6.1 openai-harmony==0.0.4 orjson
-    partial-json-parser prometheus-client pybase64 pycountry pydantic==2.12.5 pydantic-core==2.41.5 pydantic-extra-types
-    python-multipart pyzmq referencing rpds-py sentencepiece setproctitle sniffio starlette tiktoken torch-memory-saver
-    typing-inspection uvicorn uvloop watchfiles xgrammar==0.2.1 zstandard
-"""
-"""What SGLang imports and the machine may lack; at most what it has already comes twice."""
-STUBS: Final = {
-    "IPython/__init__.py": "",
-    "IPython/display.py": "HTML = display = None\n",
-    "torchaudio/__init__.py": "__version__ = '0'\n",
-}
-"""The files that stand in for packages that SGLang imports and no text model calls."""
-LIMIT: Final = 60 * 2**20
-PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(17, 36)))
-_LEFT_OUT: Final = (
-    "sglang/multimodal_gen/",
-    "sglang/benchmark/",
-    "triton_kernels/",
-    "xgrammar/lib/",
-    "mistral_common/data/",
+KERNELS: Final = "sglang-kernel==0.4.4"
+NEEDED: Final = (
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "frozenlist", "multidict", "propcache", "yarl"),
+    *("apache-tvm-ffi==0.1.11", "torch-c-dlpack-ext", "compressed-tensors==0.17.0", "loguru", "distro", "einops"),
+    *("fastapi==0.136.3", "starlette==1.0.0", "annotated-doc", "annotated-types", "interegular", "llguidance==0.7.30"),
+    *("msgspec", "openai==2.6.1", "jiter", "sniffio", "openai-harmony==0.0.4", "orjson", "partial-json-parser"),
+    *("prometheus-client", "pybase64", "pydantic==2.12.5", "pydantic-core==2.41.5", "typing-inspection"),
+    *("python-multipart", "pyzmq", "setproctitle", "tiktoken", "uvicorn", "uvloop", "watchfiles", "xgrammar==0.2.1"),
+    *("zstandard", "gguf", "easydict", "torch_memory_saver", "nvidia-ml-py"),
+    # Newer transformers register a model that SGLang 0.5.15 registers, too; torchvision is for torch 2.11.
+    *("transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.5.0", "torchvision==0.26.0"),
 )
-_LIBRARY: Final = "sgl_kernel/sm90/common_ops.abi3.so"
-_UNPACK: Final = """# Source this.
-site=${SGLANG_SITE:-/tmp/sglang-site}
-mkdir -p "$site"
-tar -xJf "$(dirname "${BASH_SOURCE[0]}")/sglang.tar.xz" -C "$site"
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+"""What SGLang imports and a host with torch, Triton and transformers lacks."""
+
+LIMIT: Final = 58 << 20
+"""The most that the folder may have, in bytes."""
+
+_OPS: Final = "sgl_kernel/sm90/common_ops"
+_PLATFORMS: Final = (*(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)), "manylinux2014_x86_64")
+_WINDOW: Final = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 128 << 20}]
+_UNPACK: Final = """\
+# Source this from the folder above: it unpacks under /tmp/attnplug-sglang and extends PYTHONPATH.
+here=$(dirname "${BASH_SOURCE[0]}")
+site=/tmp/attnplug-sglang
+mkdir -p "$site" && tar -xJf "$here/sglang.tar.xz" -C "$site"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder; return 1 where it is larger than `LIMIT`."""
-    parser = argparse.ArgumentParser(prog="tools.pack_sgl_kernel", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the archive and unpack.sh are written")
-    folder: Path = parser.parse_args(arguments).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        wheels, site = Path(temporary, "wheels"), Path(temporary, "site")
-        for requirement in (SGLANG, KERNEL, *NEEDS.split()):
-            download(requirement, wheels)
+def download(folder: Path, *names: str) -> None:
+    """Download wheels for CPython 3.12 on Linux, without what they require."""
+    platforms = [part for each in _PLATFORMS for part in ("--platform", each)]
+    wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *platforms]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
+    subprocess.run([*command, *wanted, "-d", str(folder), *names], check=True)  # noqa: S603 - this interpreter's pip
+
+
+def wanted(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Yield what is packed of one wheel: of the kernel library's compiled parts, those of Hopper's operators alone."""
+    for name in archive.namelist():
+        kernels = name.startswith("sgl_kernel/") and (name.endswith(".so") or ".so." in name)
+        tests = "/tests/" in name or "/test/" in name or name.startswith(("sglang/test/", "sglang/multimodal_gen/"))
+        if not tests and not name.endswith(".a") and (not kernels or name.startswith(_OPS)):
+            yield name
+
+
+def pack(out: Path) -> int:
+    """
+    Write the archive and unpack.sh into a folder, which is made anew; return its size in bytes.
+
+    Args:
+        out: The folder.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as made:
+        wheels, site = Path(made) / "wheels", Path(made) / "site"
+        download(wheels, SGLANG, KERNELS, *NEEDED)
         for wheel in sorted(wheels.glob("*.whl")):
-            unpack(wheel, site)
-        for path, text in STUBS.items():
-            file = site / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, "utf-8")
-        archive(site, folder / "sglang.tar.xz")
-    (folder / "unpack.sh").write_text(_UNPACK, "utf-8")
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{folder}: {size / 2**20:.1f} MiB")
-    return int(size > LIMIT)
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site, list(wanted(archive)))  # noqa: S202 - wheels of the index, into a new folder
+        if not any(site.glob(f"{_OPS}*")):
+            raise SystemExit(f"{KERNELS} has no {_OPS}.so")
+        for library in site.rglob("*.so"):
+            subprocess.run(["strip", "--strip-unneeded", str(library)], check=False, stderr=subprocess.DEVNULL)  # noqa: S603, S607 - of binutils
+        (site / "torchaudio").mkdir()
+        (site / "torchaudio" / "__init__.py").write_text('"""A stub, for audio models."""\n')
+        with (
+            lzma.open(out / "sglang.tar.xz", "wb", format=lzma.FORMAT_XZ, filters=_WINDOW) as file,
+            tarfile.open(fileobj=file, mode="w") as tar,
+        ):
+            tar.add(site, arcname=".")
+    (out / "unpack.sh").write_text(_UNPACK)
+    return sum(each.stat().st_size for each in out.iterdir())
 
 
-def download(requirement: str, folder: Path) -> None:
-    """Download the wheel of a requirement for Python 3.12 on Linux, without what it requires."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-qq", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", f"--dest={folder}"]
-    subprocess.run(  # noqa: S603 - the arguments are those of this file
-        [*command, *(f"--platform={each}" for each in PLATFORMS), requirement], check=True
-    )
-
-
-def is_packed(path: str) -> bool:
-    """Whether a file of a wheel is packed."""
-    if path.startswith("sgl_kernel/") and path.endswith(".so"):
-        return path == _LIBRARY
-    return not path.startswith(_LEFT_OUT)
-
-
-def unpack(wheel: Path, site: Path) -> None:
-    """Unpack what is packed of a wheel into a folder, as pip would install it."""
-    with zipfile.ZipFile(wheel) as opened:
-        for path in filter(is_packed, opened.namelist()):
-            opened.extract(path, site)
-    for data in site.glob("*.data"):
-        for part in (data / "purelib", data / "platlib"):
-            for file in part.rglob("*"):
-                if file.is_file():
-                    target = site / file.relative_to(part)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    file.replace(target)
-
-
-def archive(site: Path, target: Path) -> None:
-    """Write a folder as an archive, with a dictionary as large as the largest file."""
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
-    with lzma.open(target, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w") as packed:
-        packed.add(site, arcname=".")
+def main() -> None:
+    """Pack into the folder that the command line names, and refuse one that is too large."""
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    size = pack(Path(sys.argv[1]))
+    print(f"{sys.argv[1]}: {size / 2**20:.1f} MiB")
+    if size > LIMIT:
+        raise SystemExit(f"{size / 2**20:.1f} MiB are more than {LIMIT >> 20} MiB: leave something out")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
