@@ -200,7 +200,7 @@ def test_an_unknown_engine_suggests_the_nearest(run, add) -> None:
 
     assert done.code == 2
     assert "the engine 'acne' was given; did you mean 'acme'?" in done.err
-    assert "expected: the engines are acme, diffusers, torch, vllm\n" in done.err
+    assert "expected: the engines are acme, diffusers, sglang, torch, vllm\n" in done.err
 
 
 @pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=BROKEN)
@@ -313,6 +313,7 @@ def test_texts_of_an_engine_steer_no_terminal(run, add) -> None:
 def test_the_known_engines_name_their_distribution() -> None:
     assert engine.KNOWN == {
         "diffusers": ("diffusers", "attnplug-diffusers"),
+        "sglang": ("SGLang", "attnplug-sglang"),
         "torch": ("torch", "attnplug-torch"),
         "vllm": ("vLLM", "attnplug-vllm"),
     }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KNOWN: Final = {
     "diffusers": ("diffusers", "attnplug-diffusers"),
+    "sglang": ("SGLang", "attnplug-sglang"),
     "torch": ("torch", "attnplug-torch"),
     "vllm": ("vLLM", "attnplug-vllm"),
 }
