@@ -98,7 +98,7 @@ CALLS = {
 
 
 def flux(device: str) -> tuple[Any, dict[str, Any]]:
-    """Return a Flux of 2 + 2 blocks, of its own width on a GPU, and inputs for 1024 px."""
+    """Return a Flux of 2 + 2 blocks, as wide as published on a GPU, and inputs for 1024 px."""
     heads, image, text = (24, 4096, 512) if device == "cuda" else (2, 64, 16)
     model = diffusers.FluxTransformer2DModel(
         num_layers=2, num_single_layers=2, num_attention_heads=heads, attention_head_dim=128, joint_attention_dim=4096,
@@ -129,7 +129,7 @@ def wan(device: str) -> tuple[Any, dict[str, Any]]:
 
 
 def sd3(device: str) -> tuple[Any, dict[str, Any]]:
-    """Return a Stable Diffusion 3 of 2 blocks, of its own width on a GPU, and inputs for 1024 px there."""
+    """Return a Stable Diffusion 3 of 2 blocks, as wide as published on a GPU, and inputs for 1024 px there."""
     heads, side = (24, 128) if device == "cuda" else (2, 16)
     model = diffusers.SD3Transformer2DModel(
         sample_size=side, num_layers=2, num_attention_heads=heads, attention_head_dim=64, joint_attention_dim=4096,

@@ -36,6 +36,21 @@ class Member:
     versions: SpecifierSet = field(factory=SpecifierSet)
 
 
+def read(path, *names, versions=""):
+    """Return the member of a path, or those below it, that are read."""
+    return tuple(Member(each, versions=SpecifierSet(versions)) for each in ([f"{path}.{n}" for n in names] or [path]))
+
+
+def called(path, *parameters, versions=""):
+    """Return a function that is called."""
+    return (Member(path, Use.CALLED, parameters, SpecifierSet(versions)),)
+
+
+def overridden(path, *parameters, versions=""):
+    """Return a method that is overridden."""
+    return (Member(path, Use.OVERRIDDEN, parameters, SpecifierSet(versions)),)
+
+
 def drift(member):
     """Return what is wrong with one member of a table in this engine, by name; None where it is as the table says."""
     module, _, name = member.path.partition(":")

@@ -1,4 +1,4 @@
-"""`run_program`: a host's module in a process of its own, and what goes wrong there."""
+"""`run_program`: a host's module in another process, and what goes wrong there."""
 
 from __future__ import annotations
 

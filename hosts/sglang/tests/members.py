@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from packaging.specifiers import SpecifierSet
-
-from tests.drift import Member, Use
+from tests.drift import called, overridden, read
 
 if TYPE_CHECKING:
     from packaging.version import Version
+
+    from tests.drift import Member
 
 
 def members_of(version: Version) -> list[Member]:
     """Return what is used of one version."""
     return [each for each in MEMBERS if each.versions.contains(version, prereleases=True)]
-
-
-def _read(path: str, *names: str, versions: str = "") -> tuple[Member, ...]:
-    paths = [f"{path}.{name}" for name in names] or [path]
-    return tuple(Member(each, versions=SpecifierSet(versions)) for each in paths)
-
-
-def _called(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
-    return (Member(path, Use.CALLED, parameters, SpecifierSet(versions)),)
-
-
-def _overridden(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
-    return (Member(path, Use.OVERRIDDEN, parameters, SpecifierSet(versions)),)
 
 
 _SRT: Final = "sglang.srt"
@@ -44,51 +31,51 @@ _CALL: Final = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwarg
 
 MEMBERS: Final[tuple[Member, ...]] = (
     # registration
-    *_read(f"{_REGISTRY}:ATTENTION_BACKENDS"),
-    *_called(f"{_REGISTRY}:register_attention_backend", "name"),
-    *_read(f"{_ARGS}:ATTENTION_BACKEND_CHOICES"),
-    *_read(f"{_ARGS}:DETERMINISTIC_ATTENTION_BACKEND_CHOICES"),
-    *_read(f"{_ARGS}:DRAFT_ATTENTION_BACKEND_CHOICES", versions=">=0.5.20"),
-    *_called(f"{_ARGS}:add_attention_backend_choices", "choices", versions="<0.5.20"),
-    *_called(f"{_ARGS}:add_deterministic_attention_backend_choices", "choices", versions="<0.5.20"),
-    *_read(f"{_CHOICES}:add_attention_backend_choices", versions=">=0.5.20"),
-    *_read(f"{_CHOICES}:add_deterministic_attention_backend_choices", versions=">=0.5.20"),
-    *_read(f"{_CHOICES}:add_draft_attention_backend_choices", versions=">=0.5.20"),
-    *_called(f"{_SRT}.plugins:load_plugins"),
+    *read(f"{_REGISTRY}:ATTENTION_BACKENDS"),
+    *called(f"{_REGISTRY}:register_attention_backend", "name"),
+    *read(f"{_ARGS}:ATTENTION_BACKEND_CHOICES"),
+    *read(f"{_ARGS}:DETERMINISTIC_ATTENTION_BACKEND_CHOICES"),
+    *read(f"{_ARGS}:DRAFT_ATTENTION_BACKEND_CHOICES", versions=">=0.5.20"),
+    *called(f"{_ARGS}:add_attention_backend_choices", "choices", versions="<0.5.20"),
+    *called(f"{_ARGS}:add_deterministic_attention_backend_choices", "choices", versions="<0.5.20"),
+    *read(f"{_CHOICES}:add_attention_backend_choices", versions=">=0.5.20"),
+    *read(f"{_CHOICES}:add_deterministic_attention_backend_choices", versions=">=0.5.20"),
+    *read(f"{_CHOICES}:add_draft_attention_backend_choices", versions=">=0.5.20"),
+    *called(f"{_SRT}.plugins:load_plugins"),
     # the default page size
-    *_called(f"{_HOOKS}:HookRegistry.register", "target", "hook", "hook_type"),
-    *_read(f"{_HOOKS}:HookType.AFTER"),
-    *_called(f"{_SRT}.arg_groups.overrides:_page_size_default", "view"),
-    *_called(f"{_SRT}.arg_groups.pipeline:_page_size_default", "view", versions=">=0.5.20"),
+    *called(f"{_HOOKS}:HookRegistry.register", "target", "hook", "hook_type"),
+    *read(f"{_HOOKS}:HookType.AFTER"),
+    *called(f"{_SRT}.arg_groups.overrides:_page_size_default", "view"),
+    *called(f"{_SRT}.arg_groups.pipeline:_page_size_default", "view", versions=">=0.5.20"),
     # the backend
-    *_overridden(f"{_BASE}.init_forward_metadata", "forward_batch"),
-    *_overridden(f"{_BASE}.init_forward_metadata_out_graph", "forward_batch", "in_capture"),
-    *_overridden(f"{_BASE}.init_forward_metadata_in_graph", "forward_batch"),
-    *_overridden(f"{_BASE}.init_cuda_graph_state", "max_bs", "max_num_tokens"),
-    *_overridden(f"{_BASE}.get_cuda_graph_seq_len_fill_value"),
-    *_overridden(f"{_BASE}.forward_extend", *_CALL),
-    *_overridden(f"{_BASE}.forward_decode", *_CALL),
-    *_overridden(f"{_BASE}.support_triton"),
-    *_read(_BASE, "needs_cpu_seq_lens"),
+    *overridden(f"{_BASE}.init_forward_metadata", "forward_batch"),
+    *overridden(f"{_BASE}.init_forward_metadata_out_graph", "forward_batch", "in_capture"),
+    *overridden(f"{_BASE}.init_forward_metadata_in_graph", "forward_batch"),
+    *overridden(f"{_BASE}.init_cuda_graph_state", "max_bs", "max_num_tokens"),
+    *overridden(f"{_BASE}.get_cuda_graph_seq_len_fill_value"),
+    *overridden(f"{_BASE}.forward_extend", *_CALL),
+    *overridden(f"{_BASE}.forward_decode", *_CALL),
+    *overridden(f"{_BASE}.support_triton"),
+    *read(_BASE, "needs_cpu_seq_lens"),
     # layers
-    *_read(
+    *read(
         _LAYER,
         *("layer_id", "qk_head_dim", "v_head_dim", "tp_q_head_num", "tp_k_head_num", "scaling", "sliding_window_size"),
         *("logit_cap", "logit_capping_method", "is_cross_attention", "use_irope", "xai_temperature_len"),
         *("pos_encoding_mode", "attn_type", "k_scale", "v_scale", "k_scale_float", "v_scale_float"),
     ),
-    *_read(f"{_SRT}.layers.radix_attention:AttentionType", "DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY"),
+    *read(f"{_SRT}.layers.radix_attention:AttentionType", "DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY"),
     # pools
-    *_read(f"{_POOL}:ReqToTokenPool.req_to_token"),
-    *_read(f"{_POOL}:MHATokenToKVPool", "size", "dtype", "layer_transfer_counter"),
-    *_called(f"{_POOL}:MHATokenToKVPool.get_key_buffer", "layer_id"),
-    *_called(f"{_POOL}:MHATokenToKVPool.get_value_buffer", "layer_id"),
-    *_read(_SWA, "full_kv_pool", "swa_kv_pool", "layers_mapping"),
-    *_called(f"{_SWA}.get_key_buffer", "layer_id"),
-    *_called(f"{_SWA}.get_value_buffer", "layer_id"),
-    *_called(f"{_SWA}.translate_loc_from_full_to_swa", "kv_indices"),
+    *read(f"{_POOL}:ReqToTokenPool.req_to_token"),
+    *read(f"{_POOL}:MHATokenToKVPool", "size", "dtype", "layer_transfer_counter"),
+    *called(f"{_POOL}:MHATokenToKVPool.get_key_buffer", "layer_id"),
+    *called(f"{_POOL}:MHATokenToKVPool.get_value_buffer", "layer_id"),
+    *read(_SWA, "full_kv_pool", "swa_kv_pool", "layers_mapping"),
+    *called(f"{_SWA}.get_key_buffer", "layer_id"),
+    *called(f"{_SWA}.get_value_buffer", "layer_id"),
+    *called(f"{_SWA}.translate_loc_from_full_to_swa", "kv_indices"),
     # steps
-    *_read(
+    *read(
         f"{_BATCH}:ForwardBatch",
         *("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
         *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info"),
@@ -96,9 +83,9 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *(
         member
         for name in ("is_idle", "is_decode", "is_decode_or_idle", "is_target_verify")
-        for member in _called(f"{_BATCH}:ForwardMode.{name}")
+        for member in called(f"{_BATCH}:ForwardMode.{name}")
     ),
-    *_read(
+    *read(
         f"{_ARGS}:ServerArgs",
         *("chunked_prefill_size", "max_prefill_tokens", "speculative_num_draft_tokens", "page_size"),
         *("enable_deterministic_inference", "attention_backend", "prefill_attention_backend"),

@@ -20,6 +20,7 @@ from hosts.sglang.tests.rig import AttentionType, ForwardMode, World
         ({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, "soft cap by 'sigmoid'"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "bidirectional inside of images"),
+        ({"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 6}, "a window in an encoder"),
     ],
 )
 def test_layers(changes: dict[str, Any], named: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from packaging.specifiers import SpecifierSet
-
-from tests.drift import Member, Use
+from tests.drift import called, overridden, read
 
 if TYPE_CHECKING:
     from packaging.version import Version
+
+    from tests.drift import Member
 
 
 def members_of(version: Version) -> list[Member]:
@@ -17,22 +17,9 @@ def members_of(version: Version) -> list[Member]:
     return [each for each in MEMBERS if each.versions.contains(version, prereleases=True)]
 
 
-def _read(path: str, *names: str, versions: str = "") -> tuple[Member, ...]:
-    paths = [f"{path}.{name}" for name in names] or [path]
-    return tuple(Member(each, versions=SpecifierSet(versions)) for each in paths)
-
-
-def _called(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
-    return (Member(path, Use.CALLED, parameters, SpecifierSet(versions)),)
-
-
-def _overridden(path: str, *parameters: str, versions: str = "") -> tuple[Member, ...]:
-    return (Member(path, Use.OVERRIDDEN, parameters, SpecifierSet(versions)),)
-
-
 def _each_overridden(path: str, *names: str, versions: str = "") -> tuple[Member, ...]:
     """Return class methods without parameters."""
-    return tuple(member for name in names for member in _overridden(f"{path}.{name}", versions=versions))
+    return tuple(member for name in names for member in overridden(f"{path}.{name}", versions=versions))
 
 
 # Before this version a backend states the shape of its KV cache; since then vLLM does, and the backend names layouts.
@@ -59,61 +46,61 @@ _SELECTION: Final = (
 _FURTHER: Final = {"use_adaptive_verification": "0.28", "use_dcp": "0.29", "use_rswa": "0.30"}
 
 _REGISTRATION: Final = (
-    *_read(f"{_REGISTRY}:AttentionBackendEnum", "CUSTOM", "CPU_ATTN"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.get_class"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
-    *_called(f"{_REGISTRY}:AttentionBackendEnum.register", "name", "value", versions=">=0.32"),
-    *_called(f"{_REGISTRY}:register_backend", "backend", "class_path"),
-    *_called("vllm.plugins:load_general_plugins"),
+    *read(f"{_REGISTRY}:AttentionBackendEnum", "CUSTOM", "CPU_ATTN"),
+    *called(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
+    *called(f"{_REGISTRY}:AttentionBackendEnum.get_class"),
+    *called(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
+    *called(f"{_REGISTRY}:AttentionBackendEnum.register", "name", "value", versions=">=0.32"),
+    *called(f"{_REGISTRY}:register_backend", "backend", "class_path"),
+    *called("vllm.plugins:load_general_plugins"),
 )
 
 _PLATFORM: Final = (
-    *_read("vllm.envs:VLLM_BATCH_INVARIANT"),
-    *_read("vllm.platforms:current_platform", "device_type"),
-    *_called("vllm.platforms:current_platform.is_rocm"),
-    *_called("vllm.platforms:current_platform.get_device_capability"),
-    *_called("vllm.platforms:current_platform.get_device_name"),
+    *read("vllm.envs:VLLM_BATCH_INVARIANT"),
+    *read("vllm.platforms:current_platform", "device_type"),
+    *called("vllm.platforms:current_platform.is_rocm"),
+    *called("vllm.platforms:current_platform.get_device_capability"),
+    *called("vllm.platforms:current_platform.get_device_name"),
     # It returns CPU_ATTN whatever was chosen, which is why that member is ours.
-    *_called("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "selected_backend", "attn_selector_config"),
+    *called("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "selected_backend", "attn_selector_config"),
 )
 
 # What vLLM picks by itself is seen on a stand-in device: its CUDA platform with the capability of a request.
 _STAND_IN: Final = (
-    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_capability", "device_id"),
-    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_name", "device_id"),
-    *_overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_total_memory", "device_id"),
-    *_read("vllm.platforms.cuda:CudaPlatformBase.is_fully_connected"),
-    *_called(
+    *overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_capability", "device_id"),
+    *overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_name", "device_id"),
+    *overridden("vllm.platforms.cuda:CudaPlatformBase.get_device_total_memory", "device_id"),
+    *read("vllm.platforms.cuda:CudaPlatformBase.is_fully_connected"),
+    *called(
         "vllm.platforms.cuda:CudaPlatformBase.get_valid_backends",
         *("device_capability", "attn_selector_config", "num_heads"),
     ),
-    *_called("vllm.platforms.interface:DeviceCapability", "major", "minor"),
-    *_read(f"{_SELECTOR}:AttentionSelectorConfig"),
-    *_called("vllm.config:VllmConfig"),
-    *_called("vllm.config:set_current_vllm_config", "vllm_config"),
-    *_read("vllm.config:cache", "CacheDType"),
-    *_read("vllm.v1.attention.backends.fa_utils:get_flash_attn_version"),
-    *_called("vllm.utils.flashinfer:can_use_trtllm_attention", "num_qo_heads", "num_kv_heads"),
-    *_read("vllm.vllm_flash_attn:flash_attn_interface", "FA4_AVAILABLE"),
-    *_read("vllm:__version__"),
+    *called("vllm.platforms.interface:DeviceCapability", "major", "minor"),
+    *read(f"{_SELECTOR}:AttentionSelectorConfig"),
+    *called("vllm.config:VllmConfig"),
+    *called("vllm.config:set_current_vllm_config", "vllm_config"),
+    *read("vllm.config:cache", "CacheDType"),
+    *read("vllm.v1.attention.backends.fa_utils:get_flash_attn_version"),
+    *called("vllm.utils.flashinfer:can_use_trtllm_attention", "num_qo_heads", "num_kv_heads"),
+    *read("vllm.vllm_flash_attn:flash_attn_interface", "FA4_AVAILABLE"),
+    *read("vllm:__version__"),
 )
 
 _SELECTION_MEMBERS: Final = (
-    *_read(f"{_CONTRACT}:AttentionType", "DECODER", "ENCODER", "ENCODER_ONLY", "ENCODER_DECODER"),
-    *_called(f"{_CONTRACT}:MultipleOf", "base"),
-    *_overridden(f"{_BACKEND}.get_name"),
-    *_overridden(f"{_BACKEND}.get_impl_cls"),
-    *_overridden(f"{_BACKEND}.get_builder_cls"),
-    *_overridden(f"{_BACKEND}.full_cls_name"),
-    *_read(_BACKEND, "forward_includes_kv_cache_update"),
-    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", versions="<0.31"),
-    *_overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", "kv_cache_spec", versions=">=0.31"),
-    *_overridden(f"{_BACKEND}.supports_head_size", "head_size"),
-    *_overridden(f"{_BACKEND}.supports_dtype", "dtype"),
-    *_overridden(f"{_BACKEND}.supports_kv_cache_dtype", "kv_cache_dtype"),
-    *_overridden(f"{_BACKEND}.supports_attn_type", "attn_type"),
-    *_overridden(f"{_BACKEND}.supports_compute_capability", "capability"),
+    *read(f"{_CONTRACT}:AttentionType", "DECODER", "ENCODER", "ENCODER_ONLY", "ENCODER_DECODER"),
+    *called(f"{_CONTRACT}:MultipleOf", "base"),
+    *overridden(f"{_BACKEND}.get_name"),
+    *overridden(f"{_BACKEND}.get_impl_cls"),
+    *overridden(f"{_BACKEND}.get_builder_cls"),
+    *overridden(f"{_BACKEND}.full_cls_name"),
+    *read(_BACKEND, "forward_includes_kv_cache_update"),
+    *overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", versions="<0.31"),
+    *overridden(f"{_BACKEND}.get_supported_kernel_block_sizes", "kv_cache_spec", versions=">=0.31"),
+    *overridden(f"{_BACKEND}.supports_head_size", "head_size"),
+    *overridden(f"{_BACKEND}.supports_dtype", "dtype"),
+    *overridden(f"{_BACKEND}.supports_kv_cache_dtype", "kv_cache_dtype"),
+    *overridden(f"{_BACKEND}.supports_attn_type", "attn_type"),
+    *overridden(f"{_BACKEND}.supports_compute_capability", "capability"),
     *_each_overridden(
         _BACKEND,
         *("is_mla", "is_sparse", "is_ssm", "supports_sink", "supports_alibi_sqrt", "supports_mm_prefix"),
@@ -131,36 +118,36 @@ _SELECTION_MEMBERS: Final = (
             (2, ">=0.29,<0.30"),
             (3, ">=0.30"),
         )
-        for member in _overridden(
+        for member in overridden(
             f"{_BACKEND}.validate_configuration", *_SELECTION, *tuple(_FURTHER)[:known], versions=versions
         )
     ),
-    *_read(f"{_SELECTOR}:AttentionSelectorConfig", *(name for name in _SELECTION if name != "device_capability")),
+    *read(f"{_SELECTOR}:AttentionSelectorConfig", *(name for name in _SELECTION if name != "device_capability")),
     *(
         member
         for name, first in _FURTHER.items()
-        for member in _read(f"{_SELECTOR}:AttentionSelectorConfig", name, versions=f">={first}")
+        for member in read(f"{_SELECTOR}:AttentionSelectorConfig", name, versions=f">={first}")
     ),
 )
 
 _CACHES: Final = (
-    *_overridden(
+    *overridden(
         f"{_BACKEND}.get_kv_cache_shape",
         *("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str"),
         versions=_SHAPES,
     ),
-    *_overridden(f"{_BACKEND}.get_kv_cache_stride_order", "include_num_layers_dimension", versions=_SHAPES),
-    *_called("vllm.v1.attention.backends.utils:get_kv_cache_layout", versions=_SHAPES),
-    *_overridden(f"{_BACKEND}.supported_kv_cache_layouts", versions=_LAYOUTS),
-    *_overridden(f"{_BACKEND}.customize_spec", "spec", versions=">=0.28"),
-    *_read(
+    *overridden(f"{_BACKEND}.get_kv_cache_stride_order", "include_num_layers_dimension", versions=_SHAPES),
+    *called("vllm.v1.attention.backends.utils:get_kv_cache_layout", versions=_SHAPES),
+    *overridden(f"{_BACKEND}.supported_kv_cache_layouts", versions=_LAYOUTS),
+    *overridden(f"{_BACKEND}.customize_spec", "spec", versions=">=0.28"),
+    *read(
         f"{_KV_CACHE}:KVCacheLayout",
         *("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC"),
         versions=_LAYOUTS,
     ),
-    *_called(f"{_KV_CACHE}:compute_layout_strides", "spec", "num_blocks", "num_layers", "layout", versions=_LAYOUTS),
-    *_read(f"{_KV_CACHE}:AttentionSpec", "block_size", "num_kv_heads", "head_size", "dtype", "page_size_padded"),
-    *_read(
+    *called(f"{_KV_CACHE}:compute_layout_strides", "spec", "num_blocks", "num_layers", "layout", versions=_LAYOUTS),
+    *read(f"{_KV_CACHE}:AttentionSpec", "block_size", "num_kv_heads", "head_size", "dtype", "page_size_padded"),
+    *read(
         f"{_KV_CACHE}:AttentionSpec",
         *("num_head_slots", "state_content_bytes", "num_heads", "num_states", "state_content_size_bytes"),
         versions=_LAYOUTS,
@@ -168,65 +155,65 @@ _CACHES: Final = (
 )
 
 _METADATA: Final = (
-    *_overridden(f"{_BUILDER}.__init__", "kv_cache_spec", "layer_names", "vllm_config", "device"),
-    *_overridden(f"{_BUILDER}.build", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    *_overridden(f"{_BUILDER}.build_for_cudagraph_capture", "common_attn_metadata"),
-    *_overridden(f"{_BUILDER}.update_block_table", "metadata", "blk_table", "slot_mapping"),
-    *_overridden(f"{_BUILDER}.get_cudagraph_support", "vllm_config", "kv_cache_spec"),
-    *_overridden(
+    *overridden(f"{_BUILDER}.__init__", "kv_cache_spec", "layer_names", "vllm_config", "device"),
+    *overridden(f"{_BUILDER}.build", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    *overridden(f"{_BUILDER}.build_for_cudagraph_capture", "common_attn_metadata"),
+    *overridden(f"{_BUILDER}.update_block_table", "metadata", "blk_table", "slot_mapping"),
+    *overridden(f"{_BUILDER}.get_cudagraph_support", "vllm_config", "kv_cache_spec"),
+    *overridden(
         f"{_BUILDER}.use_cascade_attention",
         *("common_prefix_len", "query_lens", "num_query_heads", "num_kv_heads", "use_alibi", "use_sliding_window"),
         *("use_local_attention", "num_sms", "dcp_world_size"),
         versions="<0.32",
     ),
-    *_called(f"{_BUILDER}._init_reorder_batch_threshold", "reorder_batch_threshold", "supports_spec_as_decode"),
-    *_read(_BUILDER, "supports_update_block_table", "kv_cache_spec", "vllm_config"),
-    *_read(f"{_CONTRACT}:AttentionCGSupport", "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"),
-    *_read(f"{_CONTRACT}:AttentionMetadata"),
-    *_read(
+    *called(f"{_BUILDER}._init_reorder_batch_threshold", "reorder_batch_threshold", "supports_spec_as_decode"),
+    *read(_BUILDER, "supports_update_block_table", "kv_cache_spec", "vllm_config"),
+    *read(f"{_CONTRACT}:AttentionCGSupport", "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"),
+    *read(f"{_CONTRACT}:AttentionMetadata"),
+    *read(
         _COMMON,
         *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs", "causal"),
         *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping"),
         "dcp_local_seq_lens",
     ),
-    *_read(_COMMON, "_seq_lens_cpu", versions="<0.28"),
-    *_read(_COMMON, "dcp_local_seq_lens_cpu", versions="<0.30"),
-    *_read(_COMMON, "dcp_local_seq_lens_cpu_upper_bound", versions=">=0.30"),
-    *_called(f"{_COMMON}.replace", "block_table_tensor", "slot_mapping"),
+    *read(_COMMON, "_seq_lens_cpu", versions="<0.28"),
+    *read(_COMMON, "dcp_local_seq_lens_cpu", versions="<0.30"),
+    *read(_COMMON, "dcp_local_seq_lens_cpu_upper_bound", versions=">=0.30"),
+    *called(f"{_COMMON}.replace", "block_table_tensor", "slot_mapping"),
 )
 
 _LAYERS: Final = (
-    *_overridden(
+    *overridden(
         f"{_IMPL}.__init__",
         *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
         *("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
     ),
-    *_overridden(
+    *overridden(
         f"{_IMPL}.forward",
         *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale"),
         "output_block_scale",
     ),
-    *_overridden(f"{_IMPL}.process_weights_after_loading", "act_dtype"),
-    *_read(_IMPL, "can_return_lse_for_decode", "supports_dcp", "dcp_world_size", "dcp_rank"),
-    *_read(f"{_CONTRACT}:AttentionLayer", "_q_scale", "_k_scale", "_v_scale"),
-    *_read(f"{_ATTENTION}:Attention", "attn_backend", "impl", "kv_cache", "head_size_v"),
+    *overridden(f"{_IMPL}.process_weights_after_loading", "act_dtype"),
+    *read(_IMPL, "can_return_lse_for_decode", "supports_dcp", "dcp_world_size", "dcp_rank"),
+    *read(f"{_CONTRACT}:AttentionLayer", "_q_scale", "_k_scale", "_v_scale"),
+    *read(f"{_ATTENTION}:Attention", "attn_backend", "impl", "kv_cache", "head_size_v"),
 )
 
 _CONFIGURATION: Final = (
-    *_called("vllm.config:get_current_vllm_config_or_none"),
-    *_read(
+    *called("vllm.config:get_current_vllm_config_or_none"),
+    *read(
         "vllm.config:VllmConfig",
         *("attention_config", "cache_config", "compilation_config", "model_config", "parallel_config"),
         *("scheduler_config", "speculative_config"),
     ),
-    *_read("vllm.config:AttentionConfig", "backend", "flash_attn_max_num_splits_for_cuda_graph"),
-    *_read("vllm.config:AttentionConfig", "backend_per_kind", versions=">=0.28"),
-    *_read("vllm.config:CacheConfig", "kv_cache_layout", versions=_LAYOUTS),
-    *_read("vllm.config:CacheConfig", "calculate_kv_scales", versions="<0.28"),
-    *_read("vllm.config:CompilationConfig", "static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
-    *_called("vllm.config:CUDAGraphMode.has_full_cudagraphs"),
-    *_called("vllm.config:CUDAGraphMode.separate_routine"),
-    *_read(
+    *read("vllm.config:AttentionConfig", "backend", "flash_attn_max_num_splits_for_cuda_graph"),
+    *read("vllm.config:AttentionConfig", "backend_per_kind", versions=">=0.28"),
+    *read("vllm.config:CacheConfig", "kv_cache_layout", versions=_LAYOUTS),
+    *read("vllm.config:CacheConfig", "calculate_kv_scales", versions="<0.28"),
+    *read("vllm.config:CompilationConfig", "static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
+    *called("vllm.config:CUDAGraphMode.has_full_cudagraphs"),
+    *called("vllm.config:CUDAGraphMode.separate_routine"),
+    *read(
         "vllm.config:ModelConfig",
         *(
             "disable_cascade_attn",
@@ -238,69 +225,69 @@ _CONFIGURATION: Final = (
             "use_mla",
         ),
     ),
-    *_called("vllm.config:ModelConfig.get_head_size"),
-    *_called("vllm.config:ModelConfig.get_num_attention_heads", "parallel_config"),
-    *_called("vllm.config:ModelConfig.get_num_kv_heads", "parallel_config"),
-    *_called("vllm.config:ModelConfig.get_sliding_window"),
-    *_read(
+    *called("vllm.config:ModelConfig.get_head_size"),
+    *called("vllm.config:ModelConfig.get_num_attention_heads", "parallel_config"),
+    *called("vllm.config:ModelConfig.get_num_kv_heads", "parallel_config"),
+    *called("vllm.config:ModelConfig.get_sliding_window"),
+    *read(
         "vllm.config:ParallelConfig",
         *("cp_kv_cache_interleave_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
         *("tensor_parallel_size", "use_ubatching"),
     ),
-    *_read("vllm.config:SchedulerConfig", "async_scheduling", "max_num_batched_tokens", "max_num_seqs"),
-    *_read("vllm.config:SpeculativeConfig", "num_speculative_tokens"),
-    *_read("vllm.distributed:parallel_state"),
-    *_called("vllm.distributed.parallel_state:get_dcp_group"),
-    *_called("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
+    *read("vllm.config:SchedulerConfig", "async_scheduling", "max_num_batched_tokens", "max_num_seqs"),
+    *read("vllm.config:SpeculativeConfig", "num_speculative_tokens"),
+    *read("vllm.distributed:parallel_state"),
+    *called("vllm.distributed.parallel_state:get_dcp_group"),
+    *called("vllm.distributed.parallel_state:get_tensor_model_parallel_rank"),
 )
 
 _INT8: Final = (
-    *_read("vllm.config:VllmConfig", "additional_config"),
-    *_read("vllm.config:CacheConfig", "cache_dtype", "kv_cache_dtype_skip_layers"),
-    *_called("vllm.config.cache:register_kv_cache_dtype", "name", versions=_DTYPES),
-    *_called("vllm.config.cache:is_known_kv_cache_dtype", "name", versions=_DTYPES),
-    *_overridden("vllm.config.cache:KVCacheDTypeHandler.torch_dtype", versions=_DTYPES),
-    *_overridden("vllm.config.cache:KVCacheDTypeHandler.quant_mode", versions=_DTYPES),
-    *_read("vllm.v1.kv_cache_interface:KVQuantMode", "INT8_PER_TOKEN_HEAD"),
-    *_read("vllm.v1.kv_cache_interface:KVQuantMode", "CUSTOM", versions=_DTYPES),
+    *read("vllm.config:VllmConfig", "additional_config"),
+    *read("vllm.config:CacheConfig", "cache_dtype", "kv_cache_dtype_skip_layers"),
+    *called("vllm.config.cache:register_kv_cache_dtype", "name", versions=_DTYPES),
+    *called("vllm.config.cache:is_known_kv_cache_dtype", "name", versions=_DTYPES),
+    *overridden("vllm.config.cache:KVCacheDTypeHandler.torch_dtype", versions=_DTYPES),
+    *overridden("vllm.config.cache:KVCacheDTypeHandler.quant_mode", versions=_DTYPES),
+    *read("vllm.v1.kv_cache_interface:KVQuantMode", "INT8_PER_TOKEN_HEAD"),
+    *read("vllm.v1.kv_cache_interface:KVQuantMode", "CUSTOM", versions=_DTYPES),
 )
 
 _LAYER_PACKAGE: Final = "vllm.model_executor.layers"
 _MODEL: Final = (
-    *_called("vllm.compilation.decorators:support_torch_compile", "dynamic_arg_dims"),
-    *_called("vllm.distributed:get_pp_group"),
-    *_called("vllm.distributed:get_tensor_model_parallel_world_size"),
-    *_read("vllm.config:VllmConfig", "quant_config"),
-    *_read("vllm.model_executor.layers.attention:Attention"),
-    *_called(
+    *called("vllm.compilation.decorators:support_torch_compile", "dynamic_arg_dims"),
+    *called("vllm.distributed:get_pp_group"),
+    *called("vllm.distributed:get_tensor_model_parallel_world_size"),
+    *read("vllm.config:VllmConfig", "quant_config"),
+    *read("vllm.model_executor.layers.attention:Attention"),
+    *called(
         f"{_LAYER_PACKAGE}.linear:MergedColumnParallelLinear",
         *("input_size", "output_sizes", "bias", "quant_config", "prefix"),
     ),
-    *_called(
+    *called(
         f"{_LAYER_PACKAGE}.linear:QKVParallelLinear",
         *("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads", "bias", "quant_config", "prefix"),
     ),
-    *_called(
+    *called(
         f"{_LAYER_PACKAGE}.linear:RowParallelLinear", "input_size", "output_size", "bias", "quant_config", "prefix"
     ),
-    *_called(f"{_LAYER_PACKAGE}.logits_processor:LogitsProcessor", "vocab_size", "scale"),
-    *_called(f"{_LAYER_PACKAGE}.rotary_embedding:get_rope", "head_size", "max_position", "rope_parameters"),
-    *_called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:VocabParallelEmbedding", "num_embeddings", "embedding_dim"),
-    *_called(
+    *called(f"{_LAYER_PACKAGE}.logits_processor:LogitsProcessor", "vocab_size", "scale"),
+    *called(f"{_LAYER_PACKAGE}.rotary_embedding:get_rope", "head_size", "max_position", "rope_parameters"),
+    *called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:VocabParallelEmbedding", "num_embeddings", "embedding_dim"),
+    *called(
         f"{_LAYER_PACKAGE}.vocab_parallel_embedding:ParallelLMHead",
         *("num_embeddings", "embedding_dim", "quant_config", "prefix"),
     ),
-    *_called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:ParallelLMHead.tie_weights", "embed_tokens"),
-    *_called("vllm.model_executor.model_loader.weight_utils:default_weight_loader", "param", "loaded_weight"),
-    *_read("vllm.model_executor.models.interfaces:SupportsPP"),
-    *_called("vllm.model_executor.models.utils:is_pp_missing_parameter", "name", "model"),
-    *_called("vllm.model_executor.models.utils:make_empty_intermediate_tensors_factory", "keys", "hidden_size"),
-    *_called("vllm.model_executor.models.utils:make_layers", "num_hidden_layers", "layer_fn", "prefix"),
-    *_called("vllm.model_executor.models.utils:maybe_prefix", "prefix", "name"),
-    *_read("vllm.model_executor.models.registry:ModelRegistry"),
-    *_called("vllm.model_executor.models.registry:_ModelRegistry.register_model", "model_arch", "model_cls"),
-    *_called("vllm.model_executor.models.registry:_ModelRegistry.get_supported_archs"),
-    *_read("vllm.sequence:IntermediateTensors"),
+    *called(f"{_LAYER_PACKAGE}.vocab_parallel_embedding:ParallelLMHead.tie_weights", "embed_tokens"),
+    *called("vllm.model_executor.model_loader.weight_utils:default_weight_loader", "param", "loaded_weight"),
+    *read("vllm.model_executor.models.interfaces:SupportsPP"),
+    *called("vllm.model_executor.models.utils:is_pp_missing_parameter", "name", "model"),
+    *called("vllm.model_executor.models.utils:make_empty_intermediate_tensors_factory", "keys", "hidden_size"),
+    *called("vllm.model_executor.models.utils:make_layers", "num_hidden_layers", "layer_fn", "prefix"),
+    *called("vllm.model_executor.models.utils:maybe_prefix", "prefix", "name"),
+    *read("vllm.model_executor.models.registry:ModelRegistry"),
+    *called("vllm.model_executor.models.registry:_ModelRegistry.register_model", "model_arch", "model_cls"),
+    *called("vllm.model_executor.models.registry:_ModelRegistry.get_supported_archs"),
+    *read("vllm.sequence:IntermediateTensors"),
 )
 
 MEMBERS: Final[tuple[Member, ...]] = (

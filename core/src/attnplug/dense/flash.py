@@ -77,7 +77,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         window_size: Keys that a query attends to on its left and its right, itself not counted; -1 is no limit. Sides
             are equal, or the right one is closed, as `causal` does. Equal ones require as many queries as keys, and
             no pages.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; with 0 they are not capped.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         deterministic: Every forward pass is; it is refused where gradients are recorded.
         return_attn_probs: False only.
@@ -230,7 +230,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
         LimitsError: The backend does not keep `num_splits`.
         CacheError: A block is outside of the cache; where `block_table` is on the CPU.
     """
-    del rotary_interleaved  # how a rotation pairs elements, of which there is none
+    del rotary_interleaved  # how a rotation pairs elements; rotations are refused
     refuse(rotary_cos=rotary_cos if rotary_cos is not None else rotary_sin, cache_leftpad=cache_leftpad)
     check_slopes(alibi_slopes)
     sinks = one_sink(s_aux, learnable_sink)

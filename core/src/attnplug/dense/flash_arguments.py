@@ -70,7 +70,7 @@ def visibility_of(window_size: Any, *, causal: bool, paged: bool) -> Visibility:
 
 
 def soft_cap_of(softcap: float) -> float | None:
-    """Return the soft cap of the scores: FlashAttention's 0 is none."""
+    """Return the soft cap of the scores: None for FlashAttention's 0, without a cap."""
     return None if softcap == 0.0 else softcap
 
 
@@ -142,7 +142,7 @@ def check_deterministic(*tensors: Tensor | None, deterministic: bool) -> None:
     if deterministic and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
         raise NotNegotiatedError(
             "deterministic=True was given, and gradients are recorded",
-            "the backward pass is torch's, whose order of summation is that of its own settings",
+            "the backward pass is torch's, whose settings decide its order of summation",
             "pass deterministic=False, and call torch.use_deterministic_algorithms(True)",
         )
 
@@ -166,7 +166,7 @@ def bound_of(name: str, bound: Any) -> int:
     Return an upper bound as a number.
 
     Raises:
-        TensorError: It is none.
+        TensorError: It is not a whole number from 0.
     """
     if isinstance(bound, Tensor) and bound.numel() == 1:
         bound = bound.item()

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -38,7 +39,7 @@ def choose(request: Mapping[str, Any]) -> str:
         has_attention_sinks=request["sinks"],
         has_asymmetric_kv=request["asymmetric"],
     )
-    with contextlib.suppress(ModuleNotFoundError):
+    if find_spec(_NEW) is not None:
         return _by_function(importlib.import_module(_NEW), request, options, model)
     return _by_method(importlib.import_module(_OLD), request, options, model)
 

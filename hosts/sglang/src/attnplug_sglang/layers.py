@@ -76,6 +76,8 @@ def reasons(module: Any) -> Iterator[str]:
         yield f"a soft cap by {module.logit_capping_method!r}; backends cap by tanh"
     if module.is_cross_attention:
         yield "cross attention: the encoder's keys are in front of the decoder's, in one row of slots"
+    if module.attn_type.value == "encoder_only" and (module.sliding_window_size or -1) > -1:
+        yield "a window in an encoder, which has two sides; a request with a KV cache has windows to the left alone"
     if module.attn_type.value == "decoder_bidirectional":
         yield "attention that is bidirectional inside of images (decoder_bidirectional)"
 
