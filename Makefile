@@ -7,6 +7,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+HOSTS ?= vllm sglang
 WORKERS ?= auto
 REPORT ?= docs/reference/evidence/gpu.md
 COVERAGE ?=
@@ -78,10 +79,9 @@ define COVERED
 @PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
 endef
 
-# Environments apart, below .venv-hosts, 4 GB: vLLM pins what .venv has in other versions. It needs Python 3.11, and the CPU build of torch.
+# Environments apart, below .venv-hosts, 7 GB: the engines pin what .venv has in other versions. They need Python 3.11, and the CPU build of torch.
 test-hosts: ## hosts/vllm and hosts/sglang beside their engines: whole ones on the CPU, and three versions of the Python code
-	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
-	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts-sglang.sh
+	@HOSTS='$(HOSTS)' PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
 
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit

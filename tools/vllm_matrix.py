@@ -81,8 +81,8 @@ cases that passed; [the tests](#tests) have their names.
 - *not in this version*: the tests find that this vLLM does not have the feature.
 - *no test*: nothing was shown.
 
-`make test-hosts PYTEST_ARGS="--feature-report {RESULTS}"` records the results of all
-versions, and `make tables` writes the page. The column of a GPU counts what the report of that run lists.
+`make test-hosts HOSTS=vllm PYTEST_ARGS="--feature-report {RESULTS}"` records
+the results of all versions, and `make tables` writes the page. The column of a GPU counts what the report of that run lists.
 """
 
 
