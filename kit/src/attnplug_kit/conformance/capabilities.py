@@ -81,6 +81,23 @@ def _many_keys(subject: Subject, spec: RequestSpec) -> dict[str, Any]:
     return {"query_lens": query_lens, "context_lens": context_lens}
 
 
+def _many(subject: Subject) -> Mapping[str, RequestSpec]:
+    """
+    Return a request with more KV heads than elsewhere, if that is served, and one for each of the fields.
+
+    Of the values of a field it takes one in the middle: the smallest window hides what else a request has. Interpreted
+    kernels get the plain request alone.
+    """
+    declared = field_values_of(subject)
+    if subject.is_interpreted:
+        return {"plain": plain(subject)}
+    found = {"plain": declared.spec(num_kv_heads=_HEADS) or plain(subject)}
+    for name in _WITH_MANY_KEYS:
+        specs = [each for each in declared.of(name).items() if "attn_type" not in each[1].fields]
+        found.update(specs[len(specs) // 2 :][:1])
+    return found
+
+
 def _cuts(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return requests for large windows and chunks."""
     declared = field_values_of(subject)
@@ -187,10 +204,10 @@ class Capabilities(Tier):
             runner = SceneRunner(backend, scene, limits=evolve(limits_of(scene), max_num_splits=limit))
             runner.compare(runner.run(scene).call, scene, f"{subject}: limits with max_num_splits={limit}")
 
-    def test_many_requests(self, subject: Subject, draw: Draw, record: Record) -> None:
-        """More requests than a block has threads, with more KV heads than elsewhere if that is served."""
-        many = None if subject.is_interpreted else field_values_of(subject).spec(num_kv_heads=_HEADS)
-        spec = draw(many or plain(subject), keep=("gqa_ratio",))
+    @over(_many)
+    def test_many_requests(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
+        """More requests than a block has threads."""
+        spec = draw(point, keep=("gqa_ratio",) if "num_kv_heads" in point.fixed or subject.is_interpreted else ())
         decodes = 70 if subject.is_interpreted else 130
         context_lens = spec.over_pages(tuple(7 * request % 50 for request in range(decodes + 4)))
         lens: dict[str, Any] = {"query_lens": (*[1] * decodes, *[3, 18] * 2), "context_lens": context_lens}

@@ -11,7 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug_kit.conformance.field_values import field_values_of, is_served
-from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
+from attnplug_kit.conformance.pairwise import kernel_of, needs_no_other_kernel
 from attnplug_kit.conformance.request_spec import FP8_DTYPES
 
 if TYPE_CHECKING:
@@ -102,5 +102,4 @@ class Draw:
         variant = self._subject.candidate.variant
         if variant is None or variant.jit is None or kernel_of(other) == kernel_of(spec):
             return True
-        specs = (*field_values_of(self._subject).specs.values(), *covering_specs(self._subject))
-        return kernel_of(other) in set(map(kernel_of, specs))
+        return needs_no_other_kernel(self._subject, other)

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
+from attnplug_kit.conformance.pairwise import needs_no_other_kernel
 from attnplug_kit.conformance.serving import serve
 from attnplug_kit.conformance.tier import Tier, over
 
@@ -64,7 +64,7 @@ def _layer(subject: Subject, fields: Mapping[str, Any]) -> RequestSpec | None:
         spec = field_values_of(subject).spec(**{**fields, "dtype": dtype, "head_size": size})
         if spec is None or {"attn_type", "block_sparse"} & set(spec.fields):
             continue
-        if not compiles or _is_compiled(subject, spec):
+        if not compiles or needs_no_other_kernel(subject, spec):
             return spec
     return None
 
@@ -75,11 +75,6 @@ def _sizes(subject: Subject, head_size: int, *, all_of_them: bool) -> Iterator[t
     dtypes = sorted(declared["dtype"], key=("bfloat16", "float16", "float32").index)
     sizes = dict.fromkeys((head_size, *(declared["head_size"] if all_of_them else ())))
     yield from ((dtype, size) for size, dtype in product(sizes, dtypes))
-
-
-def _is_compiled(subject: Subject, spec: RequestSpec) -> bool:
-    specs = (*field_values_of(subject).specs.values(), *covering_specs(subject))
-    return kernel_of(spec) in set(map(kernel_of, specs))
 
 
 class Models(Tier):

@@ -53,6 +53,12 @@ def kernel_of(spec: RequestSpec) -> _Kernel:
     return (*(values.get(n) for n in _COMPILED_FOR), *(values.get(n) is not None for n in _COMPILED_WITH))
 
 
+def needs_no_other_kernel(subject: Subject, spec: RequestSpec) -> bool:
+    """Whether requests for the declared values, alone and in pairs, are compiled for the kernel of this request."""
+    specs = (*field_values_of(subject).specs.values(), *covering_specs(subject))
+    return kernel_of(spec) in set(map(kernel_of, specs))
+
+
 @cache
 def covering_specs(subject: Subject) -> tuple[RequestSpec, ...]:
     """Return requests that together contain every pair of values that the subject serves."""
