@@ -189,12 +189,14 @@ class World:
 
     def run(self, backend: Any, step: ForwardBatch, data: Any, *, save: bool = True) -> list[torch.Tensor]:
         """Return the attention of each layer, called as SGLang's models do."""
-        context = ForwardContext(attn_backend=backend)
-        found = []
-        with forward_context(context), torch.no_grad():
-            for layer, (q, k, v) in zip(self.layers, data, strict=True):
-                sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
-                found.append(layer.attn(q.flatten(1), k.flatten(1), v.flatten(1), step, save, **sinks))
+        return [self.call(i, backend, step, qkv, save=save) for i, qkv in enumerate(data)]
+
+    def call(self, index: int, backend: Any, step: ForwardBatch, qkv: Any, *, save: bool = True) -> torch.Tensor:
+        """Return the attention of one layer."""
+        layer, (q, k, v) = self.layers[index], qkv
+        sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
+        with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
+            found: torch.Tensor = layer.attn(q.flatten(1), k.flatten(1), v.flatten(1), step, save, **sinks)
         return found
 
     def expected(
