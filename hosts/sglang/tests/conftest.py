@@ -14,6 +14,7 @@ _NEED_SGLANG = [
     "test_graphs*",
     "test_refusals*",
     "test_pages*",
+    "test_pools*",
     "test_members*",
     "test_fallbacks*",
     "test_fp8*",

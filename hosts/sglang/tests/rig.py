@@ -43,8 +43,9 @@ class World:
         page: Tokens of a page.
         windows: The window of each layer, as SGLang counts: tokens to the left of a token; -1 for none.
         swa: Whether layers with a window have a pool for themselves.
-        options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``sinks``, ``seed``,
-            ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further options of SGLang).
+        options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``scaling``,
+            ``sinks``, ``seed``, ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further
+            options of SGLang).
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class World:
         attn = RadixAttention(
             self.heads,
             self.size,
-            self.size**-0.5,
+            options.get("scaling", self.size**-0.5),
             self.kv_heads,
             index,
             logit_cap=self.cap,

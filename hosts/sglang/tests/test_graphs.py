@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnplug
+from attnplug.contract import MetadataBuilder
 from attnplug.errors import NotNegotiatedError
 from attnplug_sglang import steps
 from hosts.sglang.tests.rig import ForwardMode, World, worst
@@ -150,3 +151,36 @@ def test_a_draft_model_extends_by_what_was_accepted() -> None:
     step.forward_mode = ForwardMode.DRAFT_EXTEND_V2
     backend.init_forward_metadata(step)
     assert worst(world.run(backend, step, data), world.expected([b, a], [3, 1], data)) < CLOSE
+
+
+@pytest.mark.parametrize(("drafts", "expected"), [(0, ("single_token_decode", 1)), (DRAFTS, ("uniform_batch", DRAFTS))])
+def test_graphs_are_requested_once_sglang_has_some(drafts: int, expected: tuple[str, int]) -> None:
+    world = World(16)
+    backend = world.backend()
+    name = "verify" if drafts else "extend"
+
+    def requested() -> tuple[str, int]:
+        groups = [group.selection.agreement.requirements for group in backend._kind(name, drafts).plan.groups]
+        (found,) = {(each.cudagraph, each.decode_query_len) for each in groups}
+        return found
+
+    assert requested()[0] == "never"
+    backend.init_cuda_graph_state(4, 4 * max(drafts, 1))
+    assert requested() == expected
+
+
+def test_what_is_prepared_in_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(MetadataBuilder, "prepare", lambda builder, metadata: prepared.append((builder, metadata)))
+    world = World(16, (20, -1), swa=True)
+    backend = world.backend()
+    backend.init_cuda_graph_state(2, 2)
+    step = world.batch([], [], DECODE, pad=2)
+    backend.init_forward_metadata_out_graph(step, in_capture=True)
+    backend.init_forward_metadata_in_graph(step)
+    assert prepared == list(backend.forward_metadata.metadata.items())
+    assert len(prepared) == 2  # one for each pool
+    backend.init_forward_metadata(world.batch([world.new()], [3], EXTEND))
+    prepared.clear()
+    backend.init_forward_metadata_in_graph(step)
+    assert not prepared  # an eager step has nothing in a graph

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sinks": {"windows": (-1, -1), "sinks": True},
     "swa_sinks": {"windows": (20, -1), "swa": True, "sinks": True},
     "cap": {"windows": (-1, 20), "cap": 5.0},
+    "scale_of_its_own": {"windows": (-1, -1), "scaling": 0.4},
     "values_of_another_size": {"windows": (-1, -1), "size_v": 8},
     "one_kv_head": {"windows": (-1, -1), "kv_heads": 1},
 }
