@@ -9,7 +9,17 @@ if TYPE_CHECKING:
     import pytest
 
 # What imports SGLang, or asks for its version, at its top is not collected without it; Python 3.10 has nothing of this.
-_NEED_SGLANG = ["test_steps*", "test_graphs*", "test_refusals*", "test_pages*", "test_members*", "test_fallbacks*"]
+_NEED_SGLANG = [
+    "test_steps*",
+    "test_graphs*",
+    "test_refusals*",
+    "test_pages*",
+    "test_pools*",
+    "test_members*",
+    "test_fallbacks*",
+    "test_fp8*",
+    "test_schedules*",
+]
 collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else [*_NEED_SGLANG, "engine/*"]
 
 

@@ -47,6 +47,8 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *read(f"{_HOOKS}:HookType.AFTER"),
     *called(f"{_SRT}.arg_groups.overrides:_page_size_default", "view"),
     *called(f"{_SRT}.arg_groups.pipeline:_page_size_default", "view", versions=">=0.5.20"),
+    # options
+    *called(f"{_SRT}.arg_groups.overrides:resolved_view", "server_args"),
     # the backend
     *overridden(f"{_BASE}.init_forward_metadata", "forward_batch"),
     *overridden(f"{_BASE}.init_forward_metadata_out_graph", "forward_batch", "in_capture"),
@@ -55,6 +57,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *overridden(f"{_BASE}.get_cuda_graph_seq_len_fill_value"),
     *overridden(f"{_BASE}.forward_extend", *_CALL),
     *overridden(f"{_BASE}.forward_decode", *_CALL),
+    *overridden(f"{_BASE}.update_verify_buffers_to_fill_after_draft", "spec_info", "cuda_graph_bs"),
     *overridden(f"{_BASE}.support_triton"),
     *read(_BASE, "needs_cpu_seq_lens"),
     # layers
@@ -78,7 +81,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *read(
         f"{_BATCH}:ForwardBatch",
         *("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
-        *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info"),
+        *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info", "_original_forward_mode"),
     ),
     *(
         member
@@ -89,7 +92,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
         f"{_ARGS}:ServerArgs",
         *("chunked_prefill_size", "max_prefill_tokens", "speculative_num_draft_tokens", "page_size"),
         *("enable_deterministic_inference", "attention_backend", "prefill_attention_backend"),
-        "decode_attention_backend",
+        *("decode_attention_backend", "enable_unified_memory", "dcp_size", "enable_prefill_cp", "attn_cp_size"),
     ),
 )
 """What is used. A parameter that SGLang adds with a default to what is called changes nothing."""

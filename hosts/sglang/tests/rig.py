@@ -43,8 +43,9 @@ class World:
         page: Tokens of a page.
         windows: The window of each layer, as SGLang counts: tokens to the left of a token; -1 for none.
         swa: Whether layers with a window have a pool for themselves.
-        options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``sinks``, ``seed``,
-            ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further options of SGLang).
+        options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``scaling``,
+            ``sinks``, ``seed``, ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further
+            options of SGLang).
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class World:
         attn = RadixAttention(
             self.heads,
             self.size,
-            self.size**-0.5,
+            options.get("scaling", self.size**-0.5),
             self.kv_heads,
             index,
             logit_cap=self.cap,
@@ -189,12 +190,14 @@ class World:
 
     def run(self, backend: Any, step: ForwardBatch, data: Any, *, save: bool = True) -> list[torch.Tensor]:
         """Return the attention of each layer, called as SGLang's models do."""
-        context = ForwardContext(attn_backend=backend)
-        found = []
-        with forward_context(context), torch.no_grad():
-            for layer, (q, k, v) in zip(self.layers, data, strict=True):
-                sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
-                found.append(layer.attn(q.flatten(1), k.flatten(1), v.flatten(1), step, save, **sinks))
+        return [self.call(i, backend, step, qkv, save=save) for i, qkv in enumerate(data)]
+
+    def call(self, index: int, backend: Any, step: ForwardBatch, qkv: Any, *, save: bool = True) -> torch.Tensor:
+        """Return the attention of one layer."""
+        layer, (q, k, v) = self.layers[index], qkv
+        sinks = {} if layer.sinks is None else {"sinks": layer.sinks}
+        with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
+            found: torch.Tensor = layer.attn(q.flatten(1), k.flatten(1), v.flatten(1), step, save, **sinks)
         return found
 
     def expected(

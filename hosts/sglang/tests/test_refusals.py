@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace as Names
 from typing import Any
 
 import pytest
 import torch
 
 from attnplug.errors import NoBackendError, NotNegotiatedError
+from attnplug_sglang import options
 from hosts.sglang.tests.rig import AttentionType, ForwardMode, World
 
 
@@ -55,16 +57,55 @@ def test_options_of_sglang() -> None:
     world.runner.use_mla_backend = True
     with pytest.raises(NotNegotiatedError, match="multi-head latent attention"):
         world.backend()
+
+
+@pytest.mark.parametrize(
+    ("option", "named", "fix"),
+    [
+        ({"dcp_size": 2}, "decode context parallelism", "leave --dcp-size out"),
+        ({"enable_prefill_cp": True}, "prefill context parallelism", "leave --enable-prefill-cp"),
+        ({"attn_cp_size": 2}, "prefill context parallelism", "--attn-cp-size out"),
+    ],
+)
+def test_context_parallelism(option: dict[str, Any], named: str, fix: str) -> None:
+    with pytest.raises(NotNegotiatedError, match=named) as caught:
+        World(1, server=option).backend()
+    assert fix in caught.value.fix
+
+
+def test_images_whose_tokens_attend_to_each_other() -> None:
     world = World(1)
-    world.runner.dcp_size = 2
-    with pytest.raises(NotNegotiatedError, match="decode context parallelism"):
+    world.model.prepare_attn_masks = lambda *_: None  # as SGLang's Gemma 3 and Gemma 4 have it
+    world.runner.model_config = Names(is_multimodal=False)
+    assert world.backend()  # text alone
+    world.runner.model_config = Names(is_multimodal=True)
+    with pytest.raises(NotNegotiatedError, match="later tokens of the same image") as caught:
         world.backend()
+    assert "--attention-backend triton" in caught.value.fix
 
 
-def test_a_deterministic_engine_requests_batch_invariance() -> None:
-    world = World(1, server={"enable_deterministic_inference": True})
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_deterministic_engine_requests_batch_invariance(settled: bool) -> None:
+    """SGLang settles it for some other options: the field of its arguments then stays as it was passed."""
+    option = {"enable_deterministic_inference": True}
+    server = {"enable_deterministic_inference": False, "_resolved_overrides": [("_", option)]} if settled else option
     with pytest.raises(NoBackendError, match="batch_invariant"):
-        world.backend()
+        World(1, server=server).backend()
+
+
+def test_limits_have_the_drafts_that_sglang_settled() -> None:
+    world = World(1, server={"speculative_num_draft_tokens": None})
+    plain = options.limits_of(world.runner, 2)
+    world.runner.server_args._resolved_overrides = [("_", {"speculative_num_draft_tokens": 5})]
+    drafted = options.limits_of(world.runner, 2)
+    assert drafted.max_seq_len == plain.max_seq_len + 4
+    assert drafted.max_num_tokens == plain.max_num_tokens + 4 * plain.max_num_reqs
+
+
+@pytest.mark.parametrize("chunk", [None, -1])
+def test_limits_without_chunks_have_a_prompt_of_full_length(chunk: int | None) -> None:
+    found = options.limits_of(World(1, server={"chunked_prefill_size": chunk, "max_prefill_tokens": 7}).runner, 2)
+    assert found.max_num_tokens >= found.max_seq_len
 
 
 def test_a_candidate_that_does_not_serve_is_refused_with_its_reasons() -> None:
@@ -110,8 +151,6 @@ def test_a_scale_for_each_head() -> None:
 
 
 def test_a_mask_that_is_too_small() -> None:
-    from types import SimpleNamespace as Names  # noqa: PLC0415
-
     world = World(1)
     backend = world.backend()
     a = world.new()
@@ -119,3 +158,31 @@ def test_a_mask_that_is_too_small() -> None:
     spec = Names(custom_mask=torch.ones(3, dtype=torch.bool), draft_token_num=2)
     with pytest.raises(NotNegotiatedError, match="a mask of 3 elements"):
         backend.init_forward_metadata(world.batch([a], [2], ForwardMode.TARGET_VERIFY, spec=spec))
+
+
+def test_decodes_of_a_draft_tree() -> None:
+    world = World(1)
+    backend = world.backend()
+    a = world.new()
+    world.step(backend, [a], [5], ForwardMode.EXTEND)
+    step = world.batch([a], [1], ForwardMode.DECODE)
+    step.spec_info = Names(kv_indptr=torch.tensor([0, 6]), kv_indices=torch.arange(6))
+    with pytest.raises(NotNegotiatedError, match="each branch of its tree") as caught:
+        backend.init_forward_metadata(step)
+    assert "--speculative-draft-attention-backend triton" in caught.value.fix
+
+
+def test_drafts_of_other_numbers_for_each_request() -> None:
+    world = World(1)
+    backend = world.backend()
+    a = world.new()
+    world.step(backend, [a], [5], ForwardMode.EXTEND)
+    spec = Names(custom_mask=None, draft_token_num=2, ragged_verify_layout=object())
+    with pytest.raises(NotNegotiatedError, match="another number of drafts"):
+        backend.init_forward_metadata(world.batch([a], [2], ForwardMode.TARGET_VERIFY, spec=spec))
+
+
+def test_drafts_that_are_prepared_ahead() -> None:
+    with pytest.raises(NotNegotiatedError, match="on a stream beside") as caught:
+        World(1).backend().update_verify_buffers_to_fill_after_draft(None, None)
+    assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in caught.value.fix

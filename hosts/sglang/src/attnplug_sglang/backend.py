@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from attnplug import Device, Limits
+from attnplug import Device
 from attnplug.contract import GraphShape
 from attnplug.errors import NoBackendError, NotNegotiatedError
-from attnplug_sglang.batches import lengths_of
+from attnplug_sglang.batches import has_tree, lengths_of
 from attnplug_sglang.layers import OWN, layers_of
+from attnplug_sglang.options import check_options, limits_of, options_of
 from attnplug_sglang.pools import pools_of
 from attnplug_sglang.steps import Engine, Kind, Step
 
@@ -47,7 +48,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
 
     def __init__(self, model_runner: Any, *, backend: str | None = None) -> None:
         super().__init__()
-        _check_engine(model_runner)
+        check_options(model_runner)
         self.device = torch.device(model_runner.device)
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -58,12 +59,13 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             table=self.req_to_token_pool.req_to_token,
             dtype=model_runner.dtype,
             device=Device.cpu() if self.device.type == "cpu" else str(self.device),
-            limits=_limits_of(model_runner, pools.num_blocks),
+            limits=limits_of(model_runner, pools.num_blocks),
             backend=backend,
         )
         self._kinds: dict[tuple[str, int], Kind] = {}
         self._max_batch_size = 0
-        self._batch_invariant = bool(getattr(model_runner.server_args, "enable_deterministic_inference", False))
+        options = options_of(model_runner)
+        self._batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
         self._kv_in_cache = True
         self.forward_metadata: Step | None = None
         self._kind(_EXTEND)
@@ -200,12 +202,12 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             raise NotNegotiatedError(
                 f"SGLang captures a step of the mode {mode.name} in a graph",
                 "attnplug-sglang has graphs of decodes, and of drafts that are verified",
-                "start SGLang with graphs of decodes only (--cuda-graph-mode and what it says on prefill graphs)",
+                "start SGLang with --cuda-graph-backend-prefill breakable, or disabled",
             )
         if mode.is_target_verify():
             drafts = int(forward_batch.spec_info.draft_token_num)
-            masked = getattr(forward_batch.spec_info, "custom_mask", None) is not None
-            kind, shape = self._kind(_VERIFY if masked else _EXTEND, drafts), GraphShape(size, size * drafts, drafts)
+            name = _VERIFY if has_tree(forward_batch.spec_info) else _EXTEND
+            kind, shape = self._kind(name, drafts), GraphShape(size, size * drafts, drafts)
         else:
             kind, shape = self._kind(_EXTEND), GraphShape(size, size, 1)
         if in_capture:
@@ -226,6 +228,22 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         """Return the length of a padded request: 0, which no running request has."""
         return 0
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value  # of ranks that run together on a CPU
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """
+        Refuse drafts that come after the step that verifies them was prepared.
+
+        Raises:
+            NotNegotiatedError: Always.
+        """
+        del spec_info, cuda_graph_bs
+        raise NotNegotiatedError(
+            "SGLang prepares the verification of drafts on a stream beside the draft model",
+            "attnplug-sglang prepares it when the drafts are there",
+            "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+        )
+
     def support_triton(self) -> bool:
         """Whether SGLang may use its Triton kernels beside attention."""
         return self.device.type != "cpu"
@@ -242,7 +260,10 @@ def _requested(name: str, drafts: int, *, has_graphs: bool) -> dict[str, Any]:
 
 
 def _is_idle(forward_batch: Any) -> bool:
-    return bool(forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0)
+    """Whether a step has no request. Beside ranks that extend, SGLang makes one up that has no slots."""
+    former = getattr(forward_batch, "_original_forward_mode", None)
+    made_up = former is not None and former.is_idle()
+    return bool(made_up or forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0)
 
 
 def _bound(step: Step, layer: Any) -> BoundLayer:
@@ -279,38 +300,3 @@ def _write(bound: BoundLayer, k: Tensor, v: Tensor | None, cache: Any, metadata:
     for name, phase in (("decode", metadata.decodes), ("prefill", metadata.prefills)):
         if phase is not None and name in bound.impl.host_writes:
             bound.impl.write_kv(k[phase.rows], v[phase.rows], cache, metadata.batch.slot_mapping[phase.rows])
-
-
-def _limits_of(runner: Any, num_blocks: int) -> Limits:
-    """Return the most that steps of a model runner need: a chunk of prompts, and all running requests with drafts."""
-    rows, longest = runner.req_to_token_pool.req_to_token.shape
-    options = runner.server_args
-    drafts = max(1, getattr(options, "speculative_num_draft_tokens", None) or 1)
-    chunk = options.chunked_prefill_size
-    if chunk is None or chunk <= 0:
-        chunk = max(options.max_prefill_tokens, longest)
-    return Limits(
-        max_num_reqs=max(rows, 1),
-        max_num_tokens=chunk + rows * drafts + runner.page_size,
-        max_seq_len=longest + drafts,
-        num_blocks=num_blocks,
-    )
-
-
-def _check_engine(runner: Any) -> None:
-    """Refuse what SGLang is started with and is not served."""
-    options = runner.server_args
-    if getattr(options, "enable_unified_memory", False):
-        raise NotNegotiatedError(
-            "SGLang was started with a unified memory pool",
-            "its slots are translated at each step, which is not served",
-            "leave --enable-unified-memory out",
-        )
-    if getattr(runner, "use_mla_backend", False):
-        raise NotNegotiatedError(
-            "the model has multi-head latent attention (MLA)", "it has another KV cache and another contract", OWN
-        )
-    if getattr(runner, "dcp_size", 1) > 1:
-        raise NotNegotiatedError(
-            "SGLang was started with decode context parallelism", "it is not served here", "leave --dcp-size out"
-        )

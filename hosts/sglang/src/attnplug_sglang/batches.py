@@ -38,8 +38,9 @@ def lengths_of(step: Any) -> Lengths:
     """
     Return the lengths of a step.
 
-    SGLang counts the drafts that are verified in no length. It pads steps of graphs with requests of length 0
-    (`get_cuda_graph_seq_len_fill_value`), which come last and are left out here: core pads by itself.
+    SGLang counts the drafts that are verified in no length. It pads steps of graphs, and those of ranks that run
+    together, with requests of length 0 (`get_cuda_graph_seq_len_fill_value`), which come last and are left out here:
+    core pads by itself.
 
     Args:
         step: SGLang's `ForwardBatch`.
@@ -48,20 +49,28 @@ def lengths_of(step: Any) -> Lengths:
         NotNegotiatedError: The mode of the step is not served.
     """
     mode = step.forward_mode
+    if mode.is_idle():
+        return Lengths([], [])
+    spec = getattr(step, "spec_info", None)
     if mode.is_decode():
+        if getattr(spec, "kv_indptr", None) is not None:
+            raise NotNegotiatedError(
+                "a decode of a draft model was given, with a list of slots for each branch of its tree",
+                "attnplug-sglang reads the slots of requests from SGLang's table, which has one branch",
+                "name one of SGLang's own backends for the drafts: --speculative-draft-attention-backend triton",
+            )
         sequences = _real(_on_cpu(step, "seq_lens"))
         return Lengths([1] * len(sequences), sequences)
     if mode.is_target_verify():
-        return _verified(step)
+        return _verified(step, spec)
     if mode.name in _UNSERVED:
         raise NotNegotiatedError(
             f"a step of the mode {mode.name} was given",
             _UNSERVED[mode.name],
             "serve this model with one of SGLang's own backends",
         )
-    sequences = _on_cpu(step, "seq_lens")
-    queries = _on_cpu(step, "extend_seq_lens")
-    return Lengths(queries, sequences[: len(queries)])
+    sequences = _real(_on_cpu(step, "seq_lens"))
+    return Lengths(_on_cpu(step, "extend_seq_lens")[: len(sequences)], sequences)
 
 
 _UNSERVED = {
@@ -70,11 +79,29 @@ _UNSERVED = {
 }
 
 
-def _verified(step: Any) -> Lengths:
+def has_tree(spec: Any) -> bool:
+    """
+    Whether drafts are a tree. Where each has one successor they are a chain, whatever mask comes with them.
+
+    SGLang makes a mask for chains too, which its own FlashAttention backend leaves alone.
+
+    Args:
+        spec: The `spec_info` of a step that verifies drafts.
+    """
+    return getattr(spec, "custom_mask", None) is not None and getattr(spec, "topk", None) != 1
+
+
+def _verified(step: Any, spec: Any) -> Lengths:
     """Return the lengths of a step that verifies drafts: a chain is a prefill, a tree has a mask."""
-    drafts = int(step.spec_info.draft_token_num)
+    if getattr(spec, "ragged_verify_layout", None) is not None:
+        raise NotNegotiatedError(
+            "a step was given that verifies another number of drafts for each request",
+            "attnplug-sglang verifies the same number for all",
+            "unset SGLANG_RAGGED_VERIFY_MODE",
+        )
+    drafts = int(spec.draft_token_num)
     sequences = [length + drafts for length in _real(_on_cpu(step, "seq_lens"))]
-    mask = getattr(step.spec_info, "custom_mask", None)
+    mask = spec.custom_mask if has_tree(spec) else None
     if mask is not None:
         size = sum(drafts * length for length in sequences)
         if mask.numel() < size:

@@ -129,13 +129,24 @@ def contract_layer(layer: HostLayer, *, quantized: bool) -> Layer:
         name=layer.name,
         scale=layer.module.scaling,
         sinks_with_call=layer.has_sinks,
-        k_scale=_scale_of(layer, "k_scale") if quantized else None,
-        v_scale=_scale_of(layer, "v_scale") if quantized else None,
+        k_scale=scale_of(layer, "k_scale") if quantized else None,
+        v_scale=scale_of(layer, "v_scale") if quantized else None,
     )
 
 
-def _scale_of(layer: HostLayer, name: str) -> float | None:
-    """Return a scale of a layer; None where the checkpoint has none."""
+def scales_in(layer: HostLayer) -> tuple[Any, ...]:
+    """Return what a layer has of scales, as it is: loading weights again replaces some of it."""
+    module = layer.module
+    return (module.k_scale_float, module.v_scale_float, module.k_scale, module.v_scale)
+
+
+def scale_of(layer: HostLayer, name: str) -> float | None:
+    """
+    Return a scale of a layer; None where the checkpoint has none.
+
+    Raises:
+        NotNegotiatedError: It has a scale for each head.
+    """
     scale = getattr(layer.module, f"{name}_float", None)
     scale = getattr(layer.module, name, None) if scale is None else scale
     if scale is None:

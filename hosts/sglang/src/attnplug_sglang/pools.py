@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 FULL: Final = "full"
 SWA: Final = "swa"
+_LAYOUTS: Final = (None, "nhd", "hnd")
 
 
 @frozen(eq=False)
@@ -122,8 +123,9 @@ def _problems(part: Any) -> list[str]:
         found.append(name)
     if getattr(part, "is_quantized_kv_cache", False):
         found.append(f"{name} with blocks of scales (FP4 KV cache)")
-    if getattr(part, "kv_cache_layout", None) == "vectorized_5d":
-        found.append(f"{name} with kv_cache_layout='vectorized_5d'")
+    layout = getattr(part, "kv_cache_layout", None)
+    if layout not in _LAYOUTS:
+        found.append(f"{name} with kv_cache_layout={layout!r}")
     if getattr(part, "post_capture_active", False):
         found.append(f"{name} that gets its memory after graphs are captured")
     return found

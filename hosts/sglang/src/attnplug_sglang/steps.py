@@ -10,7 +10,7 @@ from attrs import define, frozen
 import attnplug
 from attnplug.errors import NoBackendError, NotNegotiatedError
 from attnplug_sglang.batches import batch_of
-from attnplug_sglang.layers import contract_layer, requirements_of
+from attnplug_sglang.layers import contract_layer, requirements_of, scale_of, scales_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -60,14 +60,35 @@ class BoundLayer:
         host: SGLang's.
         impl: Its implementation.
         builder: Who builds its metadata.
+        scales: What its scales were made of, in a quantized pool; None in others, where SGLang reads no scale.
         cache: Its KV cache; bound at the first call.
     """
 
     host: HostLayer
     impl: AttentionImpl
     builder: MetadataBuilder
+    scales: tuple[Any, ...] | None = None
     cache: KVCache | None = None
     _sinks: tuple[Tensor, Tensor] | None = None
+
+    def renew_scales(self) -> None:
+        """
+        Take scales over that SGLang has replaced: it may load weights again while it runs, and resets the pool then.
+
+        Raises:
+            NotNegotiatedError: The backend takes scales when it is made only, or the layer has one for each head.
+            LayerError: A captured graph has the former ones.
+        """
+        if self.scales is None:
+            return
+        found = scales_in(self.host)
+        if all(new is old for new, old in zip(found, self.scales, strict=True)):
+            return
+        k_scale, v_scale = (scale_of(self.host, name) for name in ("k_scale", "v_scale"))
+        self.impl.update_scales(
+            k_scale=1.0 if k_scale is None else k_scale, v_scale=1.0 if v_scale is None else v_scale
+        )
+        self.scales = found
 
     def sinks_of(self, given: Tensor, dtype: Any) -> Tensor:
         """
@@ -133,7 +154,7 @@ class Kind:
         builder = backend.make_builder(impls, self.states[backend.id])
         self.parts[builder] = (part, wanted.causal)
         for layer, impl in zip(members, impls, strict=True):
-            self.layers[id(layer.module)] = BoundLayer(layer, impl, builder)
+            self.layers[id(layer.module)] = BoundLayer(layer, impl, builder, scales_in(layer) if quantized else None)
 
     def cache_of(self, layer: BoundLayer) -> KVCache:
         """
@@ -151,6 +172,7 @@ class Kind:
 
     def build(self, step: Any, lengths: Lengths) -> Step:
         """Return a step that runs eagerly."""
+        self._renew_scales()
         batches = self._batches(step, lengths)
         built = {builder: builder.build(batch) for builder, batch in batches.items()}
         return Step(self, built, sum(lengths.queries))
@@ -168,12 +190,23 @@ class Kind:
         return Step(self, built, shape.num_tokens, is_captured=True)
 
     def replay(self, step: Any, lengths: Lengths, shape: GraphShape) -> Step:
-        """Write a step into the tensors that the captured graph of a shape reads."""
-        batches = self._batches(step, lengths)
+        """
+        Write a step into the tensors that the captured graph of a shape reads.
+
+        A rank without a request replays the graph beside ranks that have some: it gets a step that writes nothing.
+        """
+        self._renew_scales()
+        batches = self._batches(step, lengths) if lengths.queries else {}
         built: dict[MetadataBuilder, Metadata] = {}
         for state, builders in self._by_state():
-            built |= state.begin_forward({b: batches[b] for b in builders}, key=shape).metadata
+            graph = state.graph(shape)
+            given = {b: batches[b] if batches else graph.dummy_batch(b) for b in builders}
+            built |= state.begin_forward(given, key=shape).metadata
         return Step(self, built, shape.num_tokens, is_captured=True)
+
+    def _renew_scales(self) -> None:
+        for layer in self.layers.values():
+            layer.renew_scales()
 
     def _by_state(self) -> Iterator[tuple[State, list[MetadataBuilder]]]:
         for state in self.states.values():

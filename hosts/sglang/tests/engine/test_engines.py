@@ -80,3 +80,12 @@ def test_requests_are_retracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found, log = run(tmp_path, tmp_path / "model", rounds, max_total_tokens=2048, page_size=1)
     assert re.search(r"Testing retraction\. #retracted_reqs: [1-9]", log), log[-4000:]
     check(model, rounds, found)
+
+
+def test_decodes_read_what_a_backend_of_sglang_wrote(tmp_path: Path) -> None:
+    model = models.make("llama", tmp_path / "model")
+    rounds = [{"prompts": [tokens(40, 1), tokens(5, 2)], "max_new_tokens": 12}]
+    names = {"prefill_attention_backend": "torch_native", "decode_attention_backend": "attnplug:torch/sdpa"}
+    found, log = run(tmp_path, tmp_path / "model", rounds, attention_backend=None, max_total_tokens=2048, **names)
+    assert "attention by attnplug" in log
+    check(model, rounds, found)
