@@ -82,7 +82,8 @@ cases that passed; [the tests](#tests) have their names.
 - *no test*: nothing was shown.
 
 `make test-hosts HOSTS=vllm PYTEST_ARGS="--feature-report {RESULTS}"` records
-the results of all versions, and `make tables` writes the page. The column of a GPU counts what the report of that run lists.
+the results of all versions, and `make tables` writes the page. The column of a GPU counts what the report of that run
+lists.
 """
 
 
