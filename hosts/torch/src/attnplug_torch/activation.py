@@ -151,9 +151,11 @@ def _serving(operator: str, serve: Callable[..., tuple[str, Any]], own: Any) -> 
     """Return the kernel that runs a backend, or torch's own kernel for the reason that is counted."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside() and own is not None:
-            return own.call_boxed(keys, *args, **kwargs)
         device: str = args[0].device.type
+        if is_inside():
+            if own is None:
+                raise RefusedError("a backend of attnplug calls it").without_own(operator, device)
+            return own.call_boxed(keys, *args, **kwargs)
         try:
             with inside():
                 ran, results = serve(*args, **kwargs)
