@@ -15,12 +15,13 @@ def starts_of(lengths):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def expected(query, key, value, *, causal, window_size=(-1, -1), softcap=0.0, sinks=None, slopes=None):
+def expected(query, key, value, *, causal, window_size=(-1, -1), softcap=0.0, sinks=None, slopes=None, scale=None):
     """Return the oracle's output and LSE of one sequence."""
     left, right = window_size
     causal = causal or right == 0
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     found = attend(
-        query.double(), key.double(), value.double(), scale=query.shape[-1] ** -0.5, causal=causal,
+        query.double(), key.double(), value.double(), scale=scale, causal=causal,
         window=(left, 0 if causal else right) if left >= 0 else (-1, -1), logits_soft_cap=softcap or None,
         sinks=None if sinks is None else sinks.double(), alibi=None if slopes is None else "linear",
         alibi_slopes=slopes,

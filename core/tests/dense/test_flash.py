@@ -31,6 +31,7 @@ def packed(draw, is_paged):
     if not is_causal and window[0] >= 0 and not is_paged:
         lengths = [(k, k) for _, k in sequences]
     features = {"causal": causal, "window_size": window, "softcap": draw(st.sampled_from([0.0, 3.0]))}
+    features["softmax_scale"] = draw(st.sampled_from([None, 0.9]))
     return lengths, features, draw(st.booleans()), draw(st.integers(0, 2**16))
 
 
@@ -51,10 +52,11 @@ def test_packed_calls_are_those_of_the_oracle(is_paged, data):
         return_softmax_lse=True,
     )  # fmt: skip
 
+    scale = features.pop("softmax_scale")
     assert (output.shape, lse.shape) == (query.shape, (HEADS, len(query)))
     for (a, b), (c, d) in zip(*(pairwise(one.tolist()) for one in starts), strict=True):
         if a < b:
-            wanted, wanted_lse = expected(query[a:b], key[c:d], value[c:d], sinks=sinks, **features)
+            wanted, wanted_lse = expected(query[a:b], key[c:d], value[c:d], sinks=sinks, scale=scale, **features)
             torch.testing.assert_close(output[a:b].double(), wanted, atol=2e-5, rtol=2e-5)
             torch.testing.assert_close(lse[:, a:b].T.double(), wanted_lse, atol=2e-5, rtol=2e-5)
 

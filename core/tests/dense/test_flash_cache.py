@@ -28,8 +28,15 @@ from core.tests.dense.flash_reference import BLOCK, HEADS, KV_HEADS, SIZE, cache
     window=st.integers(0, 6),
     is_paged=st.booleans(),
     has_sinks=st.booleans(),
+    has_slopes=st.booleans(),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.9]),
+    softcap=st.sampled_from([0.0, 2.0]),
 )
-def test_a_kv_cache_is_written_in_place_and_attended_to(before, new, window, is_paged, has_sinks):
+def test_a_kv_cache_is_written_in_place_and_attended_to(  # noqa: PLR0917 - one for each thing that is drawn
+    before, new, window, is_paged, has_sinks, has_slopes, causal, scale, softcap
+):
+    has_slopes = has_slopes and not (has_sinks or softcap) and causal
     torch.manual_seed(len(before) * 100 + new)
     capacity, after = 16, [length + new for length in before]
     queries = new or 1
@@ -45,9 +52,12 @@ def test_a_kv_cache_is_written_in_place_and_attended_to(before, new, window, is_
         for cache, whole in zip(caches, (key, value), strict=True):
             cache[table.long()] = whole.view(len(before), 4, BLOCK, KV_HEADS, SIZE)
 
+    slopes = torch.rand(HEADS) if has_slopes else None
+    window_size = (window, 0) if causal else (-1, -1)
     output, lse = flash_attn_with_kvcache(
-        query, *caches, k, v, cache_seqlens=torch.tensor(before, dtype=torch.int32), block_table=table, causal=True,
-        window_size=(window, 0), s_aux=sinks, return_softmax_lse=True,
+        query, *caches, k, v, cache_seqlens=torch.tensor(before, dtype=torch.int32), block_table=table, causal=causal,
+        window_size=window_size, s_aux=sinks, softmax_scale=scale, softcap=softcap, alibi_slopes=slopes,
+        return_softmax_lse=True,
     )  # fmt: skip
 
     for row, (start, end) in enumerate(zip(before, after, strict=True)):
@@ -59,7 +69,10 @@ def test_a_kv_cache_is_written_in_place_and_attended_to(before, new, window, is_
             found = cache[row] if table is None else cache[table[row].long()].flatten(0, 1)
             assert torch.equal(found, wanted)
             wholes.append(wanted[:end])
-        wanted, wanted_lse = expected(query[row], *wholes, causal=True, window_size=(window, 0), sinks=sinks)
+        wanted, wanted_lse = expected(
+            query[row], *wholes, causal=causal, window_size=window_size, sinks=sinks, scale=scale, softcap=softcap,
+            slopes=slopes,
+        )  # fmt: skip
         torch.testing.assert_close(output[row].double(), wanted, atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse[row].T.double(), wanted_lse, atol=2e-5, rtol=2e-5)
 
@@ -187,15 +200,37 @@ def test_gradients_through_a_cache_are_refused():
         flash_attn_with_kvcache(query, keys, values, cache_seqlens=4)
 
 
-def test_a_limit_of_splits_is_kept_or_refused():
+def test_a_limit_of_splits_reaches_the_builder(monkeypatch):
+    limits, run = [], TorchImpl.run
+    monkeypatch.setattr(
+        TorchImpl, "run", lambda self, *given: (limits.append(given[4].state.limits), run(self, *given))[1]
+    )
     query, keys, values = cached()
+
     wanted = flash_attn_with_kvcache(query, keys, values, cache_seqlens=9)
-    try:
-        found = flash_attn_with_kvcache(query, keys, values, cache_seqlens=9, num_splits=1)
-    except LimitsError as error:
-        assert "max_num_splits" in str(error)  # noqa: PT017 - either outcome is right, and checked
-    else:
-        torch.testing.assert_close(found, wanted)
+    found = flash_attn_with_kvcache(query, keys, values, cache_seqlens=9, num_splits=1)
+
+    assert [one.max_num_splits for one in limits] == [None, 1]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_sinks_join_the_lse_of_a_backend_that_leaves_them_out(monkeypatch):
+    query, keys, values = cached()
+    run, sinks = TorchImpl.run, torch.randn(HEADS)
+    given = {"cache_seqlens": 9, "return_softmax_lse": True}
+    wanted = flash_attn_with_kvcache(query, keys, values, s_aux=sinks, **given)
+
+    def run_without(self, *arguments):
+        run(self, *arguments)
+        lse = arguments[6]
+        lse += torch.log1p(-(sinks - lse).exp())
+
+    monkeypatch.setattr(TorchImpl, "run", run_without)
+    monkeypatch.setattr(TorchImpl, "lse_includes_sink", False)
+    found = flash_attn_with_kvcache(query, keys, values, s_aux=sinks.clone(), **given)
+
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_decision_is_kept_in_its_scope(monkeypatch):

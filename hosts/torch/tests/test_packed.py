@@ -225,6 +225,19 @@ def test_lengths_that_torch_does_not_see_change_are_read_anew(active) -> None:
         torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_refusal_ends_when_lengths_change_unseen(active) -> None:
+    inputs, starts = [torch.randn(12, 4, 64) for _ in range(3)], torch.tensor([0, 6, 7, 12], dtype=torch.int32)
+    for _ in range(2):
+        with pytest.raises(NoBackendError, match="sliding_window"):
+            varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+
+    starts.data.copy_(STARTS)
+
+    output = varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+    expected, _ = by_sequence(*inputs, STARTS, starts, causal=False, window=(2, 2))
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k"])
 def test_what_torchs_backward_drops_is_refused_with_gradients(name, active) -> None:
     """`_flash_attention_backward` has no such argument: the gradients would be those of another function."""

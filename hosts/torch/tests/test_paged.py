@@ -135,6 +135,23 @@ def test_pages_between_those_of_other_layers_are_read(active) -> None:
     assert not output.isnan().any()
 
 
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_limit_of_splits_reaches_the_builder(is_paged, active, monkeypatch) -> None:
+    limits, run = [], TorchImpl.run
+    monkeypatch.setattr(
+        TorchImpl, "run", lambda self, *given: (limits.append(given[4].state.limits), run(self, *given))[1]
+    )
+    query, *pools = pages()
+
+    for splits in (3, 1):
+        if is_paged:
+            call(query, *pools, num_splits=splits)
+        else:
+            varlen_attn(query, query, query, STARTS, STARTS, 7, 7, num_splits=splits)
+
+    assert [one.max_num_splits for one in limits] == [3, 1]
+
+
 def test_pools_may_have_separate_strides(runs) -> None:
     query, keys, values = pages()
     spaced = torch.full((9, 2, 16, 4, 64), torch.nan)
