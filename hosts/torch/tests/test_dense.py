@@ -184,6 +184,17 @@ def test_a_repeated_call_reads_its_own_tensors(active) -> None:
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_repeated_call_has_the_strides_and_the_length_of_its_query(active) -> None:
+    """The keys of these calls are of one shape and layout."""
+    key = torch.randn(2, 4, 9, 64)
+    queries = [layout() for layout in LAYOUTS.values()] + [torch.randn(2, 4, 7, 64), torch.randn(2, 4, 9, 64)]
+
+    for query in queries:
+        found, expected = sdpa(query, key, key), native(query, key, key)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert found.stride() == expected.stride()
+
+
 def test_what_is_kept_of_calls_is_bounded(active) -> None:
     for tokens in range(1, 2 * repeated._MOST):
         sdpa(*tensors((1, 1, tokens, 8), (1, 1, tokens, 8)))
