@@ -9,7 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnplug
 from attnplug import attention, attention_varlen
+from attnplug.dense import flash_attn_varlen_func, flash_attn_with_kvcache
 from attnplug.errors import NoBackendError, TensorError
+from core.tests.dense.flash_reference import HEADS, KV_HEADS, SIZE, cached, starts_of
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +149,36 @@ def test_inductor_compiles_a_call() -> None:
     query, key, value = tensors()
 
     torch.testing.assert_close(model(query, key, value), attention(query.sin(), key, value, causal=True).cos())
+
+
+def test_packed_calls_are_part_of_a_full_graph():
+    query, starts = torch.randn(5, HEADS, SIZE, requires_grad=True), starts_of([2, 3])
+
+    def call(query, starts):
+        return flash_attn_varlen_func(query, query, query, starts, starts, 5, 5, causal=True) + 1
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for lengths in (starts, starts[[0, 2]]):
+        found, wanted = compiled(query, lengths), call(query, lengths)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), query)[0] for one in (found, wanted)))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_calls_with_a_kv_cache_run_beside_graphs(is_packed):
+    query, keys, values = cached()
+    new, table = torch.ones(2, 1, KV_HEADS, SIZE), torch.tensor([[0], [1]], dtype=torch.int32)
+
+    def call(query, keys, values):
+        if is_packed:
+            starts = starts_of([1, 1]), starts_of([3, 9])
+            return flash_attn_varlen_func((query * 1)[:, 0], keys, values, *starts, block_table=table) + 1
+        return flash_attn_with_kvcache(query * 1, keys, values, new, new, cache_seqlens=4, block_table=table) + 1
+
+    copies = keys.clone(), values.clone()
+    found = torch.compile(call, backend="aot_eager")(query, keys, values)
+    assert torch.equal(found, call(query, *copies))
+    assert torch.equal(keys, copies[0])
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(query, keys, values)

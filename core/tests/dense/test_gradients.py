@@ -178,3 +178,26 @@ def test_no_gradient_is_recorded_without_grad_mode() -> None:
         output = attention(query, query, query)
 
     assert not output.requires_grad
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_of_gradients_are_those_of_a_double_computation(is_packed) -> None:
+    """`attention` is differentiated again through the formula of its gradients, without a warning."""
+    ours, theirs = leaves((1, 5, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8))
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+
+    def attend_once(query, key, value):
+        if is_packed:
+            rows = (query[0], key[0], value[0])
+            return attention_varlen(*rows, starts, causal=True, logits_soft_cap=2.0).unsqueeze(0)
+        return attention(query, key, value, causal=True, logits_soft_cap=2.0)
+
+    def twice(output, inputs):
+        grads = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in grads), inputs)
+
+    found = twice(attend_once(*ours), ours)
+    wanted = twice(reference(*theirs, None, mask=None, slopes=None, causal=True, cap=2.0)[0], theirs)
+
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)

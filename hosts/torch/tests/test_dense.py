@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import attnplug
 import attnplug_torch
 from attnplug.errors import NoBackendError
-from attnplug_torch import decisions
+from attnplug_kit.oracle import attend
+from attnplug_torch import decisions, dense, repeated
 from hosts.torch.tests.reference import TOLERANCES, counted, native, natively, natively_in_double, served, tensors
 
 CALLS = {
@@ -136,6 +137,72 @@ def test_every_shape_has_the_result_of_torch(  # noqa: PLR0917 - one for each th
         torch.nn.attention.restore_flash_attention_impl()
 
     torch.testing.assert_close(found.double(), natively_in_double(*inputs, **arguments), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (1, 9), (9, 9)])
+def test_the_operator_of_cuda_has_the_last_query_at_the_last_key(queries, keys) -> None:
+    """`torch.nn.attention.bias.causal_lower_right` calls it so; it runs here on tensors of the CPU."""
+    inputs = tensors((2, 4, queries, 64), (2, 2, keys, 64))
+
+    ran, (output, lse, *_) = dense.on_cuda(*inputs, is_causal=True)
+
+    assert ran == "torch/sdpa"
+    for one in range(2):
+        rows = [each[one].transpose(0, 1).double() for each in inputs]
+        expected = attend(*rows, scale=0.125, causal=True)
+        torch.testing.assert_close(output[one].transpose(0, 1).double(), expected.output, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[one].T.double(), expected.lse, rtol=1e-5, atol=1e-5)
+    assert lse.is_contiguous()
+
+
+def test_the_operators_of_both_devices_keep_separate_calls(active) -> None:
+    inputs = tensors((1, 2, 5, 64), (1, 2, 9, 64))
+
+    for _ in range(2):
+        last = dense.on_cuda(*inputs, is_causal=True)[1][0]
+        first = dense.on_cpu(*inputs, is_causal=True)[1][0]
+        torch.testing.assert_close(first, native(*inputs, is_causal=True), rtol=1e-5, atol=1e-5)
+        mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+        torch.testing.assert_close(last, native(*inputs, attn_mask=mask), rtol=1e-5, atol=1e-5)
+
+
+def test_more_causal_queries_than_keys_are_refused_on_cuda_too() -> None:
+    with pytest.raises(decisions.RefusedError, match="more queries than keys"):
+        dense.on_cuda(*tensors((1, 2, 9, 64), (1, 2, 5, 64)), is_causal=True)
+    with pytest.raises(decisions.RefusedError, match="return_debug_mask"):
+        dense.on_cuda(*tensors((1, 2, 9, 64), (1, 2, 9, 64)), return_debug_mask=True)
+
+
+def test_a_repeated_call_reads_its_own_tensors(active) -> None:
+    """What is kept of a call serves other tensors of its shapes, and none of another scale, stride or device type."""
+    for layout in LAYOUTS.values():
+        for scale in (None, 0.5, None):
+            inputs = [layout() for _ in range(3)]
+            for causal in (True, False):
+                found = sdpa(*inputs, scale=scale, is_causal=causal)
+                expected = native(*inputs, scale=scale, is_causal=causal)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_repeated_call_has_the_strides_and_the_length_of_its_query(active) -> None:
+    """The keys of these calls are of one shape and layout."""
+    key = torch.randn(2, 4, 9, 64)
+    queries = [layout() for layout in LAYOUTS.values()] + [torch.randn(2, 4, 7, 64), torch.randn(2, 4, 9, 64)]
+
+    for query in queries:
+        found, expected = sdpa(query, key, key), native(query, key, key)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert found.stride() == expected.stride()
+
+
+def test_what_is_kept_of_calls_is_bounded(active) -> None:
+    for tokens in range(1, 2 * repeated._MOST):
+        sdpa(*tensors((1, 1, tokens, 8), (1, 1, tokens, 8)))
+
+    assert len(repeated._kept.calls) == repeated._MOST
+    with attnplug.using(backend="torch"):
+        sdpa(*tensors((1, 1, 3, 8), (1, 1, 3, 8)))
+    assert len(repeated._kept.calls) == 1
 
 
 OWN = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import attnplug
 import attnplug_torch
 from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
+from attnplug.torch_backend.impl import TorchImpl
 from hosts.torch.tests.reference import TOLERANCES, by_sequence, counted, served, varlen_attn
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
@@ -76,8 +77,9 @@ def test_only_the_first_keys_may_be_used(active) -> None:
 
     expected, _ = by_sequence(*inputs, STARTS, KEY_STARTS, used=used, causal=True)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(TensorError, match="seqused_k"):
-        call(inputs, seqused_k=used + 3)
+    for wrong in (used + 3, used[:2], used - 6, used.float(), used[None]):
+        with pytest.raises(TensorError, match="seqused_k"):
+            call(inputs, seqused_k=wrong)
 
 
 @pytest.mark.parametrize("used", [None, torch.tensor([5, 1, 6], dtype=torch.int32)], ids=["all keys", "used keys"])
@@ -208,6 +210,70 @@ def test_lengths_that_change_in_place_are_read_anew(active) -> None:
         expected, _ = by_sequence(*inputs, STARTS, starts, causal=False)
         torch.testing.assert_close(output.nan_to_num().double()[:6], expected[:6], rtol=1e-5, atol=1e-5)
         starts.copy_(STARTS)
+
+
+def test_lengths_that_torch_does_not_see_change_are_read_anew(active) -> None:
+    inputs, array = [torch.randn(12, 4, 64) for _ in range(3)], STARTS.clone().numpy()
+    starts = torch.from_numpy(array)
+    key_starts = starts.clone()
+
+    for middle in (5, 3):
+        array[1] = middle
+        key_starts.data[1] = middle
+        output = varlen_attn(*inputs, starts, key_starts, 6, 6)
+        expected, _ = by_sequence(*inputs, starts, key_starts, causal=False)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_refusal_ends_when_lengths_change_unseen(active) -> None:
+    inputs, starts = [torch.randn(12, 4, 64) for _ in range(3)], torch.tensor([0, 6, 7, 12], dtype=torch.int32)
+    for _ in range(2):
+        with pytest.raises(NoBackendError, match="sliding_window"):
+            varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+
+    starts.data.copy_(STARTS)
+
+    output = varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+    expected, _ = by_sequence(*inputs, STARTS, starts, causal=False, window=(2, 2))
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k"])
+def test_what_torchs_backward_drops_is_refused_with_gradients(name, active) -> None:
+    """`_flash_attention_backward` has no such argument: the gradients would be those of another function."""
+    more = {"alibi_slopes": torch.rand(4), "seqused_k": torch.tensor([6, 4, 7], dtype=torch.int32)}[name]
+    inputs = [one.requires_grad_() for one in rows()]
+
+    def forward():
+        return torch.ops.aten._flash_attention_forward(
+            *inputs, STARTS, KEY_STARTS, *LONGEST, 0.0, True, False, **{name: more}
+        )[0]
+
+    with pytest.raises(NotNegotiatedError, match=f"{name} where gradients are recorded"):
+        forward()
+    with torch.no_grad():
+        assert forward().shape == inputs[0].shape
+
+
+def test_a_backend_that_calls_the_operator_does_not_recurse(active, monkeypatch) -> None:
+    """On the CPU torch has no operator of its own that such a call could run."""
+    run = TorchImpl.run
+    monkeypatch.setattr(TorchImpl, "run", lambda self, *given: (call(rows()), run(self, *given))[1])
+
+    with pytest.raises(NotNegotiatedError, match="a backend of attnplug calls it"):
+        call(rows())
+    monkeypatch.setattr(TorchImpl, "run", run)
+    assert call(rows()).shape == (12, 4, 64)
+
+
+def test_other_calls_of_a_kind_that_is_served_are_decided_by_themselves(active) -> None:
+    inputs, starts = [torch.randn(12, 4, 64) for _ in range(3)], STARTS.clone()
+    varlen_attn(*inputs, STARTS, starts, 6, 6, window_size=(2, 2))
+
+    with pytest.raises(NoBackendError, match="sliding_window"):
+        call(rows(), window_size=(2, 2))  # queries and keys of different lengths
+    with pytest.raises(TensorError, match="query_start_loc"):
+        varlen_attn(*[one[:11] for one in inputs], STARTS, starts, 6, 6, window_size=(2, 2))
 
 
 def test_double_precision_is_refused(active) -> None:

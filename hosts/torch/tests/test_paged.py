@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import attnplug
 import attnplug_torch
-from attnplug.errors import CacheError, NoBackendError, NotNegotiatedError
+from attnplug.errors import AttnplugError, CacheError, NoBackendError, NotNegotiatedError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
 from hosts.torch.tests.reference import counted, served, varlen_attn
@@ -135,6 +135,23 @@ def test_pages_between_those_of_other_layers_are_read(active) -> None:
     assert not output.isnan().any()
 
 
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_limit_of_splits_reaches_the_builder(is_paged, active, monkeypatch) -> None:
+    limits, run = [], TorchImpl.run
+    monkeypatch.setattr(
+        TorchImpl, "run", lambda self, *given: (limits.append(given[4].state.limits), run(self, *given))[1]
+    )
+    query, *pools = pages()
+
+    for splits in (3, 1):
+        if is_paged:
+            call(query, *pools, num_splits=splits)
+        else:
+            varlen_attn(query, query, query, STARTS, STARTS, 7, 7, num_splits=splits)
+
+    assert [one.max_num_splits for one in limits] == [3, 1]
+
+
 def test_pools_may_have_separate_strides(runs) -> None:
     query, keys, values = pages()
     spaced = torch.full((9, 2, 16, 4, 64), torch.nan)
@@ -194,6 +211,27 @@ def test_a_sequence_may_be_in_block_0(active) -> None:
 
     assert int((BLOCKS - 2).min()) == 0
     torch.testing.assert_close(output, call(query, *pools), rtol=0, atol=0)
+
+
+WRONG = {
+    "queries of no sequence": ({"cu_seq_q": STARTS - torch.tensor([0, 0, 0, 1], dtype=torch.int32)}, "cu_seq_q"),
+    "longest sequence": ({"max_k": 5}, "max_seq_len=5"),
+    "longest query": ({"max_q": 1}, "max_query_len=1"),
+    "more keys than blocks": ({"seqused_k": USED + 20, "max_k": 51}, "block_table"),
+    "a negative number of keys": ({"seqused_k": USED - 10}, "-1 tokens"),
+    "too few lengths": ({"seqused_k": USED[:2]}, r"it is \(3,\) int32"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+def test_lengths_that_do_not_fit_are_refused(changes, words, runs) -> None:
+    query, *pools = pages()
+    given = {"cu_seq_q": STARTS, "max_q": 7, "max_k": 31, "seqused_k": USED, "block_table": BLOCKS, **changes}
+
+    with pytest.raises(AttnplugError, match=words):
+        varlen_attn(query, *pools, cu_seq_k=None, window_size=(-1, 0), **given)
+
+    assert not runs
 
 
 def test_blocks_beyond_the_pool_are_refused(runs) -> None:

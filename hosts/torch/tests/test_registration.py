@@ -104,6 +104,24 @@ def test_handles_may_be_removed_in_any_order(order, registry) -> None:
     assert served() == 3
 
 
+def test_a_handle_that_is_gone_ends_nothing(registry) -> None:
+    """It was not removed, so that its activation goes on: the next handle may have its address."""
+    replacement = activation._REPLACEMENT
+    before = set(replacement._handles)
+    del_me = [activate()]
+    (token,) = replacement._handles - before
+
+    del_me.clear()
+    for _ in range(3):
+        activate().remove()
+        sdpa(*tensors(*INPUTS))
+
+    assert served() == 3
+    replacement.discard(token)
+    sdpa(*tensors(*INPUTS))
+    assert served() == 3
+
+
 def test_another_implementation_takes_its_place(active) -> None:
     other = Failing()
     active.register_flash_attention_impl("other", register_fn=lambda: other)

@@ -141,6 +141,132 @@ def test_the_attention_of_before_is_restored(host, runs):
     assert not runs
 
 
+def finished(manager, count):
+    """Return the results of so many requests."""
+    found = []
+    for _ in range(200):
+        result = manager.get_result(timeout=0.1)
+        if result is not None and result.is_finished():
+            found.append(result)
+        if len(found) == count:
+            break
+    return found
+
+
+def managed(made, prompts):
+    """Return a manager, started, with requests."""
+    size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
+    config = transformers.ContinuousBatchingConfig(**{size: 16}, max_batch_tokens=24, num_blocks=64)
+    manager = made.init_continuous_batching(options(), config)
+    manager.start()
+    manager.add_requests(prompts, max_new_tokens=NEW)
+    return manager
+
+
+def test_a_manager_that_runs_finishes_before_its_attention_ends(host, runs):
+    """Its steps have no masks: with the model's own attention, requests would attend to each other."""
+    made, prompts = eager("llama"), prompts_of((5, 33, 9))
+    wanted = by_generate(made, prompts)
+
+    with continuous_batching(made) as handle:
+        manager = managed(made, prompts)
+
+    assert not manager.is_running()
+    found = finished(manager, len(prompts))
+    assert {tuple(one.prompt_ids): one.generated_tokens for one in found} == wanted
+    assert handle.calls == len(runs)
+    with pytest.raises(NotNegotiatedError, match="started after"):
+        manager.start()
+
+
+def test_an_error_inside_ends_a_manager_that_runs(host):
+    made, managers = eager("llama"), []
+
+    def interrupted():
+        with continuous_batching(made):
+            managers.append(managed(made, prompts_of((5, 33, 9))))
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        interrupted()
+
+    assert not managers[0].is_running()
+    assert made.config._attn_implementation == "eager"
+    with continuous_batching(made) as handle:
+        assert handle.model is made
+
+
+def test_an_error_of_a_manager_leaves_the_attention_restored(host, monkeypatch):
+    made = eager("llama")
+
+    def fail():
+        raise KeyError("destroyed")
+
+    def left():
+        with continuous_batching(made):
+            monkeypatch.setattr(made, "destroy_cached_continuous_batching_manager", fail, raising=False)
+
+    with pytest.raises(KeyError, match="destroyed"):
+        left()
+
+    assert made.config._attn_implementation == "eager"
+    assert "init_continuous_batching" not in vars(made)
+
+
+def test_managers_of_one_model_and_of_two_run_at_once(host):
+    one, other, prompts = eager("llama"), eager("mistral"), prompts_of((5, 33, 9))
+    wanted = [by_generate(made, prompts) for made in (one, one, other)]
+
+    with continuous_batching(one), continuous_batching(other):
+        managers = [managed(made, prompts) for made in (one, one, other)]
+        found = [finished(manager, len(prompts)) for manager in managers]
+
+    assert [{tuple(each.prompt_ids): each.generated_tokens for each in results} for results in found] == wanted
+
+
+def test_a_canceled_request_changes_no_other(host):
+    made, prompts = eager("llama"), prompts_of((5, 33, 9))
+    wanted = by_generate(made, prompts)
+
+    with continuous_batching(made):
+        manager = managed(made, prompts)
+        manager.cancel_request(manager.add_request(prompts[0][:-1], max_new_tokens=NEW))
+        found = finished(manager, len(prompts))
+
+    assert {tuple(one.prompt_ids): one.generated_tokens for one in found} == wanted
+
+
+def test_training_mode_has_no_dropout(host):
+    """The manager puts the model into its mode for evaluation, whichever attention it has."""
+    made, prompts = eager("llama"), prompts_of((5, 9))
+    wanted = by_generate(made, prompts)
+    for layer in made.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+
+    made.train()
+    with continuous_batching(made):
+        found = tokens_of(in_batches(made, prompts))
+
+    assert found == wanted
+
+
+@pytest.mark.parametrize("compiles", ["model", "forward"])
+def test_a_compiled_model_is_served_and_restored(compiles, host, runs):
+    made, prompts = eager("llama"), prompts_of((5, 9))
+    wanted = by_generate(made, prompts)
+    compiled = torch.compile(made, backend="eager") if compiles == "model" else made
+    if compiles == "forward":
+        made.forward = torch.compile(made.forward, backend="eager")
+
+    with continuous_batching(compiled) as handle:
+        found = tokens_of(in_batches(compiled, prompts))
+
+    assert found == wanted
+    assert handle.calls == len(runs) > 0
+    assert made.config._attn_implementation == "eager"
+    assert "init_continuous_batching" not in vars(made)
+
+
 def test_the_scope_around_reaches_the_thread_of_the_manager(host):
     made, prompts = eager("llama"), prompts_of((5, 9))
 

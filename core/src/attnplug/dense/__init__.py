@@ -3,7 +3,8 @@ Attention as one function call, for callers without a KV cache: `attention` and 
 
 `attend_like_sdpa` is `attention` with the arguments of torch's function, for hosts whose code calls that one.
 `flash_attn_varlen_func` and `flash_attn_with_kvcache` are the same with FlashAttention's arguments, KV cache included.
-`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls.
+`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls;
+`prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats.
 The names load on first use, since they import torch.
 """
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
+    from attnplug.dense.prepared import PreparedAttention as PreparedAttention
+    from attnplug.dense.prepared import prepare_attention as prepare_attention
+    from attnplug.dense.prepared import prepare_attention_varlen as prepare_attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
     from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
 
@@ -29,6 +33,7 @@ _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
+    "attnplug.dense.prepared": "PreparedAttention prepare_attention prepare_attention_varlen",
     "attnplug.dense.sdpa": "attend_like_sdpa requirements_like_sdpa",
 }
 

@@ -32,6 +32,7 @@ from attnplug.dense.params import (
     flat_mask,
     lengths_between,
     refuse_capture,
+    refuse_copy,
     requirements_of,
 )
 from attnplug.selection.process import current_state
@@ -63,6 +64,7 @@ class PreparedCall:
         tensors: The tensors that all of it was made from.
         shape: Of the output as the caller gets it.
         rows: Of the output as the implementation writes it, with their width.
+        return_lse: Whether the LSE is computed.
     """
 
     impl: AttentionImpl
@@ -71,10 +73,9 @@ class PreparedCall:
     tensors: tuple[ref[Tensor], ...]
     shape: tuple[int, ...] = ()
     rows: tuple[int, int] = (0, 0)
+    return_lse: bool = False
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, params: CallParams, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """
         Attend.
 
@@ -82,22 +83,24 @@ class PreparedCall:
             query: ``(query tokens, num_q_heads, head_size)``.
             key: ``(key tokens, num_kv_heads, head_size)``.
             value: ``(key tokens, num_kv_heads, head_size_v)``.
-            params: The call's numbers.
             sinks: The call's sinks.
 
         Returns:
             The output, in `shape`; and the LSE, float32 without the last axis, or None.
         """
+        output, lse = self.run_rows(query, key, value, sinks)
+        return output.view(self.shape), None if lse is None else lse.view(self.shape[:-1])
+
+    def run_rows(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Attend as `run` does; the output and the LSE are as the implementation writes them, a row for each query."""
         impl, output, lse = self.impl, query.new_empty(self.rows), None
-        if params.return_lse:
+        if self.return_lse:
             lse = query.new_empty((self.rows[0], impl.num_q_heads), dtype=torch.float32)
         if self.metadata is not None:
             impl.forward(query, key, value, None, self.metadata, output, lse=lse)
-        if lse is not None:
-            if sinks is not None and impl.lse_includes_sink is False:
-                torch.logaddexp(lse, sinks.detach().float(), out=lse)
-            lse = lse.view(self.shape[:-1])
-        return output.view(self.shape), lse
+        if lse is not None and sinks is not None and impl.lse_includes_sink is False:
+            torch.logaddexp(lse, sinks.detach().float(), out=lse)
+        return output, lse
 
 
 class _Kept(threading.local):
@@ -141,6 +144,12 @@ def run_padded(
     if query.is_cuda and query.device.index != torch.cuda.current_device():
         with torch.cuda.device(query.device):
             return run_padded(query, key, value, params, tensors)
+    prepared = prepare_padded(query, key, value, params, tensors)
+    return prepared.run(_packed(query), _packed(key), _packed(value), tensors.sinks)
+
+
+def prepare_padded(query: Tensor, key: Tensor, value: Tensor, params: CallParams, tensors: CallTensors) -> PreparedCall:
+    """Return what `run_padded` runs on, on the current device: kept from a call of this shape, or made and kept."""
     shape = query.shape
     where: tuple[Any, ...] = (shape, key.shape, value.shape, query.dtype, query.device, params, scope_key())
     where, given = _place(where, query, tensors)
@@ -155,7 +164,7 @@ def run_padded(
         bias = None if tensors.bias is None else flat_mask(tensors.bias, shape[2], sizes, query)
         lengths = ([queries] * batch, [keys] * batch)
         prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
-    return prepared.run(_packed(query), _packed(key), _packed(value), params, tensors.sinks)
+    return prepared
 
 
 def run_packed(
@@ -186,6 +195,20 @@ def run_packed(
     if query.is_cuda and query.device.index != torch.cuda.current_device():
         with torch.cuda.device(query.device):
             return run_packed(query, key, value, starts, starts_cpu, params, tensors)
+    prepared = prepare_packed(query, key, value, starts, starts_cpu, params, tensors)
+    return prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors.sinks)
+
+
+def prepare_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor | None],
+    starts_cpu: tuple[Tensor | None, Tensor | None],
+    params: CallParams,
+    tensors: CallTensors,
+) -> PreparedCall:
+    """Return what `run_packed` runs on, on the current device: kept from such a call, or made and kept."""
     query_lens = lengths_of("query_start_loc", starts[0], starts_cpu[0])
     key_lens = query_lens if starts[1] is None else lengths_of("key_start_loc", starts[1], starts_cpu[1])
     sizes = (query.shape, key.shape, value.shape, query_lens, key_lens)
@@ -201,19 +224,27 @@ def run_packed(
         mask, bias = (None if one is None else one.detach() for one in (tensors.mask, tensors.bias))
         lengths = (list(query_lens), list(key_lens))
         prepared = _prepare(where, (query, key, value), params, tensors, lengths, (mask, bias))
-    return prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), params, tensors.sinks)
+    return prepared
 
 
 def lengths_of(name: str, starts: Tensor, copy: Tensor | None) -> tuple[int, ...]:
     """
     Return the lengths between cumulative starts. Without a CPU copy this waits for the device, once for each tensor.
 
+    Of a tensor on the CPU they are read each time: its memory may be that of an array, whose changes torch does not
+    count.
+
     Raises:
-        TensorError: It is no vector of whole numbers, or falls.
+        TensorError: It is no vector of whole numbers, or falls; or the copy of a tensor on the CPU differs from it.
     """
     source = starts if copy is None else copy
     if not isinstance(source, Tensor):
         return lengths_between(name, source)  # which refuses it
+    if source.is_cpu:
+        lengths = lengths_between(name, source)
+        if source is not starts and isinstance(starts, Tensor) and starts.is_cpu and not torch.equal(source, starts):
+            refuse_copy(name)
+        return lengths
     where = identity(source)
     found = _kept.lengths.get(where)
     if found is not None and found[0]() is source:
@@ -278,7 +309,7 @@ def _prepare(
         tuple(ref(one, _dropping(table, where)) for one in given),
     )
     rows = (sum(lengths[0]), layer.impl.output_width)
-    prepared = evolve(layer, metadata=metadata, tensors=refs, shape=shape, rows=rows)
+    prepared = evolve(layer, metadata=metadata, tensors=refs, shape=shape, rows=rows, return_lse=params.return_lse)
     _keep(table, where, prepared)
     return prepared
 

@@ -10,26 +10,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from attnplug.dense.calls import lengths_of
 from attnplug.dense.flash_arguments import (
-    bound_of,
     check_deterministic,
     check_longest,
     check_no_gradients,
+    check_queries,
     check_slopes,
     one_sink,
     refuse,
     soft_cap_of,
+    uncompiled,
     visibility_of,
 )
+from attnplug.dense.flash_cache import as_pages, cached_lengths, check_cache, longest, new_keys
 from attnplug.dense.functions import attention_varlen
-from attnplug.dense.pages import NewKeys, PagedCall, run_pages
+from attnplug.dense.pages import PagedCall, run_pages
 from attnplug.dense.params import NO_OPTIONS, CallParams, encode_keywords
-from attnplug.errors import TensorError, shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug.request.settings import BackendNames, Options
 
 
@@ -107,58 +109,103 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
     sinks = one_sink(s_aux, learnable_sink)
     check_deterministic(q, k, v, sinks, deterministic=deterministic)
     visibility = visibility_of(window_size, causal=causal, paged=block_table is not None)
-    query_lens = lengths_of("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_cpu)
-    key_lens = lengths_of("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k_cpu)
-    check_longest("max_seqlen_q", max(query_lens, default=0), max_seqlen_q)
-    check_longest("max_seqlen_k", max(key_lens, default=0), max_seqlen_k)
-    if block_table is None:
-        result = attention_varlen(
+    features = (visibility.causal, softmax_scale, visibility.window, soft_cap_of(softcap), return_softmax_lse)
+    starts, copies, bounds = (
+        (cu_seqlens_q, cu_seqlens_k),
+        (cu_seqlens_q_cpu, cu_seqlens_k_cpu),
+        (max_seqlen_q, max_seqlen_k),
+    )
+    if block_table is not None:
+        return _attend_pages(
             q,
             k,
             v,
-            cu_seqlens_q,
-            None if key_lens == query_lens else cu_seqlens_k,
-            query_start_loc_cpu=cu_seqlens_q_cpu,
-            key_start_loc_cpu=None if key_lens == query_lens else cu_seqlens_k_cpu,
-            causal=visibility.causal,
-            scale=softmax_scale,
-            sliding_window=visibility.window,
-            logits_soft_cap=soft_cap_of(softcap),
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_softmax_lse,
+            starts,
+            copies,
+            bounds,
+            features,
+            (sinks, alibi_slopes),
+            block_table,
             backend=backend,
             options=options,
         )
-        return (result[0], result[1].T) if return_softmax_lse else result
-    check_no_gradients(q, k, v, sinks, what="flash_attn_varlen_func with a block_table")
+    key_starts: Tensor | None = cu_seqlens_k
+    key_starts_cpu = cu_seqlens_k_cpu
+    if not torch.compiler.is_compiling():  # a graph reads the lengths when it runs
+        query_lens, key_lens = _checked_lengths(starts, copies, bounds)
+        if key_lens == query_lens:
+            key_starts = key_starts_cpu = None
+    result = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        key_starts,
+        query_start_loc_cpu=cu_seqlens_q_cpu,
+        key_start_loc_cpu=key_starts_cpu,
+        causal=visibility.causal,
+        scale=softmax_scale,
+        sliding_window=visibility.window,
+        logits_soft_cap=soft_cap_of(softcap),
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_softmax_lse,
+        backend=backend,
+        options=options,
+    )
+    return (result[0], result[1].T) if return_softmax_lse else result
+
+
+def _checked_lengths(
+    starts: tuple[Tensor, Tensor], copies: tuple[Tensor | None, Tensor | None], bounds: tuple[Any, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths of queries and of keys, none of them above its bound."""
+    query_lens = lengths_of("cu_seqlens_q", starts[0], copies[0])
+    key_lens = lengths_of("cu_seqlens_k", starts[1], copies[1])
+    check_longest("max_seqlen_q", max(query_lens, default=0), bounds[0])
+    check_longest("max_seqlen_k", max(key_lens, default=0), bounds[1])
+    return query_lens, key_lens
+
+
+@uncompiled
+def _attend_pages(  # noqa: PLR0913, PLR0917 - what `flash_attn_varlen_func` has made of its arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    copies: tuple[Tensor | None, Tensor | None],
+    bounds: tuple[Any, Any],
+    features: tuple[bool, float | None, int | None, float | None, bool],
+    learned: tuple[Tensor | None, Tensor | None],
+    block_table: Tensor,
+    *,
+    backend: BackendNames | None,
+    options: Options | None,
+) -> Any:
+    """Attend to pages; `features` are the first of `CallParams`, and `learned` are sinks and slopes."""
+    query_lens, key_lens = _checked_lengths(starts, copies, bounds)
+    check_queries(q, query_lens)
+    check_no_gradients(q, k, v, learned[0], what="flash_attn_varlen_func with a block_table")
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
     output, lse = run_pages(
         PagedCall(
             query=q,
             key_pages=k,
             value_pages=v,
-            query_start_loc=cu_seqlens_q.to(torch.int32),
-            seq_lens=cu_seqlens_k.diff().to(torch.int32),
+            query_start_loc=starts[0].to(torch.int32),
+            seq_lens=starts[1].diff().to(torch.int32),
             block_table=block_table,
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(key_lens, default=0),
-            params=CallParams(
-                visibility.causal,
-                softmax_scale,
-                visibility.window,
-                soft_cap_of(softcap),
-                return_softmax_lse,
-                names,
-                table,
-            ),
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            params=CallParams(*features, names, table),
+            sinks=learned[0],
+            alibi_slopes=learned[1],
         )
     )
     return (output, lse.T) if lse is not None else output
 
 
+@uncompiled
 def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signature
     q: Tensor,
     k_cache: Tensor,
@@ -236,13 +283,13 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
     sinks = one_sink(s_aux, learnable_sink)
     check_no_gradients(q, k_cache, v_cache, k, v, sinks, what="flash_attn_with_kvcache")
     visibility = visibility_of(window_size, causal=causal, paged=True)
-    _check_ranks(q, k_cache, v_cache, k, v)
-    keys, values, table = _as_pages(q, k_cache, v_cache, block_table, cache_batch_idx)
+    check_cache(q, k_cache, v_cache, k, v)
+    keys, values, table = as_pages(q, k_cache, v_cache, block_table, cache_batch_idx)
     room = table.shape[1] * keys.shape[1]
-    lengths = _cached_lengths(q, cache_seqlens, room, has_new=k is not None, paged=block_table is not None)
+    lengths = cached_lengths(q, cache_seqlens, room, has_new=k is not None, paged=block_table is not None)
     new = None
     if k is not None and v is not None:
-        new, lengths = _new_keys(k, v, lengths, table, keys.shape[1])
+        new, lengths = new_keys(k, v, lengths, table, keys.shape[:2])
     names, encoded = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
     sequences, queries = q.shape[:2]
     output, lse = run_pages(
@@ -254,7 +301,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
             seq_lens=lengths,
             block_table=table,
             max_query_len=queries,
-            max_seq_len=_longest(lengths, room, max_seqlen_k),
+            max_seq_len=longest(lengths, room, max_seqlen_k),
             params=CallParams(
                 visibility.causal,
                 softmax_scale,
@@ -272,109 +319,3 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
     )
     output = output.view(sequences, queries, *output.shape[1:])
     return (output, lse.view(sequences, queries, -1).transpose(1, 2)) if lse is not None else output
-
-
-def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    if (k is None) != (v is None):
-        raise TensorError("one of k and v was given", "new keys have new values", "pass both, or neither")
-    for name, one in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
-        if one is not None and one.ndim != 4:
-            raise TensorError(
-                f"{name} of shape {tuple(one.shape)} was given",
-                "it has four axes, the heads and their sizes last",
-                "pass (sequences, tokens, heads, head_size), or pages with a block_table",
-            )
-    if k is not None and v is not None and (k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]):
-        raise TensorError(
-            f"k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)} were given for {q.shape[0]} sequences",
-            "each sequence has as many new keys as new values",
-            "pass such tensors",
-        )
-
-
-def _as_pages(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, rows: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pages of keys and of values, and the block table: that of a cache without pages is made up."""
-    if block_table is not None:
-        if rows is not None:
-            raise TensorError(
-                "cache_batch_idx was given with a block_table",
-                "a block table has a row for each sequence",
-                "pass block_table[cache_batch_idx] alone",
-            )
-        return k_cache, v_cache, block_table.to(torch.int32)
-    capacity = k_cache.shape[1]
-    if v_cache.shape[:2] != k_cache.shape[:2] or not capacity:
-        raise TensorError(
-            f"k_cache of shape {tuple(k_cache.shape)} and v_cache of shape {tuple(v_cache.shape)} were given",
-            "they have as many sequences and as much room, of at least one token",
-            "pass two halves of one cache",
-        )
-    size = _page_size(k_cache, v_cache)
-    shape = (-1, size)
-    pages = [one if size == capacity else one.view(*shape, *one.shape[2:]) for one in (k_cache, v_cache)]
-    rows = torch.arange(q.shape[0], device=q.device) if rows is None else rows
-    each = capacity // size
-    table = rows[:, None] * each + torch.arange(each, device=q.device)
-    return pages[0], pages[1], table.to(torch.int32)
-
-
-def _page_size(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the tokens of a page of a cache without pages: 256 or 16 where that fits, and at least two pages."""
-    rows, capacity = k_cache.shape[:2]
-    if rows > 1 and any(one.stride(0) != capacity * one.stride(1) for one in (k_cache, v_cache)):
-        return capacity  # what is between the rows is in no page
-    divisors = (size for size in range(capacity // 2, 0, -1) if capacity % size == 0)
-    sizes = (*(size for size in (256, 16) if capacity % size == 0), capacity, *divisors)  # 256: FlashAttention 2's
-    return next((size for size in sizes if rows * capacity // size > 1), capacity)
-
-
-def _cached_lengths(q: Tensor, cache_seqlens: object, room: int, *, has_new: bool, paged: bool) -> Tensor:
-    """Return the keys of each sequence before the new ones."""
-    if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.shape != q.shape[:1] or cache_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TensorError(
-                f"cache_seqlens of shape {tuple(cache_seqlens.shape)} and {cache_seqlens.dtype} was given",
-                f"it is ({q.shape[0]},) int32",
-                "pass the keys of each sequence before the new ones",
-            )
-        return cache_seqlens.to(torch.int32)
-    if cache_seqlens is None:
-        if has_new or paged:
-            raise TensorError(
-                "cache_seqlens=None was given with " + ("new keys" if has_new else "a block_table"),
-                "the number of keys before the call is needed",
-                "pass cache_seqlens",
-            )
-        cache_seqlens = room
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int) or cache_seqlens < 0:
-        raise TensorError(
-            f"cache_seqlens={shown(cache_seqlens)} was given", "it is a number of keys, or a tensor", "pass such"
-        )
-    return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
-
-
-def _new_keys(k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, size: int) -> tuple[NewKeys, Tensor]:
-    """Return what is written where, and the lengths with the new keys."""
-    count, after = k.shape[1], lengths + k.shape[1]
-    _longest(after, table.shape[1] * size, None)  # where it is on the CPU, a slot outside of the table is refused
-    positions = lengths[:, None].long() + torch.arange(count, device=k.device)
-    blocks = table.long().gather(1, positions.div(size, rounding_mode="floor").clamp(max=table.shape[1] - 1))
-    slots = blocks * size + positions % size
-    return NewKeys(key=k.flatten(0, 1), value=v.flatten(0, 1), slots=slots.flatten()), after
-
-
-def _longest(lengths: Tensor, room: int, bound: int | None) -> int:
-    """Return the longest sequence, or an upper bound on a device, which is not waited for."""
-    most = room if bound is None else min(room, bound_of("max_seqlen_k", bound))
-    if not lengths.is_cpu:
-        return most
-    longest = int(lengths.max()) if lengths.numel() else 0
-    if longest > most:
-        raise TensorError(
-            f"a sequence of {longest} keys was given",
-            f"the cache and max_seqlen_k have room for {most}, the new ones included",
-            "pass a larger cache, a wider block_table or a larger max_seqlen_k",
-        )
-    return longest

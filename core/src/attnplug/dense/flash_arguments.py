@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from attnplug.errors import NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "dropout_p": ("backends of attnplug drop no weights", "pass dropout_p=0.0, which inference uses"),
@@ -129,6 +133,30 @@ def check_no_gradients(*tensors: Tensor | None, what: str) -> None:
             f"{what} would record gradients",
             "none are computed through a KV cache",
             "call it under torch.no_grad(), or pass keys and values without a cache",
+        )
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Exclude a function from torch.compile, with a reason for fullgraph=True where this torch takes one."""
+    disable: Any = torch.compiler.disable
+    takes_reason = "reason" in inspect.signature(disable).parameters
+    reason = {"reason": "calls with a KV cache are planned each, outside of graphs"} if takes_reason else {}
+    excluded: _Function = disable(function, **reason)
+    return excluded
+
+
+def check_queries(q: Tensor, query_lens: tuple[int, ...]) -> None:
+    """
+    Check that packed queries are those of the sequences.
+
+    Raises:
+        TensorError: There are more or fewer.
+    """
+    if q.shape[0] != sum(query_lens):
+        _wrong(
+            f"cu_seqlens_q that ends at {sum(query_lens)} was given for q of {q.shape[0]} tokens",
+            "its last entry is the number of query tokens",
+            f"q[: {sum(query_lens)}]" if sum(query_lens) < q.shape[0] else "the q of all sequences",
         )
 
 

@@ -118,6 +118,9 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
 
 
+_FORMULAS: Final = {"attention_backward": _padded_backward, "attention_varlen_backward": _packed_backward}
+
+
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward reads; the last seven inputs are no tensors."""
     if not inputs[-3]:
@@ -135,7 +138,9 @@ def _backward_of(op: str, leading: int) -> Any:
 
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        made = getattr(torch.ops.attnplug, op)(grad_output, grad_lse, *tensors, *ctx.params)
+        # Where gradients of gradients are recorded, they are those of the operations that the formula consists of.
+        formula = _FORMULAS[op] if torch.is_grad_enabled() else getattr(torch.ops.attnplug, op)
+        made = formula(grad_output, grad_lse, *tensors, *ctx.params)
         sinks = made[3] if tensors[-2] is not None else None
         return (*made[:3], *(None,) * (leading + 2), sinks, None, *(None,) * len(ctx.params))
 

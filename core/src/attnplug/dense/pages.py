@@ -48,12 +48,14 @@ class NewKeys:
     Attributes:
         key: ``(tokens, num_kv_heads, head_size)``.
         value: ``(tokens, num_kv_heads, head_size_v)``.
-        slots: ``(tokens,)`` int64, ``block * block_size + offset``.
+        slots: ``(tokens,)`` int64, ``block * block_size + offset``; -1 for a key that has no room, and is not written.
+        count: How many each sequence has.
     """
 
     key: Tensor
     value: Tensor
     slots: Tensor
+    count: int
 
 
 @frozen(eq=False, kw_only=True)
@@ -145,7 +147,9 @@ def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
             cache = layer.impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
             metadata = layer.planner.build(_batch(call)) if tokens else None
         if call.new is not None:
-            write_kv(call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=False)
+            # On the CPU a key without room is refused; on a device its slot is -1.
+            padded = not call.new.slots.is_cpu
+            write_kv(call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=padded)
         if metadata is not None:
             plain = query if query.stride(-1) == 1 else query.contiguous()
             layer.impl.forward(plain, None, None, cache, metadata, output, lse=lse)
@@ -193,6 +197,22 @@ def check_pages(call: PagedCall) -> None:
             "pass a wider block_table, or the exact length of the longest sequence",
         )
     _check_blocks(call)
+    if call.new is not None and table.is_cpu and call.seq_lens.is_cpu:
+        _check_written(call, call.new)
+
+
+def _check_written(call: PagedCall, new: NewKeys) -> None:
+    """Check that a new key has a slot for itself: sequences that share blocks share the keys before them alone."""
+    slots, size = new.slots, call.key_pages.shape[1]
+    positions = torch.arange(call.block_table.shape[1] * size)
+    all_slots = call.block_table.long().repeat_interleave(size, 1) * size + positions % size
+    held = all_slots[positions < (call.seq_lens[:, None] - new.count)]
+    if len(set(slots.tolist())) < slots.numel() or bool(torch.isin(slots, held).any()):
+        raise CacheError(
+            "new keys were given for a slot that another sequence of the call has, too",
+            "a block that is written belongs to one sequence; keys before the new ones may be shared",
+            "copy the block that both are in, so that each sequence has another one in its row",
+        )
 
 
 def _check_blocks(call: PagedCall) -> None:

@@ -263,6 +263,16 @@ def flat_mask(mask: Tensor, heads: int, sizes: tuple[int, int, int], query: Tens
     return wide.transpose(0, 1).reshape(own, -1).to(query.dtype)
 
 
+def refuse_copy(name: str) -> NoReturn:
+    """
+    Refuse a CPU copy of cumulative lengths that is none.
+
+    Raises:
+        TensorError: Always.
+    """
+    _refuse(f"{name} and a CPU copy of other lengths were given", "the copy has the same lengths", f"pass {name}.cpu()")
+
+
 def refuse_capture() -> NoReturn:
     """
     Refuse a call while a CUDA graph is captured.

@@ -64,17 +64,17 @@ class Replacement:
 
     def __init__(self) -> None:
         self._libraries: list[Library] = []
-        self._handles: set[int] = set()
+        self._handles: set[object] = set()
         self._lock = threading.Lock()
 
-    def add(self, handle: int) -> None:
+    def add(self, handle: object) -> None:
         """Replace the operators for a handle; they are replaced once for all."""
         with self._lock:
             if not self._handles:
                 self._replace()
             self._handles.add(handle)
 
-    def discard(self, handle: int) -> None:
+    def discard(self, handle: object) -> None:
         """Restore torch's operators after the last handle."""
         with self._lock:
             if handle in self._handles:
@@ -113,11 +113,12 @@ class Handle:
     """
 
     def __init__(self) -> None:
-        _REPLACEMENT.add(id(self))
+        self._token = object()  # held by the replacement: another handle may have the address of one that is gone
+        _REPLACEMENT.add(self._token)
 
     def remove(self) -> None:
         """End this activation; a second time changes nothing."""
-        _REPLACEMENT.discard(id(self))
+        _REPLACEMENT.discard(self._token)
 
 
 def activate() -> Handle:
@@ -151,9 +152,11 @@ def _serving(operator: str, serve: Callable[..., tuple[str, Any]], own: Any) -> 
     """Return the kernel that runs a backend, or torch's own kernel for the reason that is counted."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside() and own is not None:
-            return own.call_boxed(keys, *args, **kwargs)
         device: str = args[0].device.type
+        if is_inside():
+            if own is None:
+                raise RefusedError("a backend of attnplug calls it").without_own(operator, device)
+            return own.call_boxed(keys, *args, **kwargs)
         try:
             with inside():
                 ran, results = serve(*args, **kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 import attnplug
 from attnplug.dense import device_of, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
@@ -12,7 +14,6 @@ from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, R
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-    import torch
     from torch import Tensor
 
     from attnplug.contract import Backend
@@ -111,7 +112,7 @@ def unknown_arguments(given: dict[str, object]) -> None:
     Raises:
         RefusedError: One has a value.
     """
-    names = sorted(name for name, value in given.items() if value is not None)
+    names = given and sorted(name for name, value in given.items() if value is not None)
     if names:
         raise RefusedError(f"the argument {names[0]!r} of a newer torch is used")
 
@@ -120,10 +121,12 @@ def common_reasons(query: Tensor, dropout_p: float) -> Iterator[str]:
     """Yield why no backend serves a call, of what dense and packed calls have in common."""
     if dropout_p:
         yield f"dropout_p={dropout_p:g}: backends of attnplug apply no dropout"
-    if str(query.dtype) == "torch.float64":
+    if query.dtype is torch.float64:
         yield "float64: the log-sum-exp of a backend is float32, and torch's backward would read it in float64"
-    if query.is_cuda:
-        from torch.cuda import is_current_stream_capturing  # noqa: PLC0415 - builds for the CPU never come here
+    if is_captured(query):
+        yield "a CUDA graph is captured, and would read metadata that is not kept for it"
 
-        if is_current_stream_capturing():
-            yield "a CUDA graph is captured, and would read metadata that is not kept for it"
+
+def is_captured(query: Tensor) -> bool:
+    """Return whether a call is captured in a CUDA graph."""
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnplug.dense import attend_like_sdpa, requirements_like_sdpa
+from attnplug.dense import attend_like_sdpa, requirements_like_sdpa, use_device
 from attnplug.errors import TensorError
-from attnplug_torch.decisions import REFUSALS, RefusedError, common_reasons, decide, refused, unknown_arguments
+from attnplug_torch.decisions import (
+    REFUSALS,
+    RefusedError,
+    common_reasons,
+    decide,
+    is_captured,
+    refused,
+    unknown_arguments,
+)
+from attnplug_torch.repeated import find, kind_of, make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +53,13 @@ def on_cpu(
         RefusedError: Torch's own operator has to serve.
     """
     unknown_arguments(unknown)
-    ran, output, lse = _attend(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    if attn_mask is None:
+        # As in torch's function, the first causal query is at the first key.
+        ran, output, lse = _attend(query, key, value, dropout_p, is_causal, scale, ends_together=False)
+    elif is_causal:
+        raise RefusedError("is_causal beside an attn_mask")
+    else:
+        ran, output, lse = _attend_masked(query, key, value, dropout_p, attn_mask, scale)
     return ran, (output, lse)
 
 
@@ -73,7 +88,9 @@ def on_cuda(
     unknown_arguments(unknown)
     if return_debug_mask:
         raise RefusedError("return_debug_mask: backends of attnplug return no weights")
-    ran, output, lse = _attend(query, key, value, dropout_p, is_causal, None, scale)
+    # Not as in torch's function, which gives this operator as many causal queries as keys: others come from
+    # `torch.nn.attention.bias.causal_lower_right`, and the backward of torch reads the LSE likewise.
+    ran, output, lse = _attend(query, key, value, dropout_p, is_causal, scale, ends_together=True)
     lengths = (None, None, query.shape[2], key.shape[2])
     return ran, (output, lse.contiguous(), *lengths, *random_state(query))
 
@@ -112,19 +129,40 @@ def _attend(
     value: Tensor,
     dropout_p: float,
     is_causal: bool,  # noqa: FBT001 - passed on from a signature of torch
-    attn_mask: Tensor | None,
     scale: float | None,
+    *,
+    ends_together: bool,
 ) -> tuple[str, Tensor, Tensor]:
-    """Return the candidate that ran, its output with the query's strides, and its LSE."""
-    ran = backend_of(query, key, value, is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p).id
+    """
+    Return the candidate that ran, its output with the query's strides, and its LSE.
+
+    `ends_together` says where causal queries are: the last one at the last key, or else the first one at the first.
+    """
+    if query.is_cuda and query.device.index != torch.cuda.current_device():
+        with use_device(query.device):
+            return _attend(query, key, value, dropout_p, is_causal, scale, ends_together=ends_together)
+    given = (query, key, value, scale)
+    kind = kind_of(*given, is_causal=is_causal, ends_together=ends_together)
+    call = None if dropout_p or is_captured(query) else find(kind)
     try:
-        output, lse = attend_like_sdpa(
-            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True, return_lse=True
-        )
+        if call is None:
+            backend_of(query, key, value, is_causal=is_causal, attn_mask=None, dropout_p=dropout_p)
+            call = make(kind, *given, is_causal=is_causal, ends_together=ends_together)
+        return call.run(query, key, value)
     except (*REFUSALS, TensorError) as error:
         raise refused(error) from error
-    if attn_mask is not None:
-        lse = lse.masked_fill(lse == -torch.inf, 0)  # as torch's, which its backward reads
+
+
+def _attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, attn_mask: Tensor, scale: float | None
+) -> tuple[str, Tensor, Tensor]:
+    """Return the candidate that ran, its output with the query's strides, and its LSE."""
+    ran = backend_of(query, key, value, is_causal=False, attn_mask=attn_mask, dropout_p=dropout_p).id
+    try:
+        output, lse = attend_like_sdpa(query, key, value, attn_mask, scale=scale, enable_gqa=True, return_lse=True)
+    except (*REFUSALS, TensorError) as error:
+        raise refused(error) from error
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # as torch's, which its backward reads
     if output.stride() != query.stride():  # what torch's operators return, and compiled graphs expect
         output = torch.empty_like(query).copy_(output)
     return ran, output, lse
@@ -143,7 +181,7 @@ def _reasons(
     if not (query.ndim == key.ndim == value.ndim == 4 and query.shape[3] == value.shape[3]):
         yield "query, key and value are not all (batch, heads, tokens, size) with one size"
     elif is_causal and query.shape[2] > key.shape[2]:
-        yield "is_causal with more queries than keys: torch puts the first query at the first key"
+        yield "is_causal with more queries than keys: a backend puts the last query at the last key"
     elif not key.shape[2]:
         yield "there are no keys"
     if attn_mask is None:

@@ -6,9 +6,10 @@ torch does not say which layer calls. Layers of one kind and scale share an impl
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import ref
 
 import torch
@@ -16,7 +17,8 @@ from attrs import frozen
 from torch.utils.weak import WeakIdKeyDictionary
 
 import attnplug
-from attnplug.dense import BatchPlanner, use_device
+from attnplug.dense import BatchPlanner, prepare_attention_varlen, use_device
+from attnplug.errors import TensorError
 from attnplug_torch.decisions import RefusedError, decide
 
 if TYPE_CHECKING:
@@ -97,6 +99,8 @@ def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
     """Return whether queries and keys have the same lengths. It waits for the device once for a pair of tensors."""
     if key_starts is None or starts is key_starts:
         return True
+    if starts.is_cpu and key_starts.is_cpu:  # their memory may be that of an array, whose changes torch does not count
+        return torch.equal(starts, key_starts)
     if starts.is_inference() or key_starts.is_inference():  # nobody counts their changes
         return torch.equal(starts, key_starts)
     versions = (starts._version, key_starts._version)  # noqa: SLF001 - torch has no public name for it
@@ -148,6 +152,53 @@ class Layer:
     planner: BatchPlanner
 
 
+class _Served(threading.local):
+    """Kinds of packed calls that a backend has served, of a thread: these need no decision of this host."""
+
+    def __init__(self) -> None:
+        self.kinds: set[Hashable] = set()
+
+
+_served: Final = _Served()
+_MOST: Final = 256
+"""Kinds of packed calls that a thread keeps; it begins anew after them."""
+
+
+def attend_packed(call: PackedCall) -> tuple[str, Tensor, Tensor]:
+    """
+    Attend in packed sequences.
+
+    Returns:
+        The candidate that ran, the output ``(tokens, heads, size)``, and the LSE ``(tokens, heads)`` float32.
+
+    Raises:
+        TensorError: The start locations do not fit the tensors.
+    """
+    query, key, value = call.query, call.key, call.value
+    sizes = (query.shape[1:], key.shape[1:], value.shape[1:])
+    kind = (sizes, query.dtype, query.device, call.visibility, attnplug.scope_key())
+    if kind not in _served.kinds:
+        backend_of(call)
+    causal, window = call.visibility
+    with use_device(query.device):
+        prepared = prepare_attention_varlen(
+            query,
+            key,
+            value,
+            call.query_start_loc,
+            call.key_start_loc,
+            causal=causal,
+            sliding_window=window,
+            scale=call.scale,
+            return_lse=True,
+        )
+        output, lse = prepared.run(_plain(query), _plain(key), _plain(value))
+    if len(_served.kinds) >= _MOST:
+        _served.kinds.clear()
+    _served.kinds.add(kind)
+    return prepared.id, output.view(*query.shape[:2], value.shape[2]), cast("Tensor", lse)
+
+
 def attend_pages(call: PackedCall) -> tuple[str, Tensor, Tensor]:
     """
     Attend to a paged KV cache of two tensors, which are read where they are, and not written.
@@ -157,10 +208,18 @@ def attend_pages(call: PackedCall) -> tuple[str, Tensor, Tensor]:
 
     Raises:
         CacheError: A block is outside of the pool; where the block table is on the CPU.
+        TensorError: `query_start_loc` is on the CPU, and does not end at the number of query tokens.
     """
     seq_lens = call.seq_lens
     if seq_lens is None:
         raise RefusedError("block_table without seqused_k: the lengths of the sequences are not known")
+    starts = call.query_start_loc
+    if starts.is_cpu and (starts.ndim != 1 or int(starts[-1:].sum()) != call.query.shape[0]):
+        raise TensorError(
+            f"cu_seq_q={starts.tolist()} was given for a query of {call.query.shape[0]} tokens",
+            "its last entry is the number of query tokens",
+            "pass the queries of all sequences, and of no other",
+        )
     batch = attnplug.Batch(
         query_start_loc=call.query_start_loc,
         query_start_loc_cpu=None,

@@ -7,27 +7,46 @@ inside of torch `_flash_attention_forward`, and torch's own operators call each 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextvars import Token
 
-_INSIDE: Final[ContextVar[bool]] = ContextVar("attnplug_torch_inside", default=False)
+    from torch import Tensor
+
+_OUTSIDE, _WITHOUT_GRADIENTS, _WITH_GRADIENTS = range(3)
+_INSIDE: Final[ContextVar[int]] = ContextVar("attnplug_torch_inside", default=_OUTSIDE)
 
 is_inside: Final = _INSIDE.get
-"""Return whether attnplug, or an operator of torch that it called, makes the call. Other threads are outside."""
+"""Return whether attnplug, or an operator of torch that it called, makes the call: 0 if not. Threads are apart."""
 
 
-@contextmanager
-def inside() -> Iterator[None]:
-    """Make calls from within; autograd is above the replaced operators, and has its own formulas for them."""
-    token = _INSIDE.set(True)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _INSIDE.reset(token)
+def records_gradients(*tensors: Tensor) -> bool:
+    """Return whether autograd records the call that is being served, and one of its tensors requires a gradient."""
+    return _INSIDE.get() == _WITH_GRADIENTS and any(one.requires_grad for one in tensors)
+
+
+class inside:  # noqa: N801 - a context manager, and no function that makes one: each call enters it
+    """
+    Make calls from within, without recording gradients.
+
+    Autograd is above the replaced operators, and has its own formulas for them.
+    """
+
+    __slots__ = ("_records", "_token")
+    _records: bool
+    _token: Token[int]
+
+    def __enter__(self) -> None:
+        self._records = torch.is_grad_enabled()
+        self._token = _INSIDE.set(_WITH_GRADIENTS if self._records else _WITHOUT_GRADIENTS)
+        if self._records:
+            torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._records:
+            torch.set_grad_enabled(True)
+        _INSIDE.reset(self._token)

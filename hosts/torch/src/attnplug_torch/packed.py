@@ -6,6 +6,7 @@ Tensors are ``(tokens, heads, size)``, pools ``(blocks, block_size, heads, size)
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ import attnplug
 from attnplug.errors import LimitsError, TensorError
 from attnplug_torch.decisions import REFUSALS, RefusedError, common_reasons, refused, unknown_arguments
 from attnplug_torch.dense import random_state
-from attnplug_torch.layers import PackedCall, attend_pages, attend_split, backend_of
+from attnplug_torch.layers import PackedCall, attend_packed, attend_pages, attend_split, backend_of
+from attnplug_torch.nesting import records_gradients
 from attnplug_torch.visibility import visibility_of
 
 if TYPE_CHECKING:
@@ -136,6 +138,10 @@ def call_of(  # noqa: PLR0913, PLR0917 - the operator's signature
         raise RefusedError("cu_seq_k is None without a block_table")
     if alibi_slopes is not None and (alibi_slopes.ndim != 1 or block_table is not None):
         raise RefusedError("alibi_slopes of each sequence, or with a block_table")
+    without_gradient = {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "block_table": block_table}
+    used = [name for name, one in without_gradient.items() if one is not None]
+    if used and records_gradients(query, key, value):
+        raise RefusedError(f"{used[0]} where gradients are recorded: torch's backward has no such argument")
     return PackedCall(
         query=query,
         key=key,
@@ -177,6 +183,8 @@ def _run(call: PackedCall) -> tuple[str, Tensor, Tensor]:
         return _run(_used_keys(call, call.seq_lens))
     if call.max_num_splits is not None:
         return attend_split(call)
+    if call.alibi_slopes is None:
+        return attend_packed(call)
     ran = backend_of(call).id
     output, lse = attnplug.attention_varlen(
         call.query,
@@ -198,13 +206,19 @@ def _used_keys(call: PackedCall, seq_lens: Tensor) -> PackedCall:
     if call.query.is_cuda or call.key_start_loc is None:
         raise RefusedError("seqused_k without a block_table: torch's own operator reads the keys where they are")
     firsts, used = call.key_start_loc.tolist(), seq_lens.tolist()
-    parts = [slice(first, first + length) for first, length in zip(firsts[:-1], used, strict=True)]
-    if any(part.stop > end for part, end in zip(parts, firsts[1:], strict=True)):
+    if seq_lens.ndim != 1 or len(used) != len(firsts) - 1 or seq_lens.dtype not in (torch.int32, torch.int64):
+        raise TensorError(
+            f"seqused_k of shape {tuple(seq_lens.shape)} and {seq_lens.dtype} was given",
+            f"it is ({len(firsts) - 1},) int32: one number of keys for each sequence",
+            "pass such lengths, at most cu_seq_k.diff()",
+        )
+    if any(not 0 <= length <= end - first for (first, end), length in zip(pairwise(firsts), used, strict=True)):
         raise TensorError(
             f"seqused_k={used} was given for keys that start at {firsts}",
-            "a sequence uses at most the keys that it has",
+            "a sequence uses at most the keys that it has, and at least none",
             "pass lengths of at most cu_seq_k.diff()",
         )
+    parts = [slice(first, first + length) for first, length in zip(firsts[:-1], used, strict=True)]
     key, value = (torch.cat([rows[:0], *(rows[part] for part in parts)]) for rows in (call.key, call.value))
     starts = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32)
     return evolve(call, key=key, value=value, key_start_loc=starts, seq_lens=None)

@@ -11,12 +11,12 @@ import inspect
 import threading
 from contextvars import copy_context
 from copy import copy
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, __version__
-from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from attnplug.dense import flash_attn_varlen_func
 from attnplug.errors import AttnplugError, NotNegotiatedError
@@ -66,11 +66,14 @@ class ContinuousBatching:
     def __init__(
         self, model: PreTrainedModel, *, backend: BackendNames | None = None, options: Options | None = None
     ) -> None:
-        self.model: Any = model  # its continuous batching comes from a mixin that types do not show
+        # What torch.compile returns is no model of the library: its `generate_batch` is that of the model inside. The
+        # continuous batching of models comes from a mixin that types do not show.
+        self.model: Any = getattr(model, "_orig_mod", model)
         self.name = NAME
         self.calls = 0
         self._keywords: dict[str, Any] = {"backend": backend, "options": options}
         self._before: list[tuple[PretrainedConfig, str | None]] = []
+        self._managers: WeakSet[Any] = WeakSet()
         self._thread: _Thread | None = None
 
     def __enter__(self) -> Self:
@@ -103,8 +106,25 @@ class ContinuousBatching:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the model's own attention. A manager that the model has kept is destroyed."""
-        self.model.destroy_cached_continuous_batching_manager()
+        """
+        Stop the managers that were made inside, and restore the model's own attention.
+
+        None of them makes the masks that another attention reads. They finish their requests first, unless an error
+        leaves the context: then these fail. One that the model has kept is destroyed.
+        """
+        try:
+            self._stop_managers(**(_AT_ONCE if error is not None else {}))
+            self.model.destroy_cached_continuous_batching_manager()
+        finally:
+            self._restore()
+
+    def _stop_managers(self, **more: bool) -> None:
+        for manager in list(self._managers):
+            if manager.is_running():
+                manager.stop(block=True, **more)
+            manager.start = _refuse_start  # the name on the instance hides the method of its class
+
+    def _restore(self) -> None:
         with _lock:
             for config, name in self._before:
                 config._attn_implementation_internal = name  # noqa: SLF001 - as above
@@ -130,7 +150,9 @@ class ContinuousBatching:
             )
         config.use_cuda_graph = False
         made = type(self.model).init_continuous_batching
-        return made(self.model, generation_config, config, *rest, **more)
+        manager = made(self.model, generation_config, config, *rest, **more)
+        self._managers.add(manager)
+        return manager
 
     def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Return ``call(*args, **kwargs)``, run in the scope in which this was entered."""
@@ -161,6 +183,26 @@ class ContinuousBatching:
         if self._thread is None:
             raise NotNegotiatedError("the context was left", "attention runs inside of it", "enter it again")
         return self._thread
+
+
+_AT_ONCE: Final = (
+    {"hard_stop": True} if "hard_stop" in inspect.signature(ContinuousBatchingManager.stop).parameters else {}
+)
+"""How a manager is stopped with requests that it has not finished, where this version of the library can."""
+
+
+def _refuse_start() -> NoReturn:
+    """
+    Refuse to start a manager after its context was left.
+
+    Raises:
+        NotNegotiatedError: Always.
+    """
+    raise NotNegotiatedError(
+        "a manager of continuous batching was started after continuous_batching(model) was left",
+        "its steps have no masks, which the model's own attention reads",
+        "make another one with model.init_continuous_batching",
+    )
 
 
 _handles: Final[WeakKeyDictionary[nn.Module, ContinuousBatching]] = WeakKeyDictionary()

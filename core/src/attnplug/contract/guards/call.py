@@ -10,7 +10,14 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 
 from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes, refuse_slot_of_two
 from attnplug.contract.guards.cache import refuse_cache
-from attnplug.contract.guards.memory import are_apart, check_cache_writable, check_writable, has_apart_rows
+from attnplug.contract.guards.memory import (
+    are_apart,
+    check_cache_writable,
+    check_writable,
+    has_apart_rows,
+    overlaps,
+    storage_span,
+)
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES, KVCache
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
@@ -237,6 +244,9 @@ class ForwardGuard:
         Where not even the storages do, their places are kept: the next call with tensors of the same ones is as right.
         """
         caches = () if kv_cache is None else tuple(kv_cache.tensors.values())
+        if self._are_storages_apart([one for one in (query, key, value) if one is not None], caches, output, lse):
+            self._apart = places
+            return
         inputs = [(n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t is not None]
         others = [*inputs, *(("the KV cache", cache) for cache in caches)]
         pairs = [("output", output, *other) for other in others]
@@ -245,6 +255,20 @@ class ForwardGuard:
         if self._writes:
             pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs]
         self._apart = places if are_apart(self._name, pairs) else None
+
+    def _are_storages_apart(
+        self, inputs: list[Tensor], caches: tuple[Tensor, ...], output: Tensor, lse: Tensor | None
+    ) -> bool:
+        """Whether what is written shares no storage: a host that allocates an output for each call comes here."""
+        read, written = list(map(storage_span, inputs)), list(map(storage_span, caches))
+        if self._writes and any(overlaps(one, read) for one in written):
+            return False
+        others, of_output = read + written, storage_span(output)
+        if lse is not None:
+            of_lse = storage_span(lse)
+            if overlaps(of_lse, others) or overlaps(of_lse, (of_output,)):
+                return False
+        return not overlaps(of_output, others)
 
     def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
         try:

@@ -91,6 +91,19 @@ def _refuse_shared(layer: str, written: str, read: str) -> NoReturn:
     )
 
 
+def storage_span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's storage, and the first behind it; both 0 where it has no memory."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return (start, start + storage.nbytes()) if start else (0, 0)
+
+
+def overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether a span of addresses has one in common with another."""
+    start, end = span
+    return any(start < other_end and other_start < end for other_start, other_end in others)
+
+
 def are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:
     """
     Whether the storages of each pair are apart.

@@ -1,0 +1,163 @@
+"""
+Calls of `scaled_dot_product_attention` without a mask, which models repeat: what each kind runs on is kept.
+
+What is kept belongs to one thread and, on CUDA, to one stream. It holds no tensor of a caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+from attrs import frozen
+
+import attnplug
+from attnplug.dense import PreparedAttention, prepare_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+_MOST: Final = 32
+"""Kinds of calls that a thread keeps: as many as core keeps the metadata of."""
+
+
+@frozen(eq=False)
+class RepeatedCall:
+    """
+    What calls of one kind run on: one for all tensors of the same shapes, strides, dtypes and device.
+
+    Attributes:
+        prepared: What computes them.
+        keys: How many keys are attended to: with causal queries that begin at the first key, as many as queries.
+        rows: Shape and strides in which a backend takes query, key and value: ``(batch * tokens, heads, size)``. None
+            where a copy is needed.
+        shape: Of the output, ``(batch, heads, queries, size)``.
+        strides: Of the memory that a backend has written, seen in this shape.
+        is_in_place: Whether these are the strides that torch's operators return.
+    """
+
+    prepared: PreparedAttention
+    keys: int
+    rows: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_in_place: bool
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, Tensor, Tensor]:
+        """Return the candidate that ran, the output, and the LSE ``(batch, heads, queries)`` with heads innermost."""
+        of_query, of_key, of_value = self.rows
+        output, lse = self.prepared.run(
+            query.as_strided(*of_query) if of_query else _copied_rows(query, self.shape[2]),
+            key.as_strided(*of_key) if of_key else _copied_rows(key, self.keys),
+            value.as_strided(*of_value) if of_value else _copied_rows(value, self.keys),
+        )
+        batch, heads, queries, _ = self.shape
+        seen = output.as_strided(self.shape, self.strides)
+        if not self.is_in_place:
+            seen = torch.empty_like(query).copy_(seen)
+        requested = cast("Tensor", lse)
+        return self.prepared.id, seen, requested.as_strided((batch, heads, queries), (queries * heads, 1, heads))
+
+
+class _Kept(threading.local):
+    """What a thread keeps of one scope; the oldest makes room."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, RepeatedCall] = {}
+        self.scope: Hashable = None
+
+    def add(self, kind: Hashable, call: RepeatedCall) -> None:
+        """Keep a call, and drop those of another scope: their backends may have been replaced."""
+        scope = attnplug.scope_key()
+        if scope != self.scope:
+            self.calls.clear()
+            self.scope = scope
+        self.calls[kind] = call
+        while len(self.calls) > _MOST:
+            self.calls.pop(next(iter(self.calls)))
+
+
+_kept: Final = _Kept()
+
+
+def kind_of(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, is_causal: bool, ends_together: bool
+) -> Hashable:
+    """Return what is equal for calls of one kind, in one thread."""
+    tensors = (
+        query.shape, query.stride(), query.dtype, query.device,
+        key.shape, key.stride(), key.dtype, key.device,
+        value.shape, value.stride(), value.dtype, value.device,
+    )  # fmt: skip
+    if query.is_cuda:
+        stream = torch.cuda.current_stream(query.device).cuda_stream
+        return tensors, is_causal, ends_together, scale, attnplug.scope_key(), stream
+    return tensors, is_causal, ends_together, scale, attnplug.scope_key()
+
+
+def find(kind: Hashable) -> RepeatedCall | None:
+    """Return what calls of this kind run on, or None where this thread has made none."""
+    return _kept.calls.get(kind)
+
+
+def make(
+    kind: Hashable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    *,
+    is_causal: bool,
+    ends_together: bool,
+) -> RepeatedCall:
+    """
+    Decide a call, and keep what calls of its kind run on.
+
+    Args:
+        kind: What `kind_of` returns.
+        query: ``(batch, heads, queries, size)``.
+        key: ``(batch, kv_heads, keys, size)``.
+        value: As `key`.
+        scale: Factor of the scores.
+        is_causal: Whether a query attends to no later key.
+        ends_together: Whether the last causal query is at the last key; otherwise the first is at the first.
+
+    Raises:
+        TensorError: As for `attnplug.dense.prepare_attention`, and so are the others.
+        RequirementsError: Likewise.
+        NoBackendError: Likewise.
+        NotNegotiatedError: Likewise.
+    """
+    batch, heads, queries, size = query.shape
+    keys = queries if is_causal and not ends_together else key.shape[2]
+    tokens_first = [query.transpose(1, 2), *(one.transpose(1, 2)[:, :keys] for one in (key, value))]
+    prepared = prepare_attention(*tokens_first, causal=is_causal, scale=scale, return_lse=True)
+    strides = (queries * heads * size, size, heads * size, 1)
+    made = RepeatedCall(
+        prepared=prepared,
+        keys=keys,
+        rows=tuple(map(_rows_of, tokens_first)),
+        shape=(batch, heads, queries, size),
+        strides=strides,
+        is_in_place=strides == query.stride(),
+    )
+    _kept.add(kind, made)
+    return made
+
+
+def _rows_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return shape and strides of ``(batch, tokens, heads, size)`` as rows, or None where it has to be copied."""
+    (batch, tokens, heads, size), (of_batch, of_token, of_head, of_element) = tensor.shape, tensor.stride()
+    if of_element != 1 or not (batch == 1 or tokens == 1 or of_batch == tokens * of_token):
+        return None
+    step = of_batch if tokens == 1 and batch > 1 else of_token
+    return (batch * tokens, heads, size), (step, of_head, 1)
+
+
+def _copied_rows(tensor: Tensor, tokens: int) -> Tensor:
+    """Return ``(batch * tokens, heads, size)`` of the first tokens of ``(batch, heads, tokens, size)``."""
+    first = tensor.transpose(1, 2)[:, :tokens]
+    return (first if first.stride(-1) == 1 else first.contiguous()).flatten(0, 1)
