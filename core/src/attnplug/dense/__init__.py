@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
+    from attnplug.dense.sdpa import autocast_like_sdpa as autocast_like_sdpa
     from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
 
 _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
-    "attnplug.dense.sdpa": "attend_like_sdpa requirements_like_sdpa",
+    "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)
