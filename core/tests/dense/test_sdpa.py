@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attnplug.dense import attend_like_sdpa, autocast_like_sdpa
-from attnplug.errors import LayerError, NoBackendError, NotNegotiatedError, TensorError
+from attnplug.dense.params import encode_keywords
+from attnplug.errors import LayerError, NoBackendError, NotNegotiatedError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -203,3 +204,14 @@ def test_a_compiled_graph_has_no_break(runs) -> None:
     assert len(runs) == 3
     wanted = reference(*inputs, mask) + reference(*inputs, is_causal=True)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch/sdpa", ["torch/sdpa"], ("torch/sdpa",)])
+@pytest.mark.parametrize("options", [None, {}])
+def test_a_named_backend_is_encoded_alike(backend, options) -> None:
+    assert encode_keywords(backend, options) == (("torch/sdpa",), "{}")
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(SettingsError, match="backend=''"):
+        encode_keywords("", None)
