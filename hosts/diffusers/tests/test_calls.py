@@ -27,6 +27,7 @@ CALLS = {
     "additive mask": ((2, 40, 4, 64), (2, 40, 4, 64), {"attn_mask": torch.randn(2, 1, 40, 40)}),
     "additive mask of each head": ((2, 40, 4, 64), (2, 12, 4, 64), {"attn_mask": torch.randn(1, 4, 40, 12)}),
     "scale": ((2, 40, 4, 64), (2, 40, 4, 64), {"scale": 0.3}),
+    "scale and padding": ((2, 40, 4, 64), (2, 12, 4, 64), {"scale": 0.3, "attn_mask": MASK.bool()}),
     "no window": ((2, 40, 4, 64), (2, 40, 4, 64), {"attention_kwargs": {"window_size": (-1, -1), "softcap": 0.0}}),
 }
 
@@ -68,9 +69,9 @@ def test_a_call_is_that_of_the_native_backend(
 
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 12), st.integers(1, 12),
-    st.sampled_from((None, "by key", "boolean", "added")), st.integers(0, 99),
+    st.sampled_from((None, "by key", "boolean", "added")), st.sampled_from((None, 0.7)), st.integers(0, 99),
 )  # fmt: skip
-def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries, keys, mask, seed) -> None:
+def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries, keys, mask, scale, seed) -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed; it requires Python 3.11")
     from diffusers.models.attention_dispatch import dispatch_attention_fn  # noqa: PLC0415 - see above
 
@@ -83,7 +84,7 @@ def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries
     given = None if mask is None else torch.randn(shape) if mask == "added" else visible
 
     output, lse = dispatch_attention_fn(
-        *inputs, attn_mask=given, enable_gqa=True, attention_kwargs={"return_lse": True},
+        *inputs, attn_mask=given, scale=scale, enable_gqa=True, attention_kwargs={"return_lse": True},
         backend=attention_for(None, None, native_fallback=False).member,
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries
     for one in range(batch):
         wanted = attend(
             *(each[one].double() for each in inputs),
-            scale=8**-0.5,
+            scale=8**-0.5 if scale is None else scale,
             causal=False,
             custom_mask=None if wide is None or mask == "added" else wide[one, 0],
             attn_bias=wide[one] if mask == "added" else None,

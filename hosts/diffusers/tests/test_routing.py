@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnplug.errors import NotNegotiatedError
+from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
+from attnplug_kit.oracle import attend
 
 CALLS = ("scaled_dot_product_attention", "dispatch_attention_fn")
 OF_THE_PROCESSOR = "self._attention_backend"
@@ -173,3 +174,82 @@ def test_a_class_for_one_backend_of_the_library_is_left(dispatch, bind, runs) ->
 
     assert (binding.modules, binding.left) == (("0",), ("1",))
     assert own._attention_backend == "flex"
+
+
+class Direct(nn.Module):
+    """A module that calls torch's function."""
+
+    def forward(self, *given, **more):
+        return nn.functional.scaled_dot_product_attention(*given, **more)
+
+
+DIRECT = {
+    "self": ((2, 4, 9, 16), (2, 4, 9, 16), {}),
+    "cross": ((2, 4, 9, 16), (2, 4, 5, 16), {}),
+    "causal": ((2, 4, 9, 16), (2, 4, 9, 16), {"is_causal": True}),
+    "causal with more keys": ((2, 4, 5, 16), (2, 4, 9, 16), {"is_causal": True}),
+    "scale": ((2, 4, 9, 16), (2, 4, 5, 16), {"scale": 0.7}),
+    "grouped heads": ((2, 4, 9, 16), (2, 2, 5, 16), {"enable_gqa": True}),
+    "by key": ((2, 4, 9, 16), (2, 4, 5, 16), {"attn_mask": torch.rand(2, 1, 1, 5) > 0.3}),
+    "boolean": ((2, 4, 9, 16), (2, 4, 5, 16), {"attn_mask": torch.rand(2, 1, 9, 5) > 0.3}),
+    "boolean of each head": ((2, 4, 9, 16), (2, 4, 5, 16), {"attn_mask": torch.rand(2, 4, 9, 5) > 0.3}),
+    "added": ((2, 4, 9, 16), (2, 4, 5, 16), {"attn_mask": torch.randn(4, 9, 5), "scale": 0.7}),
+}
+
+
+@pytest.mark.parametrize(("queries", "keys", "arguments"), DIRECT.values(), ids=DIRECT)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_direct_calls_have_the_results_of_the_oracle(queries, keys, arguments, fallback, bind, runs) -> None:
+    model, inputs = Direct(), [torch.randn(shape) for shape in (queries, keys, keys)]
+
+    with bind(model, native_fallback=fallback) as binding:
+        found = model(*inputs, **arguments)
+
+    assert len(runs) == 1
+    assert "float32" not in "".join(binding.native)
+    mask, causal = arguments.get("attn_mask"), arguments.get("is_causal", False)
+    if mask is not None:
+        mask = mask.expand(queries[0], queries[1], queries[2], keys[2])
+    if causal:  # the oracle has the last query at the last key
+        inputs[1:] = [one[:, :, : queries[2]] for one in inputs[1:]]
+    for one in range(queries[0]):
+        boolean = mask is not None and mask.dtype == torch.bool
+        bias = None
+        if mask is not None:
+            bias = torch.zeros(mask[one].shape).masked_fill(~mask[one], -1e30) if boolean else mask[one]
+        wanted = attend(
+            *(each[one].transpose(0, 1).double() for each in inputs),
+            scale=arguments.get("scale", 0.25), causal=causal, attn_bias=bias,
+        ).output.view(queries[2], queries[1], -1)  # fmt: skip
+        if boolean:
+            wanted = wanted * mask[one].any(-1).T.unsqueeze(-1)
+        torch.testing.assert_close(found[one].transpose(0, 1).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "backend", "arguments", "error", "problem"),
+    [
+        ((2, 4, 9, 16), None, {"dropout_p": 0.2}, NotNegotiatedError, "dropout_p=0.2"),
+        ((2, 2, 9, 16), None, {}, TensorError, "without enable_gqa"),
+        ((2, 4, 9, 16), "flashinfer", {}, NoBackendError, "flashinfer"),
+        ((2, 4, 9, 16), None, {"attn_mask": torch.ones(9, 9).double()}, NotNegotiatedError, "an added mask of"),
+    ],
+)
+def test_direct_calls_that_nothing_serves_are_errors(keys, backend, arguments, error, problem, bind) -> None:
+    model = Direct()
+
+    with bind(model, backend), pytest.raises(error, match=problem):
+        model(torch.randn(2, 4, 9, 16), torch.randn(keys), torch.randn(keys), **arguments)
+
+
+def test_a_direct_call_with_dropout_runs_natively_where_permitted(bind, runs) -> None:
+    model, rows = Direct(), torch.randn(2, 4, 9, 16)
+
+    with bind(model, native_fallback=True) as binding:
+        torch.manual_seed(0)
+        found = model(rows, rows, rows, dropout_p=0.5)
+    torch.manual_seed(0)
+
+    assert not runs
+    assert "dropout_p=0.5" in binding.native
+    torch.testing.assert_close(found, model(rows, rows, rows, dropout_p=0.5), rtol=0, atol=0)
