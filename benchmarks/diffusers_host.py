@@ -1,24 +1,26 @@
 """
 Measure models of diffusers bound to attnplug beside diffusers' native attention.
 
-    python benchmarks/diffusers_host.py [--device cpu|cuda] [--backend NAME] [--beside NAME ...] [--only TEXT]
-        [--repeats 25] [--out FILE]
+    python benchmarks/diffusers_host.py [--device cpu|cuda] [--backends NAME ...] [--beside NAME ...] [--only TEXT]
+        [--compiler NAME] [--repeats 25] [--tiny] [--report FILE] [--out FILE]
 
 A call is one of `dispatch_attention_fn` with the shapes of a model; the first is of next to no work: it has the cost
-of a call. A model is a transformer of that width with few layers and random weights, bound and restored outside of what
-is measured. All of a row take turns in one process. `host` is the time of the call, which on the CPU includes its work;
-`work` is the time on the GPU. The ratio is the median of native time divided by attnplug's, round by round.
+of a call. A model is a transformer of that width with few layers and random weights, eager and compiled, bound and
+restored outside of what is measured. All of a row take turns in one process. `host` is the time of the call, which on
+the CPU includes its work; `work` is the time on the GPU. A ratio is the median of native time divided by a backend's,
+round by round: above 1 the backend is faster.
 
-Without --backend attnplug selects. --beside names further backends of diffusers, `_native_cudnn` for example. A call
-that a backend does not serve is a row with the reason.
+Calls are compared with a softmax in float64 for 64 of their queries, models with themselves in float32. Errors are
+fractions of the greatest value; the exit code is 1 where one is too great.
+
+By default all backends of attnplug that a GPU may have run beside each other: one that does not run here is a line with
+the reason. --beside names further backends of diffusers, `_native_cudnn` for example.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
+import copy
 import sys
 import warnings
 from pathlib import Path
@@ -26,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
+from beside import NATIVE, Report, Work, attend_in_float64, sampled
 
 import attnplug_diffusers
-from attnplug.errors import AttnplugError
 from attnplug_diffusers.backend import attention_for
-from attnplug_kit.bench import Contender, host_clock, interleaved, work_clock
+from attnplug_kit.bench import Contender
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -40,7 +42,14 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NATIVE, OURS = "native", "attnplug"
+BACKENDS = {
+    "cpu": ("torch/sdpa",),
+    "cuda": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4", "flash_attn/torch", "torch/sdpa"),
+}
+"""Device -> backends of attnplug that are measured by default."""
+
+COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
+"""Device -> the backend of `torch.compile` by default; the CPU's needs no C++ compiler."""
 
 
 @frozen
@@ -153,121 +162,110 @@ class Bench:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        backend: A backend of attnplug, or None.
+        backends: Backends of attnplug.
         beside: Further backends of diffusers.
-        repeats: As for `interleaved`.
+        compiler: The backend of `torch.compile`; empty for none.
     """
 
     device: str
-    backend: str | None
+    backends: tuple[str, ...]
     beside: tuple[str, ...]
-    repeats: int
+    compiler: str
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the tensors."""
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
-    def rows(self, only: str) -> Iterator[dict[str, Any]]:
-        """Yield the results: calls, then models."""
-        for call in CALLS[self.device]:
-            if only in call.name:
-                arguments = call.arguments(self.device, self.dtype)
-                yield from self._row(call.name, self._calls(arguments))
-                del arguments
+    def works(self, only: str, *, is_tiny: bool) -> Iterator[Work]:
+        """Yield the calls, then the models, whose names have a text; of calls the first two where it is tiny."""
+        calls = CALLS[self.device][: 2 if is_tiny else None]
+        for call in [one for one in calls if only in one.name]:
+            yield self._call(call)
         for name, make in MODELS.items():
             if only in name:
-                with torch.device(self.device):
-                    model, inputs = make(self.device)
-                model = model.to(self.dtype).eval()
-                inputs = {key: one.to(self.dtype) if one.is_floating_point() else one for key, one in inputs.items()}
-                yield from self._row(f"{name}: a transformer of few layers", self._models(model, inputs))
-                del model, inputs
+                yield from self._model(f"{name}: a transformer of few layers", make)
 
-    def _calls(self, arguments: dict[str, Any]) -> dict[str, Contender]:
-        ours = attention_for(self.backend, None, native_fallback=False).member
-        members = {OURS: ours, **{name: dispatch.AttentionBackendName(name) for name in (NATIVE, *self.beside)}}
-        return {
+    def _call(self, call: Call) -> Work:
+        arguments = call.arguments(self.device, self.dtype)
+        members = {name: dispatch.AttentionBackendName(name) for name in (NATIVE, *self.beside)}
+        for name in self.backends:
+            members[name] = attention_for(name, None, native_fallback=False).member
+        contenders = {
             name: Contender(lambda _, member=member: dispatch.dispatch_attention_fn(**arguments, backend=member))
             for name, member in members.items()
         }
+        rows = sampled(call.queries[1])
+        tensors = [arguments[name].transpose(1, 2) for name in ("query", "key", "value")]
+        reference = attend_in_float64(*tensors, rows, mask=arguments.get("attn_mask"))
 
-    def _models(self, model: Any, inputs: dict[str, Any]) -> dict[str, Contender]:
-        bound: list[attnplug_diffusers.Binding] = []
+        def compared(output: torch.Tensor) -> torch.Tensor:
+            return output[:, rows.to(output.device)].transpose(1, 2)
 
-        def through_attnplug() -> None:
-            if not bound:
-                bound.append(attnplug_diffusers.bind(model, self.backend))
+        return Work(call.name, contenders, self.dtype, reference, compared)
 
-        def by_itself() -> None:
-            if bound:
-                bound.pop().restore()
+    def _model(self, name: str, make: Callable[[str], tuple[Any, dict[str, Any]]]) -> Iterator[Work]:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model, inputs = make(self.device)
+        model = model.to(self.dtype).eval()
+        inputs = {key: one.to(self.dtype) if one.is_floating_point() else one for key, one in inputs.items()}
+        precise = {key: one.float() if one.is_floating_point() else one for key, one in inputs.items()}
+        reference = copy.deepcopy(model).float()(**precise).sample
+        yield Work(name, self._bound(model, lambda: model(**inputs).sample), self.dtype, reference)
+        if self.compiler:
+            for backend in self.backends:  # a new name in diffusers' registry would have graphs traced once more
+                attnplug_diffusers.bind(model, backend).restore()
+            torch.compiler.reset()
+            compiled = torch.compile(model, fullgraph=True, backend=self.compiler)
+            contenders = self._bound(model, lambda: compiled(**inputs).sample)
+            yield Work(f"{name}, compiled by {self.compiler}", contenders, self.dtype, reference)
 
-        return {
-            OURS: Contender(lambda _: model(**inputs), through_attnplug),
-            NATIVE: Contender(lambda _: model(**inputs), by_itself),
-        }
+    def _bound(self, model: Any, call: Callable[[], torch.Tensor]) -> dict[str, Contender]:
+        """Return the contenders of a model: which one it is bound to changes outside of what is measured."""
+        bound: dict[str, attnplug_diffusers.Binding] = {}
 
-    def _row(self, name: str, contenders: dict[str, Contender]) -> Iterator[dict[str, Any]]:
-        refused = {each: why for each, one in contenders.items() if (why := _refusal(one))}
-        runs = {each: one for each, one in contenders.items() if each not in refused}
-        clocks = {"host": host_clock} if self.device == "cpu" else {"host": host_clock, "work": work_clock}
-        for part, clock in clocks.items():
-            samples = interleaved(runs, clock(self.device), self.repeats)
-            times = {each: statistics.median(seconds) * 1e6 for each, seconds in samples.seconds.items()}
-            ratios = {
-                each: statistics.median(samples.ratio(each, OURS)) for each in runs if each != OURS and OURS in runs
-            }
-            yield {"work": name, "part": part, "microseconds": times, "over_attnplug": ratios, "refused": refused}
+        def bind(name: str) -> None:
+            if name not in bound:
+                for other in list(bound):
+                    bound.pop(other).restore()
+                if name != NATIVE:
+                    bound[name] = attnplug_diffusers.bind(model, name)
 
-
-def _refusal(contender: Contender) -> str:
-    """Return why a contender does not run, or nothing."""
-    try:
-        contender.call(contender.prepare())
-    except (AttnplugError, RuntimeError, ValueError, TypeError) as error:
-        return getattr(error, "problem", str(error)).strip().splitlines()[0]
-    return ""
-
-
-def markdown(row: dict[str, Any], names: list[str]) -> str:
-    """Return a row of the table."""
-    times = [f"{row['microseconds'][name]:.1f}" if name in row["microseconds"] else "refused" for name in names]
-    ratios = [f"{row['over_attnplug'][name]:.2f}" if name in row["over_attnplug"] else "-" for name in names[1:]]
-    return f"| {' | '.join([row['work'], row['part'], *times, *ratios])} |"
+        return {name: Contender(lambda _: call(), lambda name=name: bind(name)) for name in (NATIVE, *self.backends)}
 
 
-def main() -> None:
+def main() -> int:
     """Measure, and print a table in microseconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--backend", help="a backend of attnplug; by default the one that it selects")
+    parser.add_argument("--device", default="cpu", choices=tuple(CALLS))
+    parser.add_argument("--backends", nargs="+", help="backends of attnplug, measured beside each other")
     parser.add_argument("--beside", nargs="*", default=[], help="further backends of diffusers")
     parser.add_argument("--only", default="", help="measure what has this text in its name")
+    parser.add_argument("--compiler", help="backend of torch.compile; '' for eager models alone")
     parser.add_argument("--repeats", type=int, default=25, help="fifths of a second, at most, for each row")
+    parser.add_argument("--tiny", action="store_true", help="a few samples of the first calls and of the models")
+    parser.add_argument("--report", type=Path, help="file of the report, as Markdown")
     parser.add_argument("--out", type=Path, help="file of the results, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    found: dict[str, Any] = {
-        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
-        "device": name,
-        "command": " ".join(sys.argv),
-        "rows": [],
-    }
-    names = [OURS, NATIVE, *options.beside]
-    heads = ["work", "part", *(f"{each}, us" for each in names), *(f"{each} / {OURS}" for each in names[1:])]
-    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    bench = Bench(options.device, options.backend, tuple(options.beside), options.repeats)
+    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - a graph for each backend, and for native
+    backends = tuple(options.backends or BACKENDS[options.device])
+    compiler = COMPILERS[options.device] if options.compiler is None else options.compiler
+    bench = Bench(options.device, backends, tuple(options.beside), compiler)
+    report = Report(
+        "Models of diffusers through attnplug, beside its native attention",
+        "Medians in microseconds of calls in turn, in one process. `host` is the time until a call returns, `work` the "
+        "time on the device. Ratios above 1: faster than native. Errors are fractions of the greatest value: of calls "
+        "beside float64, of models beside float32.",
+        options.device,
+        (NATIVE, *options.beside, *backends),
+    )
     with torch.no_grad():
-        for row in bench.rows(options.only):
-            found["rows"].append(row)
-            print(markdown(row, names), flush=True)
-    for work, each, why in sorted({(row["work"], *one) for row in found["rows"] for one in row["refused"].items()}):
-        print(f"{work}: {each} refuses it: {why}")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for work in bench.works(options.only, is_tiny=options.tiny):
+            report.add(work.measured(options.device, 1 if options.tiny else options.repeats))
+    return report.write(options.report, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attnplug.dense import attend_like_sdpa
-from attnplug.errors import LayerError, NoBackendError, NotNegotiatedError, TensorError
+from attnplug.dense import attend_like_sdpa, autocast_like_sdpa
+from attnplug.dense.params import encode_keywords
+from attnplug.errors import LayerError, NoBackendError, NotNegotiatedError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -159,6 +160,35 @@ def test_tensors_of_other_axes_and_heads_are_refused() -> None:
         attend_like_sdpa(*tensors((2, 4, 9, 16), (2, 2, 9, 16)))
 
 
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_tensors_are_cast_as_autocast_casts_them(mask, dtype) -> None:
+    inputs = (torch.randn(2, 4, 9, 16), *tensors(dtype=dtype)[1:])
+    given = None if mask is None else (torch.rand(9, 9) > 0.3).to(mask)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = autocast_like_sdpa(*inputs, given)
+        with torch.autocast("cpu", enabled=False):
+            assert autocast_like_sdpa(*inputs, given) == (*inputs, given)
+    expected = [torch.bfloat16, *[torch.float64 if dtype == torch.float64 else torch.bfloat16] * 2]
+
+    assert [one.dtype for one in cast[:3]] == expected
+    assert cast[3] is None if mask is None else cast[3].dtype == (torch.bool if mask == torch.bool else torch.bfloat16)
+    assert autocast_like_sdpa(*inputs, given) == (*inputs, given)
+    if dtype == torch.float64:
+        return
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = sdpa(*inputs, given)
+    torch.testing.assert_close(attend_like_sdpa(*cast), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_meta_tensor_has_no_autocast() -> None:
+    inputs = tensors(device="meta")
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocast_like_sdpa(*inputs)[0] is inputs[0]
+
+
 def test_a_compiled_graph_has_no_break(runs) -> None:
     torch._dynamo.reset()
     inputs, mask = tensors((2, 4, 9, 16), (2, 4, 5, 16)), torch.rand(2, 4, 9, 5) > 0.3
@@ -174,3 +204,14 @@ def test_a_compiled_graph_has_no_break(runs) -> None:
     assert len(runs) == 3
     wanted = reference(*inputs, mask) + reference(*inputs, is_causal=True)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch/sdpa", ["torch/sdpa"], ("torch/sdpa",)])
+@pytest.mark.parametrize("options", [None, {}])
+def test_a_named_backend_is_encoded_alike(backend, options) -> None:
+    assert encode_keywords(backend, options) == (("torch/sdpa",), "{}")
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(SettingsError, match="backend=''"):
+        encode_keywords("", None)

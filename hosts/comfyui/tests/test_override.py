@@ -184,6 +184,20 @@ def test_attn_precision_is_that_of_the_computation(dtype, by_position, model) ->
     assert torch.equal(found, plain(q, k, v, 4, None, torch.float32, False, False))
 
 
+@pytest.mark.parametrize("precision", [None, torch.float32])
+def test_autocast_casts_what_has_no_precision_of_its_own(precision, model) -> None:
+    q, k, v = tensors()
+
+    first = q if precision is None else q.bfloat16()  # a norm in float32 leaves such a mixture
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.attend(first, k.bfloat16(), v.bfloat16(), 4, attn_precision=precision)
+
+    (route,) = attnplug_comfyui.report(model)
+    assert (route.dtype, found.dtype) == ("bfloat16" if precision is None else "float32", torch.bfloat16)
+    torch.testing.assert_close(found.double(), in_double(q, k, v, 4), rtol=2e-2, atol=2e-2)
+
+
 def test_scores_that_overflow_float16_do_not_with_precision(model) -> None:
     q, k, v = tensors(dtype=torch.float16, size=64)
     q *= 300

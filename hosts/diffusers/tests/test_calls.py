@@ -27,6 +27,7 @@ CALLS = {
     "additive mask": ((2, 40, 4, 64), (2, 40, 4, 64), {"attn_mask": torch.randn(2, 1, 40, 40)}),
     "additive mask of each head": ((2, 40, 4, 64), (2, 12, 4, 64), {"attn_mask": torch.randn(1, 4, 40, 12)}),
     "scale": ((2, 40, 4, 64), (2, 40, 4, 64), {"scale": 0.3}),
+    "scale and padding": ((2, 40, 4, 64), (2, 12, 4, 64), {"scale": 0.3, "attn_mask": MASK.bool()}),
     "no window": ((2, 40, 4, 64), (2, 40, 4, 64), {"attention_kwargs": {"window_size": (-1, -1), "softcap": 0.0}}),
 }
 
@@ -68,9 +69,9 @@ def test_a_call_is_that_of_the_native_backend(
 
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 12), st.integers(1, 12),
-    st.sampled_from((None, "by key", "boolean", "added")), st.integers(0, 99),
+    st.sampled_from((None, "by key", "boolean", "added")), st.sampled_from((None, 0.7)), st.integers(0, 99),
 )  # fmt: skip
-def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries, keys, mask, seed) -> None:
+def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries, keys, mask, scale, seed) -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed; it requires Python 3.11")
     from diffusers.models.attention_dispatch import dispatch_attention_fn  # noqa: PLC0415 - see above
 
@@ -83,7 +84,7 @@ def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries
     given = None if mask is None else torch.randn(shape) if mask == "added" else visible
 
     output, lse = dispatch_attention_fn(
-        *inputs, attn_mask=given, enable_gqa=True, attention_kwargs={"return_lse": True},
+        *inputs, attn_mask=given, scale=scale, enable_gqa=True, attention_kwargs={"return_lse": True},
         backend=attention_for(None, None, native_fallback=False).member,
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def test_outputs_and_lse_are_those_of_the_oracle(batch, kv_heads, group, queries
     for one in range(batch):
         wanted = attend(
             *(each[one].double() for each in inputs),
-            scale=8**-0.5,
+            scale=8**-0.5 if scale is None else scale,
             causal=False,
             custom_mask=None if wide is None or mask == "added" else wide[one, 0],
             attn_bias=wide[one] if mask == "added" else None,
@@ -108,6 +109,7 @@ REFUSED = {
     "a soft cap": ({"attention_kwargs": {"softcap": 30.0}}, NotNegotiatedError, "'softcap'"),
     "a window": ({"attention_kwargs": {"window_size": (4, 4)}}, NotNegotiatedError, "'window_size'"),
     "an argument of another": ({"attention_kwargs": {"deterministic": True}}, NotNegotiatedError, "'deterministic'"),
+    "an argument of nobody": ({"attention_kwargs": {"chunk": 8}}, NotNegotiatedError, "'chunk'"),
     "both": ({"is_causal": True, "attn_mask": MASK.bool()}, NotNegotiatedError, "is_causal=True and an attn_mask"),
     "a mask of numbers": ({"attn_mask": MASK}, TensorError, "an attn_mask of"),
     "a backend": ({"backend": "flashinfer"}, NoBackendError, "flashinfer"),
@@ -138,6 +140,20 @@ def test_the_native_backend_runs_it_where_that_was_requested(arguments, reason, 
     torch.testing.assert_close(found, dispatch.dispatch_attention_fn(*inputs, **arguments), rtol=0, atol=0)
     reasons = attention_for(backend, None, native_fallback=True).fallback.reasons
     assert any(one.startswith(reason) for one in reasons)
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (2, 12), (2, 4, 12, 12)])
+def test_a_mask_of_more_digits_than_the_call_is_not_rounded(shape, dispatch, dispatched, runs) -> None:
+    inputs, mask = tensors((2, 12, 4, 64), dtype=torch.bfloat16), torch.randn(shape)
+
+    with pytest.raises(NotNegotiatedError, match=r"an added mask of torch\.float32 was given to a call in"):
+        dispatched(*inputs, attn_mask=mask)
+    found = dispatched(*inputs, attn_mask=mask, native_fallback=True)
+
+    assert not runs
+    torch.testing.assert_close(found, dispatch.dispatch_attention_fn(*inputs, attn_mask=mask), rtol=0, atol=0)
+    assert dispatched(*inputs, attn_mask=mask.bfloat16()).dtype == torch.bfloat16
+    assert runs
 
 
 def test_dropout_runs_natively_where_that_was_requested(dispatch, dispatched, runs) -> None:
@@ -216,6 +232,36 @@ def test_keys_are_left_out_in_a_compiled_graph(learns, dispatch, runs) -> None:
 def test_a_mask_by_key_without_grouped_heads_is_checked(dispatched) -> None:
     with pytest.raises(TensorError, match="without enable_gqa"):
         dispatched(*tensors((2, 30, 4, 64), (2, 12, 2, 64)), attn_mask=MASK.bool())
+
+
+def test_a_mask_by_key_with_more_values_than_keys_is_checked(dispatched) -> None:
+    query, key, _ = tensors((2, 30, 4, 64), (2, 12, 4, 64))
+
+    with pytest.raises(TensorError, match="as many values as keys"):
+        dispatched(query, key, torch.randn(2, 13, 4, 64), attn_mask=MASK.bool())
+
+
+AUTOCAST = {
+    "no mask": None,
+    "by key": MASK.bool(),
+    "added": torch.randn(2, 1, 30, 12),
+}
+
+
+@pytest.mark.parametrize("mask", AUTOCAST.values(), ids=AUTOCAST)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_autocast_casts_as_it_does_for_the_native_backend(mask, fallback, dispatch, dispatched, runs) -> None:
+    query, key, value = tensors((2, 30, 4, 64), (2, 12, 4, 64))
+    inputs = (query, key.half(), value.bfloat16())  # a norm in float32 leaves such a mixture
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = dispatched(*inputs, attn_mask=mask, native_fallback=fallback)
+        wanted = dispatch.dispatch_attention_fn(*inputs, attn_mask=mask)
+
+    (run,) = runs
+    assert run.agreement.requirements.dtype == "bfloat16"
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_metadata_is_kept_for_a_mask_by_key(dispatched, monkeypatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import attnplug
 from attnplug.errors import NoBackendError
-from hosts.diffusers.tests.models import MODELS, flux, hunyuan, sd3, wan
+from hosts.diffusers.tests.models import MODELS, flux, hunyuan, sd3, vae, wan
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_a_model_computes_what_it_does_by_itself(make, mode, diffusers, bind, ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [flux, wan, hunyuan, sd3])
+@pytest.mark.parametrize("make", [flux, wan, hunyuan, sd3, vae])
 def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
     small = make(diffusers)
     torch._dynamo.reset()
@@ -44,6 +44,23 @@ def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
         native = compiled(**small.inputs, return_dict=False)[0]
 
     assert len(runs) == small.calls, "the compiled model calls attnplug after it is restored"
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(native, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_alone_follow_a_binding(diffusers, bind, runs) -> None:
+    small = flux(diffusers)
+    torch._dynamo.reset()
+
+    with torch.no_grad():
+        wanted = small()
+        small.model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        with bind(small.model):
+            found = small()
+        native = small()
+
+    assert len(runs) == small.calls
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(native, wanted, rtol=1e-5, atol=1e-5)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attnplug.dense.prepared import prepare_attention as prepare_attention
     from attnplug.dense.prepared import prepare_attention_varlen as prepare_attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
+    from attnplug.dense.sdpa import autocast_like_sdpa as autocast_like_sdpa
     from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
 
 _MODULES: Final = {
@@ -34,7 +35,7 @@ _MODULES: Final = {
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
     "attnplug.dense.prepared": "PreparedAttention prepare_attention prepare_attention_varlen",
-    "attnplug.dense.sdpa": "attend_like_sdpa requirements_like_sdpa",
+    "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

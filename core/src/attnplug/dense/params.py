@@ -53,6 +53,8 @@ def encode_keywords(backend: BackendNames | None, options: Options | None) -> tu
     Raises:
         SettingsError: As for `select`.
     """
+    if type(backend) is str and backend and options is None:  # the path of every call with a named backend
+        return (backend,), NO_OPTIONS
     keywords = overrides("the call", backend, options, None)
     return keywords.backend, json.dumps(options or {}, sort_keys=True)
 

@@ -38,7 +38,8 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
 
     It is for hosts whose code calls torch's function. The differences between both are translated here: the order of
     the axes, where causal queries begin, boolean masks of separate heads, and queries that attend to nothing. It works
-    in ``torch.compile(fullgraph=True)`` and with gradients, as `attention` does.
+    in ``torch.compile(fullgraph=True)`` and with gradients, as `attention` does. Tensors are computed in their dtype:
+    `autocast_like_sdpa` casts them as torch's function does in ``torch.autocast``.
 
     Args:
         query: ``(batch, heads, queries, size)``.
@@ -90,6 +91,29 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
     return (output, lse) if return_lse else output
 
 
+def autocast_like_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Return the tensors of a call as `torch.nn.functional.scaled_dot_product_attention` gets them in ``torch.autocast``.
+
+    Autocast casts floating tensors to its dtype, float64 excepted, and boolean masks not. Outside of it nothing is
+    cast.
+
+    Args:
+        query: A query, whose device says which autocast it is.
+        key: A key.
+        value: A value.
+        attn_mask: A mask, or None.
+    """
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(device)
+    mask = None if attn_mask is None else _autocast(attn_mask, dtype)
+    return _autocast(query, dtype), _autocast(key, dtype), _autocast(value, dtype), mask
+
+
 def requirements_like_sdpa(
     query: Tensor,
     key: Tensor,
@@ -125,6 +149,10 @@ def requirements_like_sdpa(
         tensors = CallTensors(mask=attn_mask) if is_boolean else CallTensors(bias=attn_mask)
     params = CallParams(causal=is_causal, return_lse=return_lse)
     return requirements_of(query, key, value, params, tensors, is_cross=query.shape[1] != key.shape[1])
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _attend(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attrs import evolve, frozen
 
+from attnplug.dense import autocast_like_sdpa
 from attnplug.errors import NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class AttentionCall:
     def in_float32(self) -> AttentionCall:
         """Return the same call with queries, keys and values cast to float32."""
         return evolve(self, query=self.query.float(), key=self.key.float(), value=self.value.float())
+
+    def in_autocast(self) -> AttentionCall:
+        """Return the same call with its tensors as ``torch.autocast`` casts them; the output is not cast back."""
+        query, key, value, mask = autocast_like_sdpa(self.query, self.key, self.value, self.mask)
+        is_same = query is self.query and key is self.key and value is self.value and mask is self.mask
+        return self if is_same else evolve(self, query=query, key=key, value=value, mask=mask, dtype=query.dtype)
 
     def part(self, start: int, end: int) -> AttentionCall:
         """Return the call for some sequences of the batch."""

@@ -145,6 +145,8 @@ def _in_precision(call: AttentionCall, requested: torch.dtype | None) -> Attenti
         NotNegotiatedError: That is float64, or an additive mask has more digits than the call.
     """
     precision = _attn_precision(requested, call.dtype)
+    if precision != torch.float32:
+        call = call.in_autocast()
     if precision == torch.float32 and call.dtype in _HALVES:
         call = call.in_float32()
     elif precision is not None and precision.itemsize > call.dtype.itemsize:

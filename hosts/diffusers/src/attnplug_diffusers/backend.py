@@ -16,10 +16,10 @@ import torch
 from attrs import field, frozen
 from diffusers.models import attention_dispatch as dispatch
 
-from attnplug.dense import attend_like_sdpa
+from attnplug.dense import attend_like_sdpa, autocast_like_sdpa
 from attnplug.errors import NotNegotiatedError
 from attnplug_diffusers.fallback import Fallback
-from attnplug_diffusers.masks import mask_by_key
+from attnplug_diffusers.masks import has_more_digits, mask_by_key
 from attnplug_diffusers.packed import attend_by_key, can_leave_out, is_by_key
 from attnplug_diffusers.rerouting import Route, direct_methods, original
 
@@ -83,6 +83,13 @@ class Attention:
         return self._classes[owner]
 
 
+class _Everything(set[str]):
+    """Names of arguments: it has every one, and lists those that diffusers has."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 _made: Final[dict[str, Attention]] = {}
 _lock: Final = threading.Lock()
 
@@ -103,7 +110,8 @@ def attention_for(backend: BackendNames | None, options: Options | None, *, nati
         if name not in _made:
             settings = Settings(backend, options, Fallback(backend, options) if native_fallback else None)
             member = _register(name, _dispatched(settings))
-            _made[name] = Attention(member, Route.to(_like_sdpa(settings), member), settings.fallback)
+            permit = _refuse_mask if settings.fallback is None else settings.fallback.note
+            _made[name] = Attention(member, Route.to(_like_sdpa(settings), member, permit), settings.fallback)
         return _made[name]
 
 
@@ -114,9 +122,9 @@ def _register(name: str, function: Callable[..., Any]) -> Any:
     member._name_, member._value_ = name.upper(), name
     member._sort_order_ = len(names.__members__)
     registry.register(member)(function)
-    # diffusers leaves out of a call what a backend has no argument for. What others have is refused, not left out.
+    # diffusers leaves out of a call what a backend has no argument for. Here all of it arrives, to be refused by name.
     known = registry._supported_arg_names  # noqa: SLF001 - likewise
-    known[member] = set().union(*known.values()) - {"others"}
+    known[member] = _Everything(set().union(*known.values()) - {"others"})
     names._member_map_[name.upper()] = names._value2member_map_[name] = member
     names._member_names_.append(name.upper())
     return member
@@ -144,6 +152,8 @@ def _dispatched(settings: Settings) -> Callable[..., Any]:
                 _refuse_argument(name)
         if _parallel_config is not None:
             _refuse_parallel()
+        if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+            _refuse_mask(f"a mask of type {type(attn_mask).__name__}")
         if attn_mask is not None and attn_mask.ndim == 2:
             attn_mask = mask_by_key(attn_mask, query.shape[0], key.shape[1])
         found = _attend(
@@ -190,15 +200,18 @@ def _attend(
     **call: Any,
 ) -> Any:
     """Run a call by leaving out keys, natively, or as it is; `call` has the rest of torch's arguments."""
+    query, key, value, attn_mask = autocast_like_sdpa(query, key, value, attn_mask)
     heads, tokens = (2, 1) if tokens_first else (1, 2)
     by_key = (
         attn_mask is not None
         and not call["is_causal"]
         and not call["dropout_p"]
-        and is_by_key(query, key, attn_mask, heads=heads, tokens=tokens, enable_gqa=call["enable_gqa"])
+        and is_by_key(query, key, value, attn_mask, heads=heads, tokens=tokens, enable_gqa=call["enable_gqa"])
         and can_leave_out(query, key, value, return_lse=return_lse)
     )
     fallback = settings.fallback
+    if fallback is None and attn_mask is not None and has_more_digits(attn_mask, query):
+        _refuse_digits(attn_mask, query)
     if fallback is not None and not return_lse:
         about: dict[str, Any] = {name: call[name] for name in ("dropout_p", "is_causal")}
         if fallback.reason(query, key, value, attn_mask, tokens_first=tokens_first, by_key=by_key, **about):
@@ -222,6 +235,22 @@ def _refuse_argument(name: str) -> None:
         "models that are bound to attnplug pass query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa "
         "and return_lse",
         f"leave {name!r} out of attention_kwargs, or restore the model",
+    )
+
+
+def _refuse_digits(mask: Tensor, query: Tensor) -> None:
+    raise NotNegotiatedError(
+        f"an added mask of {mask.dtype} was given to a call in {query.dtype}",
+        "backends add a mask in the dtype of the call, which has fewer digits",
+        f"pass the mask in {query.dtype}, or bind with native_fallback=True",
+    )
+
+
+def _refuse_mask(mask: str) -> None:
+    raise NotNegotiatedError(
+        f"{mask} was given to a model that is bound to attnplug",
+        "a mask is a tensor: boolean, or added to the scores",
+        "restore the model; where its code names a backend of diffusers for this mask, native_fallback=True permits it",
     )
 
 

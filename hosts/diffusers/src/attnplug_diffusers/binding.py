@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from torch import nn
 from attnplug import using
 from attnplug.errors import NotNegotiatedError, RequestError
 from attnplug_diffusers.backend import Attention, attention_for
-from attnplug_diffusers.rerouting import dispatches
+from attnplug_diffusers.rerouting import demands, direct_methods, dispatches, original
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from attnplug.request import BackendNames, Options
 
+_logger: Final = logging.getLogger("attnplug.diffusers")
 _PROCESSOR: Final = "processor"
 _CLASS: Final = "__class__"
 _lock: Final = threading.RLock()
@@ -33,12 +35,13 @@ class Binding:
     """
     Models' attention on a backend, until `restore`. `bind` makes it.
 
-    As a context manager it restores at the end of the block, whatever is raised there.
+    As a context manager it restores at the end of the block, whatever is raised there; of blocks inside each other, at
+    the end of the outermost.
 
     Attributes:
         modules: Names of the modules whose attention runs on the backend, as in `model.named_modules()`.
         left: Names of modules with an attention processor that computes attention in another way, by linear attention
-            for example. They run as they are.
+            for example, or whose class is made for one backend of diffusers. They run as they are.
     """
 
     def __init__(self, attention: Attention, changes: list[_Change], modules: list[str], left: list[str]) -> None:
@@ -46,6 +49,7 @@ class Binding:
         self.left = tuple(left)
         self._attention = attention
         self._changes = changes
+        self._blocks = 0
 
     @property
     def native(self) -> tuple[str, ...]:
@@ -61,7 +65,8 @@ class Binding:
         """
         Put back what the model had. A second time changes nothing.
 
-        A processor that was set on the model since is left as it is.
+        A processor that was set on the model since is left as it is, with a warning: its calls have run without
+        attnplug.
 
         Raises:
             RequestError: The model is bound again since: restore that first.
@@ -77,17 +82,35 @@ class Binding:
                     "bindings of a model are restored in the opposite order",
                     "restore the newest first, or use `with attnplug_diffusers.bind(...)` blocks inside each other",
                 )
+            kept = [change for change in self._changes if not change.is_in_force()]
             for change in reversed(self._changes):
                 change.revert()
             del _active[self]
+        if kept:
+            _logger.warning(
+                "%d of %d changes of a binding were replaced while it was in force, so that attention ran without "
+                "attnplug: bind after set_attn_processor, fuse_qkv_projections and load_ip_adapter",
+                len(kept),
+                len(self._changes),
+            )
 
     def __enter__(self) -> Self:
+        with _lock:
+            if self not in _active:
+                raise RequestError(
+                    "a binding that was restored is entered",
+                    "a binding is in force from bind to restore, and once",
+                    "call attnplug_diffusers.bind again",
+                )
+            self._blocks += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.restore()
+        self._blocks -= 1
+        if not self._blocks:
+            self.restore()
 
     def __repr__(self) -> str:
         state = f"{len(self.modules)} modules" if self in _active else "restored"
@@ -95,8 +118,13 @@ class Binding:
 
     def _apply(self) -> None:
         with _lock:
-            for change in self._changes:
-                change.apply()
+            try:
+                for change in self._changes:
+                    change.apply()
+            except BaseException:
+                for change in reversed(self._changes):
+                    change.revert()
+                raise
             _active[self] = frozenset(id(change.module) for change in self._changes)
 
 
@@ -112,8 +140,11 @@ class _Change:
     def apply(self) -> None:
         setattr(self.module, self._name, self._after)
 
+    def is_in_force(self) -> bool:
+        return getattr(self.module, self._name) is self._after
+
     def revert(self) -> None:
-        if getattr(self.module, self._name) is self._after:
+        if self.is_in_force():
             setattr(self.module, self._name, self._before)
 
 
@@ -145,7 +176,8 @@ def bind(
     Raises:
         RequestError: It is not a model, or has no attention that can be bound.
         SettingsError: A backend or an option is no such thing.
-        NotNegotiatedError: Context parallelism is enabled for the model.
+        NotNegotiatedError: Context parallelism is enabled for the model, or a hook has replaced the forward of a module
+            that calls torch's function.
     """
     _check_model(model)
     with using(backend=backend, options=options):  # which checks them
@@ -197,6 +229,7 @@ def _prepare(model: nn.Module, attention: Attention) -> Binding:
                 found.append(_Change(module, _PROCESSOR, changed))
         owner = attention.rerouted(type(module))
         if owner is not None:
+            _check_hooks(name, module)
             found.append(_Change(module, _CLASS, owner))
         if found:
             modules.append(name)
@@ -206,6 +239,8 @@ def _prepare(model: nn.Module, attention: Attention) -> Binding:
 
 def _bound_processor(processor: Any, attention: Attention) -> Any:
     """Return a copy of a processor that calls attnplug, or None where it calls no attention."""
+    if demands(processor):
+        return None
     owner, dispatched = attention.rerouted(type(processor)), dispatches(type(processor))
     if owner is None and not dispatched:
         return None
@@ -224,3 +259,15 @@ def _check_parallel(name: str, processor: object) -> None:
             "each call of a bound model attends to all of its keys on one device",
             "bind a model that was loaded without a context-parallel configuration",
         )
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    """Check that a module runs the methods of its class, which a binding replaces by copies."""
+    for method in direct_methods(original(type(module))):
+        if method in vars(module):
+            raise NotNegotiatedError(
+                f"{name or 'the model'} has a {method} that is not the one of {type(module).__name__}",
+                "a hook, of offloading or caching for example, keeps the method that it has replaced, which calls "
+                "attention without attnplug",
+                "bind the model first, then enable offloading and caching",
+            )

@@ -10,6 +10,7 @@ import torch
 from attnplug import scope_key
 from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+from attnplug_diffusers.masks import has_more_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -65,6 +66,8 @@ class Fallback:
             return _noted(self._index, f"dropout_p={dropout_p:g}")
         if attn_mask is not None and attn_mask.requires_grad:
             return _noted(self._index, "a mask that requires a gradient")
+        if attn_mask is not None and has_more_digits(attn_mask, query):
+            return _noted(self._index, f"an added mask of {attn_mask.dtype} for a call in {query.dtype}")
         if not torch.compiler.is_compiling() and query.is_cuda and torch.cuda.is_current_stream_capturing():
             return _noted(self._index, "a CUDA graph is captured")
         heads, tokens = (2, 1) if tokens_first else (1, 2)
@@ -78,6 +81,10 @@ class Fallback:
             by_key or query.shape[tokens] != key.shape[tokens],
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
         )
+
+    def note(self, reason: str) -> None:
+        """Record why diffusers' own attention runs a call that was decided elsewhere."""
+        _noted(self._index, reason)
 
     def decide(self, dtype: torch.dtype, device: torch.device, *call: Any) -> str:
         """Return the reason for a kind of call, see `_decided`, and keep it as long as nothing else is decided."""

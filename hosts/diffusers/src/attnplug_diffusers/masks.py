@@ -1,4 +1,4 @@
-"""Masks by key: ``(batch, keys)`` in diffusers, and ``(batch, 1, 1, keys)`` for a backend."""
+"""Masks as diffusers has them: by key ``(batch, keys)``, for a backend ``(batch, 1, 1, keys)``; and their digits."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def mask_by_key(mask: Tensor, batch: int, keys: int) -> Tensor:
         _copies[mask] = found = (mask._version, mask[:, None, None, :].clone())  # noqa: SLF001 - likewise
     copy: Tensor = found[1]
     return copy
+
+
+def has_more_digits(mask: Tensor, query: Tensor) -> bool:
+    """Return whether a mask is added, and loses digits in the dtype of the queries."""
+    return mask.is_floating_point() and mask.dtype.itemsize > query.dtype.itemsize

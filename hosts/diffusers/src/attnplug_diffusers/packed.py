@@ -46,13 +46,16 @@ class KeptKeys:
 _kept: Final[WeakIdKeyDictionary] = WeakIdKeyDictionary()
 
 
-def is_by_key(query: Tensor, key: Tensor, attn_mask: Tensor, *, heads: int, tokens: int, enable_gqa: bool) -> bool:
+def is_by_key(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *, heads: int, tokens: int, enable_gqa: bool
+) -> bool:
     """
     Whether a call has a boolean mask ``(batch or 1, 1, 1, keys)``, and tensors that fit it.
 
     Args:
         query: Four axes.
         key: Four axes.
+        value: Four axes.
         attn_mask: The mask.
         heads: The axis of the heads.
         tokens: The axis of the tokens.
@@ -66,6 +69,8 @@ def is_by_key(query: Tensor, key: Tensor, attn_mask: Tensor, *, heads: int, toke
         and query.shape[tokens] > 0
         and attn_mask.shape[0] in (1, query.shape[0])
         and query.shape[0] == key.shape[0]
+        and key.shape[:-1] == value.shape[:-1]
+        and query.dtype == key.dtype == value.dtype
         and (enable_gqa or query.shape[heads] == key.shape[heads])
     )
 

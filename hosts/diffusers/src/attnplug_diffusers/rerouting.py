@@ -2,19 +2,22 @@
 Copies of functions whose attention calls go elsewhere.
 
 Most of diffusers' processors call `dispatch_attention_fn` with the backend of the processor. Others, and the modules of
-autoencoders, call `torch.nn.functional.scaled_dot_product_attention` directly, or dispatch without a backend. A copy of
-such a function has other globals, and nothing in the process is patched.
+autoencoders, call `torch.nn.functional.scaled_dot_product_attention` directly, or dispatch without a backend or with
+one that their code names. A copy of such a function has other globals, and nothing in the process is patched.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
+from functools import wraps
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
 from diffusers.models import attention_dispatch as dispatch
+from torch import nn
 from torch.nn import functional
 
 from attnplug.errors import NotNegotiatedError
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _SDPA: Final = "scaled_dot_product_attention"
 _DISPATCH: Final = "dispatch_attention_fn"
+_BACKEND: Final = "_attention_backend"
 _ORIGINAL: Final = "_attnplug_original"
 
 
@@ -40,17 +44,25 @@ class Route:
     replaced: dict[int, tuple[Any, set[str]]]
 
     @classmethod
-    def to(cls, like_sdpa: Callable[..., Any], member: Any) -> Route:
+    def to(cls, like_sdpa: Callable[..., Any], member: Any, permit: Callable[[str], None]) -> Route:
         """
         Return the route to a function with torch's arguments, and to a name of diffusers' registry.
 
         Args:
             like_sdpa: Takes the place of `torch.nn.functional.scaled_dot_product_attention`.
-            member: The backend of calls of `dispatch_attention_fn` that name none.
+            member: The backend of calls of `dispatch_attention_fn`, whichever they name.
+            permit: Called with the reason where a call can only run on the backend of diffusers that it names: its mask
+                is in the form of that backend. It raises where that is not permitted.
         """
 
-        def dispatch_attention_fn(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
-            return dispatch.dispatch_attention_fn(*args, backend=member if backend is None else backend, **kwargs)
+        def dispatch_attention_fn(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, backend: Any = None, **kwargs: Any
+        ) -> Any:
+            chosen = member
+            if backend is not None and attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+                permit(f"a mask of type {type(attn_mask).__name__}")
+                chosen = backend
+            return dispatch.dispatch_attention_fn(query, key, value, attn_mask, *args, backend=chosen, **kwargs)
 
         of_functional = _shim(functional, **{_SDPA: like_sdpa})
         of_nn = _shim(torch.nn, functional=of_functional)
@@ -94,9 +106,13 @@ class Route:
         Raises:
             NotNegotiatedError: As for `copy`.
         """
-        methods = {name: self.copy(inspect.getattr_static(owner, name)) for name in names}
-        made = type(owner.__name__, (owner,), {**methods, "__module__": owner.__module__, "__doc__": owner.__doc__})
+        methods = {name: inspect.getattr_static(owner, name) for name in names}
+        copies = {name: self.copy(method) for name, method in methods.items()}
+        made = type(owner.__name__, (owner,), {**copies, "__module__": owner.__module__, "__doc__": owner.__doc__})
         made.__qualname__ = owner.__qualname__
+        if issubclass(owner, nn.Module):
+            for name, method in methods.items():
+                setattr(made, name, _while_bound(made, copies[name], method))
         setattr(made, _ORIGINAL, owner)
         return made
 
@@ -119,12 +135,41 @@ def direct_methods(owner: type) -> list[str]:
 def dispatches(owner: type) -> bool:
     """Whether calls of a processor's class go to diffusers' dispatch with the backend of the processor."""
     call = inspect.getattr_static(owner, "__call__", None)
-    return isinstance(call, FunctionType) and "_attention_backend" in _names(call.__code__)
+    return isinstance(call, FunctionType) and _BACKEND in _names(call.__code__)
+
+
+def demands(processor: object) -> str:
+    """Return the backend of diffusers that a processor's class is made for, and no other; or nothing."""
+    return str(getattr(type(processor), _BACKEND, None) or "")
 
 
 def _is_direct(method: FunctionType) -> bool:
     names = set(_names(method.__code__))
-    return _SDPA in names or (_DISPATCH in names and "_attention_backend" not in names)
+    if _SDPA in names or (_DISPATCH in names and _BACKEND not in names):
+        return True
+    # A method may pass the backend of the processor to some of its calls, and None or a name to others.
+    return _DISPATCH in names and _count(method.__code__, _DISPATCH) > _count(method.__code__, _BACKEND)
+
+
+def _count(code: CodeType, name: str) -> int:
+    """Return how often a function reads a name."""
+    inner = sum(_count(constant, name) for constant in code.co_consts if isinstance(constant, CodeType))
+    return inner + [one.argval for one in dis.get_instructions(code)].count(name)
+
+
+def _while_bound(made: type, copy: FunctionType, method: FunctionType) -> Callable[..., Any]:
+    """
+    Return a method that is the copy for modules of a class, and the original for others.
+
+    A hook of diffusers or accelerate keeps the `forward` of its module. If it is added while the module is bound, it
+    calls that after the module is restored, too.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return copy(self, *args, **kwargs) if isinstance(self, made) else method(self, *args, **kwargs)
+
+    return run
 
 
 def _names(code: CodeType) -> Iterator[str]:
