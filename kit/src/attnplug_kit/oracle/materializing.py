@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
-from math import copysign, log2
+from math import copysign, log, log2
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -44,7 +44,7 @@ def materialize(case: Case) -> Scene:
         queries=tuple(representable(case, rows).to(dtype) for rows in queries),
         keys=_shared(case, (rows.to(dtype) for rows in keys)),
         values=own_values,
-        sinks=normal(case.num_q_heads) if case.sinks else None,
+        sinks=_sinks(case, normal(case.num_q_heads)) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
         masks=_masks(case) if case.custom_mask else None,
         biases=_biases(case) if case.attn_bias else None,
@@ -54,6 +54,18 @@ def materialize(case: Case) -> Scene:
         rounding=fp8_rounding(case),
         int8_rounding=int8_rounding(case.kv_cache_dtype, own_values),
     )
+
+
+def _sinks(case: Case, normal: Tensor) -> Tensor:
+    """
+    Return sinks: every second one has about the weight of all keys of a request, the others that of one key.
+
+    Beside many keys the weight of one is within a tolerance. All are numbers of bfloat16, in which models keep sinks.
+    """
+    keys = sum(case.key_lens) / len(case.key_lens)
+    cuts = [cut for cut in (case.sliding_window, case.attention_chunk) if cut is not None]
+    normal[::2] += log(max(1.0, min([keys, *cuts])))
+    return normal.bfloat16().float()
 
 
 def _scale_of(case: Case) -> float:
