@@ -59,6 +59,20 @@ def test_calls_as_models_write_them_are_served(by_position, names, every_comfyui
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_options_are_those_of_each_call(comfyui, monkeypatch) -> None:
+    options, passed = {"flashinfer": {"workspace_mib": 512}}, []
+    attend = override.attend_like_sdpa
+    monkeypatch.setattr(
+        override,
+        "attend_like_sdpa",
+        lambda *call, **named: (passed.append(named["options"]), attend(*call, **named))[1],
+    )
+
+    attnplug_comfyui.patch(comfyui.model(), options=options).attend(*tensors(), 4)
+
+    assert passed == [options]
+
+
 def test_each_function_of_a_version_is_replaced(every_comfyui) -> None:
     model = attnplug_comfyui.patch(every_comfyui.model())
     for name in every_comfyui.functions:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
+from attnplug.errors import NoBackendError, NotNegotiatedError, SettingsError, TensorError
 from attnplug_kit.oracle import attend
 from hosts.diffusers.tests.models import MASK
 
@@ -293,6 +293,14 @@ def test_settings_with_options_have_their_own_name(dispatched) -> None:
     assert members == [
         "attnplug", "attnplug:torch", "attnplug:torch", 'attnplug:torch{"a": {"b": 1}}', "attnplug or native"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [None, MASK.bool()], ids=["no mask", "padding"])
+def test_options_reach_the_backend(mask, dispatched) -> None:
+    inputs = tensors((2, 40, 4, 64), (2, 12, 4, 64))
+
+    with pytest.raises(SettingsError, match="no_such_option"):
+        dispatched(*inputs, attn_mask=mask, backend="torch", options={"torch": {"no_such_option": 1}})
 
 
 @pytest.mark.slow

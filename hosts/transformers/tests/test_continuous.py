@@ -213,6 +213,21 @@ def test_an_error_of_a_manager_leaves_the_attention_restored(host, monkeypatch):
     assert "init_continuous_batching" not in vars(made)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"options": {"torch": {"no_such_option": 1}}}, "no_such_option"),
+        ({"backend": "no_such_backend"}, "no_such_backend"),
+    ],
+)
+def test_settings_reach_each_call(settings, reason) -> None:
+    made = eager("llama")
+    with continuous_batching(made, **settings):
+        results = in_batches(made, prompts_of([5]))
+
+    assert [reason in str(one.error) for one in results.values()] == [True]
+
+
 def test_managers_of_one_model_and_of_two_run_at_once(host):
     one, other, prompts = eager("llama"), eager("mistral"), prompts_of((5, 33, 9))
     wanted = [by_generate(made, prompts) for made in (one, one, other)]
