@@ -54,7 +54,7 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 # the tests marked slow (Triton's interpreter, compilers, the full kit, deliberately wrong backends, fresh environments).
 # Files go to one process per core, long ones first, each with one thread of torch's: more would wait for each other.
 # Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
-# COVERAGE=1 measures them. These tests alone cover 95 %, so that CI measures no others: it would take a third longer.
+# COVERAGE=1 measures them, which takes a third longer: they alone cover 95 %.
 MEASURED = $(if $(COVERAGE),-m coverage run)
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(MEASURED) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: lint docs ## lint, docs, and the tests that are not marked slow: a few minutes

@@ -96,13 +96,29 @@ unset PYTHONDONTWRITEBYTECODE
 settings="--rcfile=hosts/$host/pyproject.toml"
 measure=("$python" -m coverage run "$settings" -m pytest "hosts/$host/tests")
 "$python" -m coverage erase "$settings"
+run_overlays() {
+  local failed=0
+  for overlay in "${!overlays[@]}"; do
+    echo "hosts/$host beside the Python code of $name $overlay"
+    PYTHONPATH="$environment/overlays/$overlay" "${measure[@]}" -m "$without_engines" "$@" || failed=1
+  done
+  return $failed
+}
+
 failed=0
+if [ $# -eq 0 ]; then # engines start one after another and leave cores idle; arguments may name a file that both would write
+  log=$(mktemp)
+  trap 'rm -f "$log"' EXIT
+  run_overlays >"$log" 2>&1 &
+fi
 echo "hosts/$host beside $name $version"
 "${measure[@]}" "$@" || failed=1
-for overlay in "${!overlays[@]}"; do
-  echo "hosts/$host beside the Python code of $name $overlay"
-  PYTHONPATH="$environment/overlays/$overlay" "${measure[@]}" -m "$without_engines" "$@" || failed=1
-done
+if [ $# -eq 0 ]; then
+  wait $! || failed=1
+  cat "$log"
+else
+  run_overlays "$@" || failed=1
+fi
 "$python" -m coverage combine "$settings" --quiet
 "$python" -m coverage report "$settings" || failed=1
 exit $failed
