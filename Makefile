@@ -54,13 +54,13 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 # the tests marked slow (Triton's interpreter, compilers, the full kit, deliberately wrong backends, fresh environments).
 # Files go to one process per core, long ones first, each with one thread of torch's: more would wait for each other.
 # Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
-# COVERAGE=1 measures them, which takes a third longer: they alone cover 95 %.
+# COVERAGE=1 measures them, which takes a third longer: and requires 95 % of these tests alone.
 MEASURED = $(if $(COVERAGE),-m coverage run)
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(MEASURED) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: lint docs ## lint, docs, and the tests that are not marked slow: a few minutes
 	@$(if $(COVERAGE),$(BIN)/python -m coverage erase)
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
-	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --fail-under=94)
+	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
 
 # coverage starts pytest, and not the other way round: the kit's pytest plugin is imported before any plugin could measure it.
 test-all: COVERAGE = 1

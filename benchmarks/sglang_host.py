@@ -250,7 +250,7 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
 
 
 def _larger(one: float, other: float) -> float:
-    """Return the larger number, and NaN where either is none."""
+    """Return the larger number, and NaN where either is NaN."""
     return other if other != other or other > one else one  # noqa: PLR0124 - whether it is a number
 
 

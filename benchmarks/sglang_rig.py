@@ -1,7 +1,7 @@
 """
 SGLang's model runner without its scheduler: steps made by hand, for every backend that SGLang's registry has.
 
-The runner is real, with its layers and its pools, and the weights are none: attention is called as models call it, with
+The runner is real, with its layers and its pools, and there are no weights: attention is called as models call it, with
 random queries, keys and values. `sglang_host.py` compares backends on it, and measures them.
 """
 

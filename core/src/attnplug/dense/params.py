@@ -267,7 +267,7 @@ def flat_mask(mask: Tensor, heads: int, sizes: tuple[int, int, int], query: Tens
 
 def refuse_copy(name: str) -> NoReturn:
     """
-    Refuse a CPU copy of cumulative lengths that is none.
+    Refuse a CPU copy that has other cumulative lengths.
 
     Raises:
         TensorError: Always.
