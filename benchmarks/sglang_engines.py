@@ -125,6 +125,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         disable_cuda_graph=not job["graphs"],
         disable_radix_cache=True,
         grammar_backend="none",
+        sampling_backend="pytorch",  # FlashInfer's compiles a module first
         random_seed=1,
         log_level="info",
     )

@@ -245,7 +245,7 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
     pairs = zip(found, expected, strict=True)
     worst = 0.0
     for got, want in pairs:
-        worst = _larger(worst, float((got.reshape(len(got), -1)[: len(want)].double() - want).abs().max()))
+        worst = _larger(worst, float((got.reshape(len(got), -1)[: len(want)].cpu().double() - want).abs().max()))
     return worst
 
 

@@ -6,12 +6,14 @@ Pack SGLang for a GPU host without a network: torch 2.11 for CUDA 13, Triton, tr
 FOLDER gets one archive and unpack.sh. On the host, from the folder above: ``source FOLDER/unpack.sh``. The archive has:
 
 - the Python code of SGLang 0.5.15, the newest for torch 2.11, and its metadata;
-- the Python packages that it imports at its top and that the host lacks, and transformers in the release that it pins;
+- the Python packages that it imports at its top and that the host lacks, FlashInfer among them, and transformers in the
+  release that it pins;
 - of its kernel library the Python code and ``sm90/common_ops.so`` alone, for Hopper GPUs. What else the library has
   (other architectures, FlashAttention 3, FlashMLA) is left out: importing it fails as on a machine that lacks it.
 
-Stubbed: ``torchaudio``, which SGLang imports at its top for audio models; it has no functions. Left out: what SGLang
-imports when it is asked for, such as outlines, torchao, timm, flashinfer and FlashAttention 4.
+Stubbed: ``torchaudio``, which SGLang imports at its top for audio models, and ``IPython``, which shows results in
+notebooks; they have no functions. Left out: torchvision, which the host has beside torch, and what SGLang imports when
+it is asked for, such as outlines, torchao, timm and FlashAttention 4.
 """
 
 from __future__ import annotations
@@ -33,16 +35,25 @@ SGLANG: Final = "sglang==0.5.15"
 KERNELS: Final = "sglang-kernel==0.4.4"
 NEEDED: Final = (
     *("aiohttp", "aiohappyeyeballs", "aiosignal", "frozenlist", "multidict", "propcache", "yarl"),
-    *("apache-tvm-ffi==0.1.11", "torch-c-dlpack-ext", "compressed-tensors==0.17.0", "loguru", "distro", "einops"),
+    *("torch-c-dlpack-ext", "compressed-tensors==0.17.0", "dill", "loguru", "distro", "einops"),
     *("fastapi==0.136.3", "starlette==1.0.0", "annotated-doc", "annotated-types", "interegular", "llguidance==0.7.30"),
     *("msgspec", "openai==2.6.1", "jiter", "sniffio", "openai-harmony==0.0.4", "orjson", "partial-json-parser"),
     *("prometheus-client", "pybase64", "pydantic==2.12.5", "pydantic-core==2.41.5", "typing-inspection"),
     *("python-multipart", "pyzmq", "setproctitle", "tiktoken", "uvicorn", "uvloop", "watchfiles", "xgrammar==0.2.1"),
     *("zstandard", "gguf", "easydict", "torch_memory_saver", "nvidia-ml-py"),
-    # Newer transformers register a model that SGLang 0.5.15 registers, too; torchvision is for torch 2.11.
-    *("transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.5.0", "torchvision==0.26.0"),
+    # SGLang pins apache-tvm-ffi 0.1.11; modules of FlashInfer are compiled in advance for this one.
+    *("flashinfer-python==0.6.12", "apache-tvm-ffi==0.1.15.post2"),
+    # Newer transformers register a model that SGLang 0.5.15 registers, too.
+    *("transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.5.0"),
 )
 """What SGLang imports and a host with torch, Triton and transformers lacks."""
+
+STUBS: Final = {
+    "torchaudio/__init__.py": '"""A stub, for audio models."""\n',
+    "IPython/__init__.py": '"""A stub, for notebooks."""\n',
+    "IPython/display.py": "HTML = display = None\n",
+}
+"""Files of modules that SGLang imports at its top and that nothing here calls."""
 
 LIMIT: Final = 58 << 20
 """The most that the folder may have, in bytes."""
@@ -95,8 +106,10 @@ def pack(out: Path) -> int:
             raise SystemExit(f"{KERNELS} has no {_OPS}.so")
         for library in site.rglob("*.so"):
             subprocess.run(["strip", "--strip-unneeded", str(library)], check=False, stderr=subprocess.DEVNULL)  # noqa: S603, S607 - of binutils
-        (site / "torchaudio").mkdir()
-        (site / "torchaudio" / "__init__.py").write_text('"""A stub, for audio models."""\n')
+        for name, text in STUBS.items():
+            stub = site / name
+            stub.parent.mkdir(exist_ok=True)
+            stub.write_text(text)
         with (
             lzma.open(out / "sglang.tar.xz", "wb", format=lzma.FORMAT_XZ, filters=_WINDOW) as file,
             tarfile.open(fileobj=file, mode="w") as tar,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attnplug
 from hosts.sglang.tests.rig import ForwardMode, World
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
@@ -71,6 +73,29 @@ def test_batches_of_any_order_agree_with_the_oracle(data: st.DataObject) -> None
             continue
         lens = [draw(st.integers(1, 40)) for _ in chosen]
         assert world.step(backend, chosen, lens, draw(st.sampled_from([EXTEND, MIXED]))) < CLOSE
+
+
+def test_a_gpu_is_decided_for_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang names the device ``"cuda"``: which one that is follows from the process."""
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    asked = []
+
+    def plan(requests: Any, device: Any, **more: Any) -> Any:
+        asked.append(attnplug.Device(device))
+        return decide(requests, "cpu", **more)
+
+    decide = attnplug.plan
+    monkeypatch.setattr(attnplug, "plan", plan)
+    world = World(16)
+    world.runner.device = "cuda"
+    backend = world.backend()
+
+    assert backend.support_triton()
+    assert {str(device) for device in asked} == {"cuda:9.0 (NVIDIA H200)"}
 
 
 def test_lengths_that_only_the_device_has() -> None:

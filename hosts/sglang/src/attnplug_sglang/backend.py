@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from attnplug import Device
 from attnplug.contract import GraphShape
 from attnplug.errors import NoBackendError, NotNegotiatedError
 from attnplug_sglang.batches import has_tree, lengths_of
@@ -58,7 +57,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             pools=pools,
             table=self.req_to_token_pool.req_to_token,
             dtype=model_runner.dtype,
-            device=Device.cpu() if self.device.type == "cpu" else str(self.device),
+            device=self.device,
             limits=limits_of(model_runner, pools.num_blocks),
             backend=backend,
         )
