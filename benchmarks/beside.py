@@ -228,7 +228,7 @@ class Report:
         unsteady = sorted({f"{row.work}, {row.part}" for row in self.rows if not row.is_steady})
         refused = sorted({(row.work, *one) for row in self.rows for one in row.refused.items()})
         lines += [f"- {work}: {name} does not run it: {why}" for work, name, why in refused]
-        lines += [f"- the median is not known to 1 %: {one}" for one in unsteady]
+        lines += [f"- medians that are not known to 1 %: {'; '.join(unsteady)}"] if unsteady else []
         lines += [f"- WRONG: {one}" for one in self.failures()]
         return "\n".join(lines).rstrip() + "\n"
 

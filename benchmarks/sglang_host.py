@@ -5,7 +5,7 @@ Compare SGLang's layers on attnplug with a float64 reference, and measure them b
     source .gpu/sglang/unpack.sh                       # on the GPU host, which has the kernel libraries of the plugins
     pip install --no-deps -e core -e kit -e hosts/sglang -e plugins/flash_attn -e plugins/flashinfer
     python benchmarks/sglang_host.py REPORT.md [--ours NAME ...] [--beside NAME ...] [--kv-cache-dtype fp8_e4m3]
-        [--only TEXT] [--repeats 25] [--engines]
+        [--only TEXT ...] [--repeats 25] [--engines]
     python benchmarks/sglang_host.py REPORT.md --device cpu --tiny
 
 The report has three tables. Errors: the largest difference from the reference, over prefills, chunks behind a prefix,
@@ -116,6 +116,9 @@ class Session:
         self.close = 1e-4 if self.runner.dtype == torch.float32 else 3e-2
         self.failed = False
 
+    def _is_wanted(self, row: str) -> bool:
+        return not self.options.only or any(text in row for text in self.options.only)
+
     # Errors
 
     def errors(self) -> Iterator[list[str]]:
@@ -124,7 +127,7 @@ class Session:
             for name in self.names:
                 for part in ("eager", "graph"):
                     row = f"{variant.name}, {part}, {name}"
-                    if self.options.only in row:
+                    if self._is_wanted(row):
                         yield [variant.name, part, name, self._error(variant, name, part)]
                         print(f"{row} | compared", flush=True)
 
@@ -189,7 +192,7 @@ class Session:
         clocks = {"host": host_clock} if self.device == "cpu" else {"GPU": work_clock, "host": host_clock}
         for work, (cached, new) in works(tiny=self.tiny).items():
             for part in ("eager", "graph") if set(new) == {1} else ("eager",):
-                if self.options.only not in f"{work}, {part}":
+                if not self._is_wanted(f"{work}, {part}"):
                     continue
                 runs, reasons = self._contenders(cached, new, part)
                 for clock, make in clocks.items():
@@ -333,7 +336,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--beside", nargs="*", help="SGLang's own backends")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--only", default="", help="rows that have this text")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that have one of these texts")
     parser.add_argument("--repeats", type=int, default=25, help="fifths of a second, at most, for each row")
     parser.add_argument("--engines", action="store_true", help="run whole engines, too")
     options = parser.parse_args()
