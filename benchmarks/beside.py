@@ -218,12 +218,12 @@ class Report:
     def to_json(self) -> str:
         """Return all of it as JSON."""
         rows = [{name: getattr(row, name) for name in Row.__slots__ if name != "__weakref__"} for row in self.rows]
-        return json.dumps({"machine": self._machine(), "command": _command(), "rows": rows}, indent=1) + "\n"
+        return json.dumps({"machine": self._machine(), "command": command(), "rows": rows}, indent=1) + "\n"
 
     def to_markdown(self) -> str:
         """Return a page: device, versions, command, the table, and what was refused or is wrong."""
         facts = [f"- {name}: {text}" for name, text in self._machine().items()]
-        lines = [f"# {self.title}", "", self.about, "", *facts, f"- command: `{_command()}`", ""]
+        lines = [f"# {self.title}", "", self.about, "", *facts, f"- command: `{command()}`", ""]
         lines += [*self._heads(), *map(self._line, self.rows), ""]
         unsteady = sorted({f"{row.work}, {row.part}" for row in self.rows if not row.is_steady})
         refused = sorted({(row.work, *one) for row in self.rows for one in row.refused.items()})
@@ -278,6 +278,6 @@ def _version(name: str) -> str:
         return ""
 
 
-def _command() -> str:
-    """Return the command, without folders."""
+def command() -> str:
+    """Return the command of this process, without folders."""
     return shlex.join(["python", *(one.rpartition("/")[2] if one.startswith("/") else one for one in sys.argv)])

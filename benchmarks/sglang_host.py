@@ -23,10 +23,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +42,7 @@ if "cpu" in sys.argv[1:] or os.environ.get(ON_CPU):
 
 import sglang_engines  # noqa: E402 - SGLang imports what is stood in for
 import torch  # noqa: E402 - likewise
+from beside import command  # noqa: E402 - likewise
 from sglang_rig import Graph, Rig, Variant, make_runner  # noqa: E402 - likewise
 
 from attnplug_kit.bench import Contender, host_clock, interleaved, work_clock  # noqa: E402 - likewise
@@ -248,7 +249,7 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
     pairs = zip(found, expected, strict=True)
     worst = 0.0
     for got, want in pairs:
-        worst = _larger(worst, float((got.reshape(len(got), -1)[: len(want)].cpu().double() - want).abs().max()))
+        worst = _larger(worst, float((got.reshape(len(got), -1)[: len(want)].double() - want).abs().max()))
     return worst
 
 
@@ -262,29 +263,40 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0]}"[:200].replace("|", "/")
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+class Report:
+    """
+    The report, written anew with each row: a run that is cut off leaves what it has.
+
+    Args:
+        options: Of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.file: Path = options.report
+        device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()
+        pool = f"pages of {options.page_size} tokens, KV cache dtype {options.kv_cache_dtype}"
+        self.parts = [
+            "# SGLang on attnplug",
+            f"Device: {device or platform.machine()}. Versions: {', '.join(_versions())}.",
+            f"Command: `{command()}`",
+            f"A model of {LAYERS} layers, {pool}.",
+        ]
+
+    def add(self, title: str, heads: list[str], rows: Iterator[list[str]]) -> None:
+        """Add a table, row by row; one without a row is left out."""
+        lines = [heads, ["---"] * len(heads)]
+        before = list(self.parts)
+        for row in rows:
+            lines.append(row)
+            self.parts = [*before, f"## {title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            self.file.write_text("\n\n".join(self.parts) + "\n", encoding="utf-8")
 
 
-def write(options: argparse.Namespace, sections: dict[str, str]) -> None:
-    """Write the report as far as it is."""
-    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    versions = []
+def _versions() -> Iterator[str]:
     for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    head = [
-        "# SGLang on attnplug",
-        f"Device: {device}. Versions: {', '.join(versions)}, Python {platform.python_version()}.",
-        f"Command: `python {shlex.join(sys.argv)}`",
-        f"A model of {LAYERS} layers, pages of {options.page_size} tokens, KV cache dtype {options.kv_cache_dtype}.",
-    ]
-    body = [f"## {title}\n\n{text}" for title, text in sections.items()]
-    options.report.write_text("\n\n".join([*head, *body]) + "\n", encoding="utf-8")
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
+    yield f"Python {platform.python_version()}"
 
 
 def model_folder(options: argparse.Namespace, folder: Path) -> Path:
@@ -311,19 +323,14 @@ def main() -> int:
     from attnplug_sglang import register  # noqa: PLC0415 - imports SGLang
 
     register()
-    sections: dict[str, str] = {}
+    report = Report(options)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         session = Session(options, model_folder(options, Path(folder)))
-        rows = list(session.errors())
-        sections["Errors"] = table(["variant", "part", "backend", "largest error"], rows)
-        write(options, sections)
-        sections["Times, us"] = table(["step", "part", "clock", *session.names], list(session.times()))
-        write(options, sections)
+        report.add("Errors", ["variant", "part", "backend", "largest error"], session.errors())
+        report.add("Times, us", ["step", "part", "clock", *session.names], session.times())
     if options.engines:
         heads = ["backend", "graphs", "mean difference of log-probabilities", "tokens/s"]
-        rows = list(sglang_engines.rows(session.names, device=options.device, tiny=options.tiny))
-        sections["Engines"] = table(heads, rows)
-        write(options, sections)
+        report.add("Engines", heads, sglang_engines.rows(session.names, device=options.device, tiny=options.tiny))
     return int(session.failed)
 
 

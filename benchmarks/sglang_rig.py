@@ -155,7 +155,8 @@ class Rig:
         slots = (starts + torch.arange(self.page, device=self.device)).flatten()[:room]
         self.table[self._row, :room] = slots.int()
         layer = self.layers[0]
-        empty = [torch.zeros(0, layer.tp_k_head_num, size) for size in (layer.qk_head_dim, layer.v_head_dim)]
+        sizes = (layer.qk_head_dim, layer.v_head_dim)
+        empty = [torch.zeros(0, layer.tp_k_head_num, size, device=self.device) for size in sizes]
         kept = [tuple(empty) for _ in self.layers]
         self.requests.append({"row": self._row, "length": length, "pages": mine, "kv": kept})
         return len(self.requests) - 1
@@ -214,7 +215,7 @@ class Rig:
             ]
 
     def expected(self, requests: list[int], lens: list[int], data: Any) -> list[Tensor]:
-        """Return the float64 attention of each layer, on the CPU, and take the keys and values of the step over."""
+        """Return the float64 attention of each layer, and take the keys and values of the step over."""
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         sizes = [(layer.qk_head_dim, layer.qk_head_dim, layer.v_head_dim) for layer in self.layers]
         dtype = self.runner.token_to_kv_pool.dtype  # in which the pool keeps them
@@ -225,25 +226,26 @@ class Rig:
                 q, k, v = (
                     t[start : start + count].view(count, -1, size) for t, size in zip(data[i], sizes[i], strict=True)
                 )
-                keys = torch.cat([known["kv"][i][0], k.to(dtype).cpu().double()])
-                values = torch.cat([known["kv"][i][1], v.to(dtype).cpu().double()])
-                outputs[i].append(self._attend(i, q.cpu().double(), keys, values))
+                keys = torch.cat([known["kv"][i][0], k.to(dtype).double()])
+                values = torch.cat([known["kv"][i][1], v.to(dtype).double()])
+                outputs[i].append(self._attend(i, q.double(), keys, values))
                 known["kv"][i] = (keys, values)
             known["length"] += count
             start += count
         return [torch.cat(each) for each in outputs]
 
     def _attend(self, index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        variant, sinks = self.variant, self.sinks[index]
-        return attend(
-            q,
-            keys,
-            values,
-            scale=self.layers[index].scaling,
-            window=(-1, -1) if variant.window is None else (variant.window, 0),
-            logits_soft_cap=variant.cap or None,
-            sinks=None if sinks is None else sinks.cpu(),
-        ).output.flatten(1)
+        variant = self.variant
+        with self.device:  # the reference makes its positions on the default device
+            return attend(
+                q,
+                keys,
+                values,
+                scale=self.layers[index].scaling,
+                window=(-1, -1) if variant.window is None else (variant.window, 0),
+                logits_soft_cap=variant.cap or None,
+                sinks=self.sinks[index],
+            ).output.flatten(1)
 
 
 class Graph:

@@ -297,7 +297,7 @@ def test_a_backend_that_is_named_serves_or_the_call_is_an_error(active) -> None:
 
 def test_a_kind_of_call_is_decided_once_in_a_scope(active, monkeypatch) -> None:
     decided, decide = [], decisions._decide
-    monkeypatch.setattr(decisions, "_decide", lambda *given: (decided.append(given), decide(*given))[1])
+    monkeypatch.setattr(decisions, "_decide", lambda *given, **more: (decided.append(given), decide(*given, **more))[1])
 
     def calls():
         for tokens in (8, 9, 8):

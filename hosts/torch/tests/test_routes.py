@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import attnplug
 import attnplug_torch
-from attnplug_torch import routes
+from attnplug_torch import decisions, dense, layers, routes
+from attnplug_torch.visibility import Visibility
 from hosts.torch.tests.reference import counted, tensors
 
 
@@ -80,3 +84,77 @@ def test_names_are_public() -> None:
         assert getattr(attnplug_torch, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'activate_all'"):
         _ = attnplug_torch.activate_all
+
+
+def decided(*, has_flash):
+    """Decide a call of the CPU; the built-in backend is all that serves it there."""
+
+    def make():
+        return attnplug.Requirements(head_size=24, num_q_heads=2, num_kv_heads=2, dtype="float32", return_lse=True)
+
+    return decisions.decide(("of a test", has_flash), torch.device("cpu"), make, has_flash=has_flash)
+
+
+def test_torchs_fused_operator_is_preferred_to_the_built_in_backend_alone() -> None:
+    with pytest.raises(decisions.RefusedError, match="only torch/sdpa serves it"):
+        decided(has_flash=True)
+
+    assert decided(has_flash=False).id == "torch/sdpa"
+    with attnplug.using(backend="torch/sdpa"):
+        assert decided(has_flash=True).id == "torch/sdpa"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return what is said of torch's own operator in each decision; none is made."""
+    answers = []
+    for module in (dense, layers):
+        monkeypatch.setattr(module, "decide", lambda *_, has_flash: answers.append(has_flash))
+    monkeypatch.setattr(decisions.torch.cuda, "is_current_stream_capturing", lambda: False)
+    return answers
+
+
+def described(dtype, shape, *, is_cuda):
+    """Return what of a tensor a decision reads, on a device that need not be here."""
+    return SimpleNamespace(dtype=dtype, shape=shape, ndim=len(shape), is_cuda=is_cuda, device=None)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_only_cuda_has_a_fused_operator_beside_the_built_in_backend(is_cuda, asked) -> None:
+    one = described(torch.bfloat16, (1, 2, 5, 64), is_cuda=is_cuda)
+
+    dense.backend_of(one, one, one, is_causal=True, attn_mask=None)
+
+    assert asked == [is_cuda]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "paged", "has_flash"),
+    [
+        (torch.bfloat16, 64, False, True),
+        (torch.float16, 256, False, True),
+        (torch.float32, 64, False, False),
+        (torch.bfloat16, 320, False, False),
+        (torch.bfloat16, 64, True, False),
+    ],
+)
+def test_packed_calls_have_one_for_what_flash_attention_2_takes(dtype, size, paged, has_flash, asked) -> None:
+    one = described(dtype, (5, 16, 2, size) if paged else (5, 2, size), is_cuda=True)
+    one.stride = lambda: (1,)
+    query = described(dtype, (5, 2, size), is_cuda=True)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    call = layers.PackedCall(
+        query=query,
+        key=one,
+        value=one,
+        query_start_loc=starts,
+        key_start_loc=None,
+        max_query_len=5,
+        max_seq_len=5,
+        visibility=Visibility(causal=True, window=None),
+        block_table=starts if paged else None,
+    )
+
+    layers.backend_of(call)
+
+    assert asked == [has_flash]

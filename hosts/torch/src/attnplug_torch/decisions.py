@@ -71,7 +71,13 @@ _decisions: Final[dict[Hashable, Backend | RefusedError]] = {}
 _lock: Final = threading.Lock()
 
 
-def decide(kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements]) -> Backend:
+_UNFUSED: Final = "torch/sdpa"
+"""What serves nearly everything. On CUDA it computes scores by matrix products where a log-sum-exp is requested."""
+
+
+def decide(
+    kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: bool
+) -> Backend:
     """
     Return the backend for a kind of call, loaded.
 
@@ -79,16 +85,18 @@ def decide(kind: Hashable, device: torch.device, make: Callable[[], attnplug.Req
         kind: What the requirements follow from, hashable: as long as it is equal, so are they.
         device: The device of the tensors.
         make: Returns the requirements; called where this has not been decided before in this scope.
+        has_flash: Whether torch's own operator serves the call by a fused kernel on CUDA. It is then taken in place of
+            the built-in backend, unless that was named.
 
     Raises:
-        RefusedError: No backend can serve, and none was named.
+        RefusedError: No backend can serve, or none but the built-in one, and none was named.
         NoBackendError: The backend that was named cannot serve.
         PluginError: As for `attnplug.load`.
     """
     where = (kind, device, attnplug.scope_key())
     found = _decisions.get(where)
     if found is None:
-        found = _decide(device, make)
+        found = _decide(device, make, has_flash=has_flash)
         with _lock:
             _decisions[where] = found
             while len(_decisions) > _MOST:
@@ -98,11 +106,17 @@ def decide(kind: Hashable, device: torch.device, make: Callable[[], attnplug.Req
     return found
 
 
-def _decide(device: torch.device, make: Callable[[], attnplug.Requirements]) -> Backend | RefusedError:
+def _decide(
+    device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: bool
+) -> Backend | RefusedError:
     try:
-        return shared_backend(make(), device_of(device))
+        requirements, where = make(), device_of(device)
+        backend = shared_backend(requirements, where)
+        if has_flash and backend.id == _UNFUSED and not attnplug.explain(requirements, where).listed:
+            return RefusedError(f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps")
     except REFUSALS as error:
         return refused(error)
+    return backend
 
 
 def unknown_arguments(given: dict[str, object]) -> None:

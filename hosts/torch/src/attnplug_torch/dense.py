@@ -108,7 +108,7 @@ def backend_of(
     Return the backend for a call of `scaled_dot_product_attention` that reaches the flash operator.
 
     Raises:
-        RefusedError: None serves it.
+        RefusedError: Torch's own operator has to serve it.
         NoBackendError: The backend that was named does not.
     """
     for reason in _reasons(query, key, value, dropout_p, is_causal, attn_mask):
@@ -120,6 +120,7 @@ def backend_of(
         kind,
         query.device,
         lambda: requirements_like_sdpa(query, key, value, attn_mask, is_causal=is_causal, return_lse=True),
+        has_flash=query.is_cuda,
     )
 
 

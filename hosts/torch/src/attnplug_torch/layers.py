@@ -66,12 +66,16 @@ class PackedCall:
     max_num_splits: int | None = None
 
 
+_LARGEST: Final = 256
+"""The largest heads of torch's own flash attention (FlashAttention 2)."""
+
+
 def backend_of(call: PackedCall) -> Backend:
     """
     Return the backend for a call.
 
     Raises:
-        RefusedError: None serves it.
+        RefusedError: Torch's own operator has to serve it.
         NoBackendError: The backend that was named does not.
     """
     query, key, value = call.query, call.key, call.value
@@ -88,7 +92,13 @@ def backend_of(call: PackedCall) -> Backend:
     is_cross = not (call.visibility.causal or paged) and not _are_equal(call.query_start_loc, call.key_start_loc)
     kinds = (call.visibility, call.alibi_slopes is not None, paged, form, key.shape[1] if paged else 0, is_cross)
     sizes = (query.shape[1], key.shape[-2], query.shape[2], value.shape[-1])
-    return decide(("packed", query.dtype, sizes, kinds), query.device, lambda: _requirements(call, form, is_cross))
+    is_half = query.dtype in {torch.float16, torch.bfloat16}
+    return decide(
+        ("packed", query.dtype, sizes, kinds),
+        query.device,
+        lambda: _requirements(call, form, is_cross),
+        has_flash=query.is_cuda and not paged and is_half and max(sizes[2:]) <= _LARGEST,
+    )
 
 
 _equal: Final = WeakIdKeyDictionary()
