@@ -57,7 +57,8 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 # COVERAGE=1 measures them, which takes a third longer: and requires 95 % of these tests alone.
 MEASURED = $(if $(COVERAGE),-m coverage run)
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(MEASURED) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: lint docs ## lint, docs, and the tests that are not marked slow: a few minutes
+test: $(READY) ## lint, docs, and the tests that are not marked slow: a few minutes
+	@$(MAKE) --no-print-directory -j2 lint docs # each is one process
 	@$(if $(COVERAGE),$(BIN)/python -m coverage erase)
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)

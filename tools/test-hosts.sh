@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests of hosts/vllm and hosts/sglang beside their engines: whole engines of one version on the CPU, then the Python code of
 # two others, whose compiled parts want another torch. HOSTS names some of them; several run at the same time, each with one
-# thread. Arguments are pytest's. An environment is made once for each content of the host's pins and of this file.
+# thread. Arguments are pytest's. An environment is made once for each content of the host's pins and of this file; SETUP_ONLY=1
+# makes it, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONPATH
@@ -90,6 +91,8 @@ if [ ! -e "$workspace" ]; then
   rm -f "$environment"/.workspace-*
   touch "$workspace"
 fi
+
+[ -z "${SETUP_ONLY:-}" ] || exit 0
 
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE

@@ -36,7 +36,11 @@ pure() { # VERSION REQUIREMENT...
   return $status
 }
 
-failed=0
-pure 3.10 "${oldest[@]}" tomli==2.0.0 || failed=1
+failed=0 # both at the same time: each is one process
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+pure 3.10 "${oldest[@]}" tomli==2.0.0 >"$log" 2>&1 &
 pure 3.13 "${newest[@]}" || failed=1
+wait $! || failed=1
+cat "$log"
 exit $failed
