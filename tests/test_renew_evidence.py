@@ -24,9 +24,10 @@ supports = { device_type = ["cpu", "cuda"], dtype = "bfloat16", head_size = 64 }
 """
 H200 = Device.cuda("9.0", name="NVIDIA H200")
 RUN = """\
-import json, pathlib, sys
+import json, os, pathlib, sys
 evidence = json.loads(sys.argv[2])
-pathlib.Path(sys.argv[1], "evidence-acme-fast.json").write_text(sys.argv[2])
+evidence["told"] = [os.environ["OMP_NUM_THREADS"], *sys.argv[3:]]
+pathlib.Path(sys.argv[1], "evidence-acme-fast.json").write_text(json.dumps(evidence))
 print("FAILED test_a" if not evidence["passed"] else "", "3 passed", sep="\\n")
 """
 
@@ -72,14 +73,25 @@ def test_a_variant_without_a_file_gets_one_by_its_name(tmp_path: Path, package: 
         [*named(tmp_path, ["acme/fats"], H200)]
 
 
-def test_a_run_that_passed_is_written_and_placed(tmp_path: Path, package: Path, run_of) -> None:
+def test_a_run_that_passed_is_written_and_placed(tmp_path: Path, package: Path, run_of, monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run_of(evidence())
     target, out = Target("acme/fast", package / "fast-h200.json"), tmp_path / "out"
 
     assert renew(target, out).endswith(": 3 passed")
     assert not target.file.exists()
     assert [*place(tmp_path, out)] == [target.file]
-    assert json.loads(target.file.read_text("utf-8")) == evidence()
+    assert json.loads(target.file.read_text("utf-8")) == evidence(told=["1"])
+
+
+def test_a_run_has_the_processes_and_threads_that_were_requested(package: Path, run_of, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    run_of(evidence())
+    target = Target("acme/fast", package / "fast-h200.json")
+
+    renew(target, None, processes=4)
+
+    assert json.loads(target.file.read_text("utf-8"))["told"] == ["3", "-n", "4"]
 
 
 def test_a_run_that_failed_writes_nothing(package: Path, run_of) -> None:

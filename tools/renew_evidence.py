@@ -1,18 +1,22 @@
 """
 Runs the conformance kit again for every variant whose evidence is shipped for this device, and writes the files anew.
 
-    python -m tools.renew_evidence [BACKEND/VARIANT ...] [--jobs 3] [--out DIR]
+    python -m tools.renew_evidence [BACKEND/VARIANT ...] [--jobs 3] [--processes 4] [--out DIR]
     python -m tools.renew_evidence --place DIR
 
 A file is written only if its run passed. Without names these are the variants that have a file for such a device.
 With ``--out`` the files go to one folder, ``BACKEND-VARIANT-DEVICE.json``: of a machine whose tree is not kept. There
 ``--place`` moves them to the distributions, on another machine.
+
+Each process has one thread for the oracle on the CPU, unless OMP_NUM_THREADS says otherwise: with one for each core,
+runs beside each other wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -69,11 +73,19 @@ def named(root: Path, names: Iterable[str], device: Device) -> Iterator[Target]:
         yield known.get(name, Target(name, file))
 
 
-def renew(target: Target, out: Path | None) -> str:
-    """Run the kit for one variant, write its file if it passed, and return the outcome in a line."""
+def renew(target: Target, out: Path | None, processes: int = 1) -> str:
+    """
+    Run the kit for one variant, write its file if it passed, and return the outcome in a line.
+
+    Args:
+        target: The variant.
+        out: The folder for its file; None for its own place.
+        processes: Of this run; more than one need pytest-xdist.
+    """
     with tempfile.TemporaryDirectory() as report:
-        command = _command(target, report)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the kit, as above
+        command = [*_command(target, report), *(("-n", str(processes)) if processes > 1 else ())]
+        threads = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads)  # noqa: S603 - the kit, as above
         found = [*Path(report).glob("evidence-*.json")]
         evidence: dict[str, Any] = json.loads(found[0].read_text("utf-8")) if found else {"passed": False}
     last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -102,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.renew_evidence", description="renew the evidence of this device")
     parser.add_argument("names", nargs="*", metavar="BACKEND/VARIANT", help="default: all with a file for this device")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--processes", type=int, default=1, help="processes of each run; they need pytest-xdist")
     parser.add_argument("--out", type=Path, help="write the files to this folder")
     parser.add_argument(
         "--place", type=Path, metavar="DIR", help="only move the files of a folder to the distributions"
@@ -113,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = Device.current()
     targets = [*(named(ROOT, options.names, device) if options.names else shipped(ROOT, device))]
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = [pool.submit(renew, target, options.out) for target in targets]
+        outcomes = [pool.submit(renew, target, options.out, options.processes) for target in targets]
         for outcome in outcomes:
             _say(outcome.result())
     return int(any(": not renewed" in outcome.result() for outcome in outcomes))
