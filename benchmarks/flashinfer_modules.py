@@ -1,12 +1,15 @@
 """
 Compiles the modules of FlashInfer for the kit, the GPU tests and the benchmarks in advance, without a GPU.
 
-    python benchmarks/flashinfer_modules.py [--into DIR] [--variants fa3 fa2] [--only STRING] [--list]
+    python benchmarks/flashinfer_modules.py [--into DIR] [--variants fa3 fa2] [--kit] [--only STRING] [--list]
 
 FlashInfer compiles a module at its first use, while a GPU is idle. This script compiles all modules in parallel, with
 MAX_JOBS files at a time. It writes them to the library's folder of precompiled modules, ``data/aot`` in the installed
 package, or to DIR, which can be copied there on another machine. Without a GPU, FLASHINFER_CUDA_ARCH_LIST names the
-target: "9.0a" for an H200. Existing modules are kept.
+target: "9.0a" for an H200. Existing modules are kept. A Hopper module takes 12 to 25 core-minutes, another one 1.
+
+A machine without a driver needs libcuda.so as a stub, and where they are not installed the headers of cuRAND: the
+variables LIBRARY_PATH and CPATH name their folders.
 
 The names come from the plugin (`attnplug_flashinfer.prebuilt`), for all requests of the kit on compute capability 9.0,
 and for the layers of benchmarks and models. FlashInfer and the plugin have to be installed.
@@ -139,21 +142,27 @@ class Module:
         )
 
 
-def needed(variants: Sequence[str]) -> list[str]:
-    """Return the names of all modules of the variants; the slowest to compile come first."""
+def needed(variants: Sequence[str], layers: Sequence[dict[str, Any]] = LAYERS) -> list[str]:
+    """
+    Return the names of all modules of the variants; the slowest to compile come first.
+
+    Args:
+        variants: Of the plugin.
+        layers: What is needed beside the requests of the kit.
+    """
     found = dict.fromkeys(UNTYPED)
     for variant, kernel in product(variants, KERNELS):
         keywords: dict[str, Any] = {"options": {"flashinfer": {"decode_kernel": kernel}}, "assume_installed": True}
-        for requirements in _requirements(variant):
+        for requirements in _requirements(variant, layers):
             decision = attnplug.explain(requirements, TARGET, backend=f"flashinfer/{variant}", **keywords)
             if decision.chosen is not None:
                 found.update(dict.fromkeys(needed_modules(decision.chosen.agreement, TARGET)))
     return sorted(found, key=lambda name: (Module.named(name).kernels != "fa3", name))
 
 
-def _requirements(variant: str) -> Iterator[Requirements]:
+def _requirements(variant: str, layers: Sequence[dict[str, Any]]) -> Iterator[Requirements]:
     (subject,) = find_subjects(f"flashinfer/{variant}", TARGET)
-    plain = [attnplug.Requirements(**layer) for layer in LAYERS]
+    plain = [attnplug.Requirements(**layer) for layer in layers]
     specs = [spec.requirements() for spec in (*field_values_of(subject).specs.values(), *covering_specs(subject))]
     for requirements in (*plain, *(one for one in specs if one is not None)):
         yield requirements
@@ -191,7 +200,8 @@ def _file(folder: Path, name: str) -> Path:
 def main() -> int:
     """Compile, or list."""
     options = _options()
-    names = [name for name in needed(options.variants) if not options.only or options.only in name]
+    layers = () if options.kit else LAYERS
+    names = [name for name in needed(options.variants, layers) if not options.only or options.only in name]
     if options.list:
         print("\n".join(names))
         return 0
@@ -211,6 +221,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, help="folder of the compiled modules; default: the library's folder")
     parser.add_argument("--variants", nargs="+", default=["fa3", "fa2"], choices=["fa3", "fa2"])
+    parser.add_argument("--kit", action="store_true", help="only modules for the requests of the kit")
     parser.add_argument("--only", help="only modules with this in their names")
     parser.add_argument("--list", action="store_true", help="print the names, and compile nothing")
     return parser.parse_args()
