@@ -92,7 +92,7 @@ def decided(*, has_flash):
     def make():
         return attnplug.Requirements(head_size=24, num_q_heads=2, num_kv_heads=2, dtype="float32", return_lse=True)
 
-    return decisions.decide(("of a test", has_flash), torch.device("cpu"), make, has_flash=has_flash)
+    return decisions.decide(("of a test", has_flash), torch.device("cpu"), make, has_flash=lambda: has_flash)
 
 
 def test_torchs_fused_operator_is_preferred_to_the_built_in_backend_alone() -> None:
@@ -109,7 +109,7 @@ def asked(monkeypatch):
     """Return what is said of torch's own operator in each decision; none is made."""
     answers = []
     for module in (dense, layers):
-        monkeypatch.setattr(module, "decide", lambda *_, has_flash: answers.append(has_flash))
+        monkeypatch.setattr(module, "decide", lambda *_, has_flash: answers.append(has_flash()))
     monkeypatch.setattr(decisions.torch.cuda, "is_current_stream_capturing", lambda: False)
     return answers
 
@@ -129,24 +129,30 @@ def test_only_cuda_has_a_fused_operator_beside_the_built_in_backend(is_cuda, ask
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "paged", "has_flash"),
+    ("dtype", "size", "size_v", "paged", "capability", "has_flash"),
     [
-        (torch.bfloat16, 64, False, True),
-        (torch.float16, 256, False, True),
-        (torch.float32, 64, False, False),
-        (torch.bfloat16, 320, False, False),
-        (torch.bfloat16, 64, True, False),
+        (torch.bfloat16, 64, 64, False, (9, 0), True),
+        (torch.float16, 256, 256, False, (8, 0), True),
+        (torch.float32, 64, 64, False, (9, 0), False),
+        (torch.bfloat16, 320, 320, False, (9, 0), False),
+        (torch.bfloat16, 60, 60, False, (9, 0), False),
+        (torch.bfloat16, 64, 128, False, (9, 0), False),
+        (torch.bfloat16, 64, 64, True, (9, 0), False),
+        (torch.float16, 64, 64, False, (7, 5), False),
     ],
 )
-def test_packed_calls_have_one_for_what_flash_attention_2_takes(dtype, size, paged, has_flash, asked) -> None:
-    one = described(dtype, (5, 16, 2, size) if paged else (5, 2, size), is_cuda=True)
-    one.stride = lambda: (1,)
+def test_packed_calls_have_one_for_what_flash_attention_2_takes(
+    dtype, size, size_v, paged, capability, has_flash, asked, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    one, value = (described(dtype, (5, 16, 2, n) if paged else (5, 2, n), is_cuda=True) for n in (size, size_v))
+    one.stride = value.stride = lambda: (1,)
     query = described(dtype, (5, 2, size), is_cuda=True)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     call = layers.PackedCall(
         query=query,
         key=one,
-        value=one,
+        value=value,
         query_start_loc=starts,
         key_start_loc=None,
         max_query_len=5,

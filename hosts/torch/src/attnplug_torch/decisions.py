@@ -76,7 +76,7 @@ _UNFUSED: Final = "torch/sdpa"
 
 
 def decide(
-    kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: bool
+    kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
 ) -> Backend:
     """
     Return the backend for a kind of call, loaded.
@@ -85,8 +85,8 @@ def decide(
         kind: What the requirements follow from, hashable: as long as it is equal, so are they.
         device: The device of the tensors.
         make: Returns the requirements; called where this has not been decided before in this scope.
-        has_flash: Whether torch's own operator serves the call by a fused kernel on CUDA. It is then taken in place of
-            the built-in backend, unless that was named.
+        has_flash: Returns whether torch's own operator serves the call by a fused kernel on CUDA. It is then taken in
+            place of the built-in backend, unless that was named. Called as `make` is.
 
     Raises:
         RefusedError: No backend can serve, or none but the built-in one, and none was named.
@@ -107,12 +107,12 @@ def decide(
 
 
 def _decide(
-    device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: bool
+    device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
 ) -> Backend | RefusedError:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)
-        if has_flash and backend.id == _UNFUSED and not attnplug.explain(requirements, where).listed:
+        if backend.id == _UNFUSED and has_flash() and not attnplug.explain(requirements, where).listed:
             return RefusedError(f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps")
     except REFUSALS as error:
         return refused(error)

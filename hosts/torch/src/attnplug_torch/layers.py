@@ -92,12 +92,26 @@ def backend_of(call: PackedCall) -> Backend:
     is_cross = not (call.visibility.causal or paged) and not _are_equal(call.query_start_loc, call.key_start_loc)
     kinds = (call.visibility, call.alibi_slopes is not None, paged, form, key.shape[1] if paged else 0, is_cross)
     sizes = (query.shape[1], key.shape[-2], query.shape[2], value.shape[-1])
-    is_half = query.dtype in {torch.float16, torch.bfloat16}
     return decide(
         ("packed", query.dtype, sizes, kinds),
         query.device,
         lambda: _requirements(call, form, is_cross),
-        has_flash=query.is_cuda and not paged and is_half and max(sizes[2:]) <= _LARGEST,
+        has_flash=lambda: _has_flash(call),
+    )
+
+
+def _has_flash(call: PackedCall) -> bool:
+    """Return whether torch's own operator serves a call on CUDA, by the FlashAttention 2 that is part of torch."""
+    query, value = call.query, call.value
+    size = query.shape[2]
+    return (
+        query.is_cuda
+        and call.block_table is None
+        and query.dtype in {torch.float16, torch.bfloat16}
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= _LARGEST
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
