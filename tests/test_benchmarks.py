@@ -20,8 +20,9 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 def beside(monkeypatch):
     """Return the module that the benchmarks of hosts share."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "beside", raising=False)
-    return importlib.import_module("beside")
+    sys.modules.pop("beside", None)
+    yield importlib.import_module("beside")
+    del sys.modules["beside"]  # other tests make packages of this name
 
 
 def contenders(**outputs):
