@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 pytest_plugins = ["tools.evidence", "tools.vllm_results"]
 
@@ -45,11 +49,22 @@ def _let_workers_write_coverage() -> None:
     NodeManager.EXIT_TIMEOUT = 120
 
 
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let coverage leave out the processes that a test starts: that halves their time, and others run the same."""
-    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
-        monkeypatch.delenv(name)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let coverage leave out the tests marked unmeasured, with their fixtures and the processes that they start."""
+    if item.get_closest_marker("unmeasured") is None:
+        return (yield)
+    measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    with pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
+            environment.delenv(name)
+        if measuring is not None:
+            measuring.stop()
+        try:
+            return (yield)
+        finally:
+            if measuring is not None:
+                measuring.start()
 
 
 @pytest.hookimpl(trylast=True)

@@ -227,7 +227,7 @@ def test_a_probe_runs_once_per_load_and_its_time_is_shown(workshop: Workshop, tm
 # A manifest with false claims
 
 
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_a_correct_plugin_passes_the_kit(workshop: Workshop, tmp_path: Path) -> None:
     done = _conformance(workshop.install(tmp_path / "site", "good"), tmp_path, "good")
 
@@ -235,7 +235,7 @@ def test_a_correct_plugin_passes_the_kit(workshop: Workshop, tmp_path: Path) -> 
     assert "(100%)" in done.stdout
 
 
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_the_kit_detects_features_that_a_plugin_drops(workshop: Workshop, tmp_path: Path) -> None:
     """Every dropped feature by its name, and not what the plugin does right."""
     done = _conformance(
@@ -252,7 +252,7 @@ def test_the_kit_detects_features_that_a_plugin_drops(workshop: Workshop, tmp_pa
     assert {name.partition("=")[0] for test, name in failed} == {"sinks", "sliding_window", "logits_soft_cap"}
 
 
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_the_kit_detects_side_effects_of_importing_a_plugin(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "writes_on_import")
     options = ("-q", "--pyargs", "attnplug_kit", "--attn-backend=writes_on_import", "-k", "TestPurity")

@@ -12,6 +12,8 @@ from tools import compatibility, tables
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.unmeasured
+
 PROJECT = """\
 [project]
 name = "{name}"

@@ -92,7 +92,7 @@ def models(document):
     return document["models"]
 
 
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_every_architecture_agrees_token_for_token():
     done = command(COLUMNS="120")
 
@@ -190,6 +190,7 @@ def decisions(found):
     return {name: Selection.from_dict(layer) for name, layer in found["layers"].items()}
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -228,6 +229,7 @@ def test_a_host_that_attends_to_padding_is_detected(monkeypatch):
     assert not outcome.distance.is_small
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("fault", ["graphs", "padding"])
 def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(fault, faulty):
     faulty(fault)

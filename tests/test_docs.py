@@ -26,7 +26,7 @@ def _text(page: str) -> str:
     return (ROOT / page).read_text("utf-8")
 
 
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page, _text(page)))])
 def test_the_code_of_a_page_runs(page: str) -> None:
     needed = {block.notes["needs"] for block in blocks(page, _text(page)) if "needs" in block.notes}

@@ -18,6 +18,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.unmeasured
+
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "attnplug"
 LARGEST_CIRCLE = 8

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.plugins.preamble import RunCode
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.unmeasured]
 
 EVERYTHING = (
     "exits_on_import",

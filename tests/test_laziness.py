@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.unmeasured
+
 PRELUDE = "import json, sys; before = set(sys.modules)\n"
 REPORT = "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
 REQUEST = "attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype='float32')"

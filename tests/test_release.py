@@ -198,7 +198,8 @@ def test_each_distribution_is_installed_with_core_only() -> None:
     assert planned == {name: ["attnplug", name] for name in PROJECTS if name != "attnplug"}
 
 
-def test_the_smoke_test_of_a_plugin_runs_and_can_fail(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> None:
+@pytest.mark.unmeasured
+def test_the_smoke_test_of_a_plugin_runs_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     smoke.plugin("attnplug-blocksparse")
     with pytest.raises(smoke.SmokeError, match="it offers no backend"):
         smoke.plugin("attnplug-kit")
@@ -211,7 +212,8 @@ def test_the_smoke_test_of_a_plugin_runs_and_can_fail(monkeypatch: pytest.Monkey
         smoke.plugin("attnplug-blocksparse")
 
 
-def test_the_script_prints_why_a_smoke_test_fails(unmeasured: None) -> None:
+@pytest.mark.unmeasured
+def test_the_script_prints_why_a_smoke_test_fails() -> None:
     script = ROOT / "tools" / "smoke.py"
 
     done = subprocess.run([sys.executable, "-I", str(script), "attnplug"], capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("unmeasured")
+pytestmark = pytest.mark.unmeasured
 
 ROOT = Path(__file__).parents[1]
 MODEL = """\

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.command import Outcome, Site
 
+pytestmark = pytest.mark.unmeasured
+
 GOOD = """\
 api = "1.0"
 backend = { name = "good", summary = "serves everything" }

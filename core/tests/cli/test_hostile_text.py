@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.unmeasured
+
 STEERING = [
     *("\x00", "\x07", "\x08", "\n", "\r", "\t", "\x1b[2J", "\x1b]0;title\x07", "\x7f", "\x85", "\x9b31m"),
     *("\u061c", "\u200b", "\u200e", "\u200f", "\u2028", "\u2029", "\u202a", "\u202e", "\u2066", "\u2069", "\ufeff"),

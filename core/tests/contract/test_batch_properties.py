@@ -12,6 +12,8 @@ from attnplug.contract import Batch
 from attnplug.errors import BatchError, CacheError, ContractError
 from core.tests.contract.world import make_backend, make_builder
 
+pytestmark = pytest.mark.unmeasured
+
 NUM_BLOCKS = 64
 MAX_TOKENS = 64
 

@@ -10,6 +10,8 @@ from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.request.device import ComputeCapability, parse_capability
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
+pytestmark = pytest.mark.unmeasured
+
 INTEGER = FIELDS["block_size"].domain
 LEVEL = FIELDS["cudagraph"].domain
 NUMBER = FIELDS["logits_soft_cap"].domain

@@ -19,6 +19,8 @@ from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
+pytestmark = pytest.mark.unmeasured
+
 LEVELS = ["never", "single_token_decode", "uniform_batch", "always"]
 DEVICES = [Device.cpu(), Device.cuda("8.0"), Device.cuda("9.0"), Device.cuda("10.0"), Device.cuda("12.0")]
 MODEL = {

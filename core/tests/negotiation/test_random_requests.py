@@ -24,6 +24,8 @@ from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from core.tests.negotiation.independent import REQUESTED, Variant, read
 
+pytestmark = pytest.mark.unmeasured
+
 COUNTS = [60, pytest.param(int(os.environ.get("RANDOM_REQUESTS", "800")), marks=pytest.mark.slow)]
 SAMPLE = 500  # of so many requests one is solved by brute force, which takes as long as hundreds of decisions
 ROOT = Path(__file__).parents[3]

@@ -20,6 +20,8 @@ from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 from core.tests.request.any_values import ANY, BASE, HUGE, TEXTS, Silent, kind, nested, valid
 
+pytestmark = pytest.mark.unmeasured
+
 
 @settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from([item.name for item in fields_of("model", "engine")]), ANY, max_size=3))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 
+import pytest
+
 import attnplug
 from attnplug.manifest import memo
 from attnplug.manifest.memo import remember
@@ -41,6 +43,7 @@ def entries() -> int:
     return len(state.decisions) + len(state.hot) + sum({id(each): len(each) for each in memos}.values())
 
 
+@pytest.mark.unmeasured
 def test_entries_are_bounded_over_many_requests(both, request_of) -> None:
     """Half of the fields take values without end. A longer run is in the notes of the change."""
     peak, chosen = 0, attnplug.select(request_of())

@@ -14,6 +14,8 @@ from attnplug.errors import AttnplugError, DecisionError, PluginLoadError
 from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
 
+pytestmark = pytest.mark.unmeasured
+
 pytest.importorskip("torch", reason="torch is not installed")  # decisions are made of backends that serve
 
 WANTED = attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sliding_window=128)

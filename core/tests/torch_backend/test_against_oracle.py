@@ -21,6 +21,8 @@ from core.tests.torch_backend.tiers import in_two_tiers
 if TYPE_CHECKING:
     from attnplug.contract import Backend
 
+pytestmark = pytest.mark.unmeasured
+
 SELF = tuple(name for name in FEATURES if name != "attn_type")
 DENSE = tuple(name for name in FEATURES if name not in ("kv_sharing", "kv_cache_dtype", "per_head_scales"))
 layouts = st.sampled_from(["NHD", "HND"])

@@ -291,7 +291,7 @@ def test_a_variant_that_refuses_everything_has_a_wrong_manifest(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_a_variant_that_needs_a_feature_passes_with_it(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "--attn-backend=featured/bound", f"--attn-feature={NEEDED}")
 

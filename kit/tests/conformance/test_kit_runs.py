@@ -95,7 +95,7 @@ def test_the_report_has_every_test(whole) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_a_backend_like_a_vendors_library_passes(tmp_path: Path) -> None:
     manifest = HERE / "vendor" / "attnplug.toml"
     done = run(tmp_path, "--attn-backend=vendor", module="vendor.planned", manifest=manifest)
@@ -132,7 +132,7 @@ HOSTED = HERE / "hosted" / "attnplug.toml"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_a_backend_with_quantized_queries_passes(tmp_path: Path) -> None:
     done = run(tmp_path, "--attn-backend=hosted", module="hosted.quantized_queries", manifest=HOSTED)
 
@@ -142,7 +142,7 @@ def test_a_backend_with_quantized_queries_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
     selected = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
     done = run(tmp_path, *selected, module="hosted.forgets_query_scale", manifest=HOSTED)
@@ -154,7 +154,7 @@ def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 def test_a_backend_without_pages_passes(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
     text = text.replace('"paged", "batch_invariant", "seq_lens_cpu_kind"', '"batch_invariant"')

@@ -45,7 +45,7 @@ def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
     _, report = kit(tmp_path, mutant, "-k", MUTANTS[mutant][0].partition("[")[0])

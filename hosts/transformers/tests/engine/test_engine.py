@@ -60,6 +60,7 @@ def test_learned_positions_and_chunks(open_engine, name):
     assert open_engine(name, max_num_tokens=16, max_num_reqs=4).generate(prompts, max_new_tokens=NEW) == expected
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=30)
 @given(
     name=st.sampled_from(NAMES),

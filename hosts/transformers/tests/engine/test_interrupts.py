@@ -29,6 +29,8 @@ from hosts.transformers.tests.fakes import model as fake
 from hosts.transformers.tests.models import model
 from hosts.transformers.tests.tokenizers import SIZE, byte_level
 
+pytestmark = pytest.mark.unmeasured
+
 HOST_CODE = (scheduler, schedule, block_pool, request_module)
 ENGINE_CODE = (engine_module, core, exclusive, weights, runner)
 STEP_CODE = (*ENGINE_CODE, assembler, block_table)

@@ -20,6 +20,8 @@ from hosts.transformers.tests.engine.reference import reference
 from hosts.transformers.tests.fakes import interrupts
 from hosts.transformers.tests.models import PAD, model
 
+pytestmark = pytest.mark.unmeasured
+
 VOCABULARY, NEW = 12, 14
 
 

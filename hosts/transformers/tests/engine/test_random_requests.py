@@ -16,6 +16,8 @@ from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import NO_TOKEN, sample
 from hosts.transformers.tests.fakes import model as fake
 
+pytestmark = pytest.mark.unmeasured
+
 
 def some_request(random: Random, number: int) -> Request:
     # With a vocabulary of three most prompts share a prefix with another one.

@@ -21,6 +21,8 @@ from attnplug_transformers.engine.params import Sampling
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import NO_TOKEN, _pick, draw, ranked_weights, sample
 
+pytestmark = pytest.mark.unmeasured
+
 
 def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
     return Request(id=0, tokens=tokens, max_new_tokens=5, sampling=sampling)

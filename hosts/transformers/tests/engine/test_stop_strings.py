@@ -10,6 +10,8 @@ from attnplug_transformers.engine import Engine, SamplingParams
 from hosts.transformers.tests.models import model
 from hosts.transformers.tests.tokenizers import END, KINDS, SIZE, letters
 
+pytestmark = pytest.mark.unmeasured
+
 NEW = 20
 
 
