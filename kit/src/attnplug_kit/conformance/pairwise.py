@@ -154,14 +154,15 @@ class _Cover:
         names = [name for name in self._values if name not in pair and (name in _BASE or name not in row.fields)]
         self._random.shuffle(names)
         for name in names:
-            row = max(self._with(row, name), key=self._gain)
+            row = self._with(row, name)
         return row
 
-    def _with(self, row: RequestSpec, name: str) -> list[RequestSpec]:
+    def _with(self, row: RequestSpec, name: str) -> RequestSpec:
         values = list(self._values[name])
         self._random.shuffle(values)
-        found = [spec for value in values if self._serves(spec := row.evolve(**{name: value}))]
-        return [*found, row]
+        ranked = sorted((*(row.evolve(**{name: value}) for value in values), row), key=self._gain, reverse=True)
+        # To negotiate takes longer than to count: the first one that is served, and no others.
+        return next(spec for spec in ranked if spec is row or self._serves(spec))
 
     def _gain(self, row: RequestSpec) -> int:
         return sum(pair in self._left for pair in self._pairs_in(row))
