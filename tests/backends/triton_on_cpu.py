@@ -109,17 +109,39 @@ def run_interpreted_kit(file: Path, folder: Path) -> None:
     assert found["missing"] == []
 
 
-def skip_overflow_checks() -> None:
+def speed_up_interpreter() -> None:
     """
-    Let integers wrap where kernels are interpreted, as on a GPU, without the interpreter's checks.
+    Leave out half of the work of Triton's interpreter. Tests of the kernels themselves keep all of it.
 
-    The checks take a quarter of the interpreter's time. Tests of the kernels themselves keep them.
+    Integers wrap, as on a GPU, without a check. And a launch replaces the functions of `triton.language` once: the
+    interpreter does that again in each call of a device function, where nothing is left to replace.
     """
     if not INTERPRETED:
         return
-    from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 - not on every platform
+    from triton.runtime import interpreter  # noqa: PLC0415 - not on every platform
 
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    if not builder.options.sanitize_overflow:
+        return  # called before
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        """Return the changes for a launch, which it takes back; the functions of one module see the same language."""
+        if function.__module__ in patched:
+            return interpreter._LangPatchScope()
+        scope = patch(function)
+        patched.add(function.__module__)
+        restore = scope.restore
+
+        def end() -> None:
+            restore()
+            patched.clear()
+
+        scope.restore = end
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def compile_kernel(

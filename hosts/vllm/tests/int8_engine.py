@@ -21,12 +21,12 @@ def main() -> None:
     from attnplug_int8_ixformer.value_scales import ValueScales  # noqa: PLC0415 - likewise
     from attnplug_vllm import implementations  # noqa: PLC0415 - likewise
     from plugins.int8_ixformer.tests.conftest import PLUGIN  # noqa: PLC0415 - likewise
-    from tests.backends.triton_on_cpu import skip_overflow_checks  # noqa: PLC0415 - likewise
+    from tests.backends.triton_on_cpu import speed_up_interpreter  # noqa: PLC0415 - likewise
 
     given = json.loads(sys.argv[1])
     if given["interpreted"]:
         PLUGIN.configure()
-        skip_overflow_checks()
+        speed_up_interpreter()
     engine = LLM(skip_tokenizer_init=True, enforce_eager=True, **given["engine"])
     greedy = SamplingParams(
         temperature=0.0, max_tokens=given["max_tokens"], logprobs=5, ignore_eos=True, detokenize=False

@@ -21,7 +21,7 @@ from attnplug_int8_ixformer.value_scales import ValueScales
 from attnplug_vllm import facts, int8
 from hosts.vllm.tests.rig import Rig
 from plugins.int8_ixformer.tests.conftest import PLUGIN
-from tests.backends.triton_on_cpu import MARKS, skip_overflow_checks
+from tests.backends.triton_on_cpu import MARKS, speed_up_interpreter
 
 pytestmark = MARKS
 HAS_LAYOUTS = not hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -35,7 +35,7 @@ def interpreted(own_process, monkeypatch):
     """Register the plugin for the CPU, and draw rows in bfloat16."""
     monkeypatch.setenv("ATTNPLUG_BLOCK", "")  # what `configure` sets is undone
     PLUGIN.configure()
-    skip_overflow_checks()
+    speed_up_interpreter()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     yield

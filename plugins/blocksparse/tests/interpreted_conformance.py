@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from attnplug_kit.conformance import Conformance
-from tests.backends.triton_on_cpu import MARKS, skip_overflow_checks
+from tests.backends.triton_on_cpu import MARKS, speed_up_interpreter
 
 pytestmark = MARKS
-skip_overflow_checks()
+speed_up_interpreter()
 
 
 class TestInterpreted(Conformance):

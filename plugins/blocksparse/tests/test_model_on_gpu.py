@@ -7,10 +7,10 @@ import pytest
 from attnplug_transformers.engine import Engine
 from plugins.blocksparse.tests.phi3small import LARGE, SMALL, build, mask_densely, prompts
 from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
-from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, skip_overflow_checks
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, speed_up_interpreter
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("registered")]
-skip_overflow_checks()
+speed_up_interpreter()
 
 LENGTHS = (70, 1, 96, 33) if INTERPRETED else (2000, 1, 1500, 333)
 SIZES = SMALL if INTERPRETED else LARGE

@@ -15,10 +15,10 @@ from attnplug_transformers.engine.layers import Groups
 from plugins.int8_ixformer.tests.outliers import BUDGET, CONTEXTS, SIZES, table, text
 from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
 from tests.backends.models import build, prompts
-from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, skip_overflow_checks
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, speed_up_interpreter
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("registered")]
-skip_overflow_checks()
+speed_up_interpreter()
 
 LENGTHS = (40, 1, 57) if INTERPRETED else (900, 1, 700, 333)
 SEEN = (90,) * 12 if INTERPRETED else (900,) * 12  # few tokens suffice: larger values are clipped

@@ -79,10 +79,10 @@ def _run_here(given, write, log):
 def _configure(name):
     """Register a plugin of Triton kernels for the CPU, where its interpreter runs them."""
     sys.path.append(str(ROOT))
-    from tests.backends.triton_on_cpu import skip_overflow_checks  # noqa: PLC0415 - on request only
+    from tests.backends.triton_on_cpu import speed_up_interpreter  # noqa: PLC0415 - on request only
 
     importlib.import_module(f"plugins.{name}.tests.conftest").PLUGIN.configure()
-    skip_overflow_checks()
+    speed_up_interpreter()
 
 
 def _save_coverage():
