@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from attnplug.batching import BatchAssembler, num_freeable_blocks, positions_of, request_rows
 from attnplug.errors import BatchError
 
-pytestmark = pytest.mark.unmeasured
-
 TENSORS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu")
 NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 

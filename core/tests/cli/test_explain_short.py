@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from attnplug.cli.explain.short import Line
 
-pytestmark = pytest.mark.unmeasured
-
 SIZES = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "dtype": "bfloat16"}
 MODELS = {
     "llama": {**SIZES, "model_type": "llama", "num_hidden_layers": 32},

@@ -15,8 +15,6 @@ from attnplug.torch_backend.impl import TorchImpl
 from attnplug_transformers import continuous, continuous_batching
 from hosts.transformers.tests.models import PAD, model
 
-pytestmark = pytest.mark.slow
-
 NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
 LENGTHS = (5, 33, 50, 12, 1, 40, 9)
 NEW = 10
@@ -74,7 +72,9 @@ def eager(name):
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_tokens_are_those_of_generate(name, host, runs):
     made, prompts = eager(name), prompts_of(LENGTHS)
     wanted = by_generate(made, prompts)
@@ -123,6 +123,7 @@ def test_other_models_keep_their_attention(host, runs):
         assert not runs
 
 
+@pytest.mark.slow
 def test_the_attention_of_before_is_restored(host, runs):
     made, prompts = eager("llama"), prompts_of((5, 9))
     wanted = by_generate(made, prompts)
@@ -163,6 +164,7 @@ def managed(made, prompts):
     return manager
 
 
+@pytest.mark.slow
 def test_a_manager_that_runs_finishes_before_its_attention_ends(host, runs):
     """Its steps have no masks: with the model's own attention, requests would attend to each other."""
     made, prompts = eager("llama"), prompts_of((5, 33, 9))
@@ -179,6 +181,7 @@ def test_a_manager_that_runs_finishes_before_its_attention_ends(host, runs):
         manager.start()
 
 
+@pytest.mark.slow
 def test_an_error_inside_ends_a_manager_that_runs(host):
     made, managers = eager("llama"), []
 
@@ -228,6 +231,7 @@ def test_settings_reach_each_call(settings, reason) -> None:
     assert [reason in str(one.error) for one in results.values()] == [True]
 
 
+@pytest.mark.slow
 def test_managers_of_one_model_and_of_two_run_at_once(host):
     one, other, prompts = eager("llama"), eager("mistral"), prompts_of((5, 33, 9))
     wanted = [by_generate(made, prompts) for made in (one, one, other)]
@@ -239,6 +243,7 @@ def test_managers_of_one_model_and_of_two_run_at_once(host):
     assert [{tuple(each.prompt_ids): each.generated_tokens for each in results} for results in found] == wanted
 
 
+@pytest.mark.slow
 def test_a_canceled_request_changes_no_other(host):
     made, prompts = eager("llama"), prompts_of((5, 33, 9))
     wanted = by_generate(made, prompts)
@@ -251,6 +256,7 @@ def test_a_canceled_request_changes_no_other(host):
     assert {tuple(one.prompt_ids): one.generated_tokens for one in found} == wanted
 
 
+@pytest.mark.slow
 def test_training_mode_has_no_dropout(host):
     """The manager puts the model into its mode for evaluation, whichever attention it has."""
     made, prompts = eager("llama"), prompts_of((5, 9))
@@ -265,6 +271,7 @@ def test_training_mode_has_no_dropout(host):
     assert found == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", ["model", "forward"])
 def test_a_compiled_model_is_served_and_restored(compiles, host, runs):
     made, prompts = eager("llama"), prompts_of((5, 9))
@@ -282,6 +289,7 @@ def test_a_compiled_model_is_served_and_restored(compiles, host, runs):
     assert "init_continuous_batching" not in vars(made)
 
 
+@pytest.mark.slow
 def test_the_scope_around_reaches_the_thread_of_the_manager(host):
     made, prompts = eager("llama"), prompts_of((5, 9))
 

@@ -17,8 +17,6 @@ from attnplug.models.fields import LIBRARY
 from hosts.transformers.tests.models import made_from
 from tools.model_defaults import stale
 
-pytestmark = pytest.mark.unmeasured
-
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
 SCALES = ("scaling", "scale", "inv_norm_factor", "softmax_scale")
 OUTPUTS = ("o_proj", "out_proj", "o", "dense")

@@ -13,8 +13,6 @@ from attnplug_transformers.engine import Engine
 from hosts.transformers.tests.models import generate, sharpen
 from hosts.transformers.tests.test_architectures import tiny
 
-pytestmark = pytest.mark.unmeasured
-
 SOME = {"bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mpt", "nemotron", "qwen3_moe", "stablelm"}
 """Families of different attention modules; the others run with the slow tests."""
 
