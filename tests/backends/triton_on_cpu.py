@@ -111,10 +111,11 @@ def run_interpreted_kit(file: Path, folder: Path) -> None:
 
 def speed_up_interpreter() -> None:
     """
-    Leave out half of the work of Triton's interpreter. Tests of the kernels themselves keep all of it.
+    Make Triton's interpreter do less. Tests of the kernels themselves keep all of its work.
 
-    Integers wrap, as on a GPU, without a check. And a launch replaces the functions of `triton.language` once: the
-    interpreter does that again in each call of a device function, where nothing is left to replace.
+    Integers wrap, as on a GPU, without a check: that is a quarter of the time. And a launch replaces the functions of
+    `triton.language` once, which is a third of the rest: the interpreter does that again in each call of a device
+    function, where nothing is left to replace.
     """
     if not INTERPRETED:
         return

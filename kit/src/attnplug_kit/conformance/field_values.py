@@ -120,7 +120,6 @@ class FieldValues:
         return "; ".join(map(str, self.subject.objections(plainest)))
 
 
-@cache
 def is_served(subject: Subject, spec: RequestSpec) -> bool:
     """Whether the subject serves a request that is complete: a paged one has a block size."""
     requirements = spec.requirements()
