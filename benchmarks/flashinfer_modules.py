@@ -184,7 +184,8 @@ def compile_into(folder: Path, names: Sequence[str]) -> list[str]:
         try:
             build_jit_specs(list(specs.values()))
         except RuntimeError as error:
-            print(str(error)[-4000:], file=sys.stderr)
+            log = str(error)  # of all commands, those that succeeded too
+            print(log[max(log.find("FAILED: "), 0) :][:4000], file=sys.stderr)
     for name, spec in specs.items():
         made = Path(spec.get_library_path())
         if made.is_file():
