@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch
+from attnplug.contract.inputs import batch as made
 from attnplug.contract.inputs.batch import with_fields
 from attnplug.errors import BatchError, TensorError
 from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
@@ -30,6 +31,31 @@ def test_a_paged_batch_has_no_key_starts():
     assert batch.key_start_loc is None
     assert batch.max_seq_len == 9
     assert batch.slot_mapping.tolist() == [3 * 4, 4 * 4 + 2, 4 * 4 + 3]
+
+
+@pytest.mark.gpu
+def test_making_a_batch_waits_for_nothing_on_a_gpu():
+    table, slots = torch.zeros(2, 3, dtype=torch.int32, device="cuda"), torch.arange(3, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = Batch.from_lengths([1, 2], [9, 4], block_table=table, slot_mapping=slots)
+        on_cpu = Batch.from_lengths([1, 2], [9, 4], block_table=torch.zeros(2, 3, dtype=torch.int32), device="cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert batch.query_start_loc.tolist() == on_cpu.query_start_loc.tolist() == [0, 1, 3]
+    assert batch.seq_lens.tolist() == on_cpu.seq_lens.tolist() == [9, 4]
+    assert on_cpu.block_table.device.type == "cuda"
+
+
+def test_lengths_go_to_a_gpu_without_waiting(monkeypatch):
+    """On a machine without one: torch waits for each copy to a GPU that is neither pinned nor said not to block."""
+    uploaded = []
+    monkeypatch.setattr(made, "upload", lambda tensor, device: uploaded.append(device.type) or tensor)
+
+    Batch.from_lengths([1, 2], [9, 4], block_table=torch.zeros(2, 3, dtype=torch.int32), device="cuda")
+
+    assert uploaded == ["cuda"] * 3
 
 
 def test_a_batch_is_made_of_its_tensors():

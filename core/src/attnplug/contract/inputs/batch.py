@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError, TensorError
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class Batch:
                 check_tensor(name, given)
         if device is None and block_table is not None:
             device = block_table.device
+        place = None if device is None else torch.device(device)
         host = {"query_start_loc": _cumulative(queries), "seq_lens": _int32(lengths)}
         if block_table is None:
             host["key_start_loc"] = _cumulative(lengths)
@@ -188,7 +190,7 @@ class Batch:
             host["slot_mapping"] = slot_mapping
         fields: dict[str, Any] = {}
         for name, tensor in host.items():
-            fields[name] = tensor if device is None else tensor.to(device)
+            fields[name] = tensor if place is None else _placed(tensor, place)
             fields[f"{name}_cpu"] = _mirror(name, tensor)
         derived = {
             "num_reqs": len(queries),
@@ -286,6 +288,11 @@ def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
         return None
     check_tensor(name, device_copy)
     return device_copy if device_copy.device.type == "cpu" else None
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy from pageable memory to a GPU would wait for all that runs there."""
+    return upload(tensor, device) if tensor.is_cpu and device.type == "cuda" else tensor.to(device)
 
 
 def _check_alike(queries: Sequence[int], lengths: Sequence[int]) -> None:
