@@ -43,3 +43,11 @@ def test_a_backend_that_drops_the_soft_cap_is_an_error(tmp_path):
     status, text = run(tmp_path / "report.md", "--ours", "torch_native", "--beside", "--only", "cap, eager")
     assert "| cap | eager | torch_native | " in text
     assert status == 1
+
+
+@pytest.mark.slow
+def test_an_engine_has_the_log_probabilities_of_transformers(tmp_path):
+    status, text = run(tmp_path / "report.md", "--ours", "attnplug", "--beside", "--only", "engine, eager", "--engines")
+    row = next(line for line in text.splitlines() if line.startswith("| attnplug | no |"))
+    assert float(row.split("|")[3]) < 1e-5
+    assert status == 0

@@ -137,3 +137,25 @@ def test_a_prefill_graph_that_breaks_at_attention() -> None:
     assert worst(found, world.expected([b, a], [5, 3], data)) < CLOSE
     assert not any(each[8:].any() for each in found)
     assert world.step(backend, [a, b], [1, 1], DECODE) < CLOSE
+
+
+@pytest.mark.parametrize("more", [1, 500])
+def test_a_request_that_is_made_up_to_capture_prefills(more: int) -> None:
+    """SGLang captures a prefill of a whole chunk, as one request: a model of a short context has no such sequence."""
+    world = World(16, (20, -1), swa=True, sinks=True)
+    backend = world.backend()
+    a = world.new()
+    world.step(backend, [a], [17], EXTEND)
+    tokens = world.table.req_to_token.shape[1] + more
+    step = world.batch([], [], EXTEND)
+    step.batch_size, step.req_pool_indices = 1, torch.zeros(1, dtype=torch.long)
+    step.seq_lens = step.seq_lens_cpu = step.extend_seq_lens = step.extend_seq_lens_cpu = torch.tensor([tokens])
+    step.out_cache_loc = torch.zeros(tokens, dtype=torch.long)
+    pool = [buffer.clone() for part in (world.pool.full_kv_pool, world.pool.swa_kv_pool) for buffer in part.k_buffer]
+    backend.init_forward_metadata(step)
+    found = world.run(backend, step, world.qkv(tokens))
+    assert [tuple(each.shape) for each in found] == [(tokens, 64), (tokens, 64)]
+    assert not any(each.any() for each in found)
+    written = [buffer for part in (world.pool.full_kv_pool, world.pool.swa_kv_pool) for buffer in part.k_buffer]
+    assert all(torch.equal(now, before) for now, before in zip(written, pool, strict=True))
+    assert world.step(backend, [a], [1], DECODE) < CLOSE

@@ -101,6 +101,9 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         """
         Build a step that runs eagerly.
 
+        Before SGLang captures prefills it makes up a request of as many tokens as the graph has. That can be more than
+        a sequence can have, and more than its table of slots has room for: such a step attends to nothing.
+
         Raises:
             NotNegotiatedError: Its mode is not served.
         """
@@ -108,7 +111,8 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             self.forward_metadata = None
             return
         lengths = lengths_of(forward_batch)
-        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if lengths.queries else None
+        attends = lengths.queries and max(lengths.sequences) <= self.req_to_token_pool.req_to_token.shape[1]
+        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if attends else None
 
     def _kind_of(self, lengths: Lengths) -> Kind:
         return self._kind(_EXTEND) if lengths.custom_mask is None else self._kind(_VERIFY, lengths.drafts)
