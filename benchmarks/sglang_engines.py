@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ON_CPU = "SGLANG_HOST_ON_CPU"
 if __name__ != "sglang_engines" and os.environ.get(ON_CPU):  # this program, or a process of its engine
@@ -25,12 +25,13 @@ LONGEST = 600
 """Seconds that an engine may take."""
 
 
-def rows(names: list[str], *, device: str, tiny: bool) -> Iterator[list[str]]:
+def rows(names: list[str], is_wanted: Callable[[str], bool], *, device: str, tiny: bool) -> Iterator[list[str]]:
     """
-    Yield the results of each backend, eager and with graphs of decodes.
+    Yield the results of each backend, eager and with graphs.
 
     Args:
         names: Of SGLang's registry.
+        is_wanted: Whether a row is to be measured, by its name.
         device: ``"cpu"`` or ``"cuda"``.
         tiny: Whether the model and the load are small.
     """
@@ -40,13 +41,16 @@ def rows(names: list[str], *, device: str, tiny: bool) -> Iterator[list[str]]:
         job["prompts"] = _prompts(*((4, 12) if tiny else (32, 512)))
         for name in names:
             for graphs in (False, True) if device == "cuda" else (False,):
+                row = f"engine, {'graph' if graphs else 'eager'}, {name}"
+                if not is_wanted(row):
+                    continue
                 found = _run({**job, "name": name, "graphs": graphs}, Path(folder))
                 if isinstance(found, str):
                     yield [name, "yes" if graphs else "no", f"does not run: {found}", "-"]
                 else:
                     error = _difference(model.to(device), job["prompts"], found)
                     yield [name, "yes" if graphs else "no", f"{error:.2e}", f"{found['tokens_per_s']:.0f}"]
-                print(f"{name}, graphs={graphs} | engine", flush=True)
+                print(f"{row} | measured", flush=True)
 
 
 def _model(folder: Path, *, tiny: bool) -> Any:
@@ -66,8 +70,10 @@ def _model(folder: Path, *, tiny: bool) -> Any:
     made = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    made.to(torch.bfloat16).save_pretrained(folder)  # both sides have the weights in bfloat16
-    return made.float()
+    for weight in made.parameters():  # both sides have them in bfloat16; frequencies of rotations are no weights
+        weight.data = weight.data.bfloat16().float()
+    made.save_pretrained(folder)
+    return made
 
 
 def _prompts(count: int, length: int) -> list[list[int]]:
@@ -89,7 +95,9 @@ def _run(job: dict[str, Any], folder: Path) -> Any:
             return f"killed after {LONGEST} s"
     if result.is_file():
         return json.loads(result.read_text())
-    said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    whole = log.read_text(errors="replace")
+    print(whole[-8000:], file=sys.stderr, flush=True)
+    said = [line for line in whole.splitlines() if "Error" in line]
     return (said[-1] if said else "it ended without a result")[-200:].replace("|", "/")
 
 

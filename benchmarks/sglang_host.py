@@ -186,6 +186,14 @@ class Session:
             worst = _larger(worst, _difference(found, rig.expected(chosen, [1] * count, fresh)))
         return worst
 
+    def engines(self) -> Iterator[list[str]]:
+        """Yield the rows of the table of engines."""
+        for row in sglang_engines.rows(self.names, self._is_wanted, device=self.device, tiny=self.tiny):
+            reason = row[2] if row[2].startswith("does not run") else ""
+            is_refused = "NoBackendError" in reason or "NotNegotiatedError" in reason
+            self.failed |= bool(reason) and row[0] in self.options.ours and not is_refused
+            yield row
+
     # Times
 
     def times(self) -> Iterator[list[str]]:
@@ -330,7 +338,7 @@ def main() -> int:
         report.add("Times, us", ["step", "part", "clock", *session.names], session.times())
     if options.engines:
         heads = ["backend", "graphs", "mean difference of log-probabilities", "tokens/s"]
-        report.add("Engines", heads, sglang_engines.rows(session.names, device=options.device, tiny=options.tiny))
+        report.add("Engines", heads, session.engines())
     return int(session.failed)
 
 
@@ -343,7 +351,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--beside", nargs="*", help="SGLang's own backends")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that have one of these texts")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="rows whose name has one of these texts, such as `plain, graph` or `engine, eager, triton`",
+    )
     parser.add_argument("--repeats", type=int, default=25, help="fifths of a second, at most, for each row")
     parser.add_argument("--engines", action="store_true", help="run whole engines, too")
     options = parser.parse_args()
