@@ -165,7 +165,7 @@ class Batch:
             block_table: ``(num_reqs, max_blocks)`` int32, on any device; None makes a dense batch with `key_start_loc`.
             slot_mapping: ``(tokens,)`` int64, on any device.
             device: Where the batch's tensors go; None is the block table's, else the CPU. Tensors given on the CPU are
-                kept as CPU copies.
+                kept as CPU copies. Copies to a GPU are ordered with the current stream, and nothing waits for them.
             rest: Further fields of `Batch`, by name.
 
         Raises:
