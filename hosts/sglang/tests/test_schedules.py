@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnplug.errors import BatchError
 from hosts.sglang.tests.rig import ForwardMode, World, worst
 
 EXTEND, DECODE, IDLE = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE
@@ -159,3 +160,15 @@ def test_a_request_that_is_made_up_to_capture_prefills(more: int) -> None:
     written = [buffer for part in (world.pool.full_kv_pool, world.pool.swa_kv_pool) for buffer in part.k_buffer]
     assert all(torch.equal(now, before) for now, before in zip(written, pool, strict=True))
     assert world.step(backend, [a], [1], DECODE) < CLOSE
+
+
+def test_a_sequence_that_is_too_long_is_refused_where_it_has_slots() -> None:
+    world = World(16)
+    backend = world.backend()
+    tokens = world.table.req_to_token.shape[1] + 1
+    step = world.batch([], [], EXTEND)
+    step.batch_size, step.req_pool_indices = 1, torch.ones(1, dtype=torch.long)
+    step.seq_lens = step.seq_lens_cpu = step.extend_seq_lens = step.extend_seq_lens_cpu = torch.tensor([tokens])
+    step.out_cache_loc = torch.arange(tokens)
+    with pytest.raises(BatchError, match=str(tokens)):
+        backend.init_forward_metadata(step)

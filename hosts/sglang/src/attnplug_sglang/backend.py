@@ -101,18 +101,25 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         """
         Build a step that runs eagerly.
 
-        Before SGLang captures prefills it makes up a request of as many tokens as the graph has. That can be more than
-        a sequence can have, and more than its table of slots has room for: such a step attends to nothing.
-
         Raises:
             NotNegotiatedError: Its mode is not served.
+            BatchError: A sequence is longer than SGLang's table of slots has room for.
         """
         if _is_idle(forward_batch):
             self.forward_metadata = None
             return
         lengths = lengths_of(forward_batch)
-        attends = lengths.queries and max(lengths.sequences) <= self.req_to_token_pool.req_to_token.shape[1]
+        attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
         self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if attends else None
+
+    def _is_made_up(self, forward_batch: Any, lengths: Lengths) -> bool:
+        """
+        Whether a step is the one that SGLang makes up before it captures prefills, and is longer than any sequence.
+
+        It has as many tokens as the graph, in one request, and no slots: each is 0, which is padding.
+        """
+        is_too_long = max(lengths.sequences) > self.req_to_token_pool.req_to_token.shape[1]
+        return is_too_long and not bool(forward_batch.out_cache_loc.any())
 
     def _kind_of(self, lengths: Lengths) -> Kind:
         return self._kind(_EXTEND) if lengths.custom_mask is None else self._kind(_VERIFY, lengths.drafts)
