@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-pytest_plugins = ["tools.evidence", "tools.vllm_results"]
+pytest_plugins = ["tools.cpu_times", "tools.evidence", "tools.vllm_results"]
 
 # No deadline: the first example of a test may pay for a compiler or a cold import.
 # CI repeats one run exactly; a developer's runs explore.
