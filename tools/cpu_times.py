@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
 OPTION: Final = "--cpu-report"
 REST: Final = "imports, collection and reports"
@@ -77,11 +77,16 @@ def by_file(path: Path) -> dict[str, tuple[float, int]]:
 
 def table(now: dict[str, tuple[float, int]], before: dict[str, tuple[float, int]]) -> list[str]:
     """Return the rows of a Markdown table: the files that take longest in either run first, and a total."""
-    names = sorted(now.keys() | before.keys(), key=lambda name: -max(now.get(name, (0.0,))[0], before.get(name, (0.0,))[0]))
-    total = [tuple(map(sum, zip(*runs.values(), strict=True))) if runs else (0.0, 0) for runs in (before, now)]
-    rows = [("total", *total), *((name, before.get(name, (0.0, 0)), now.get(name, (0.0, 0))) for name in names)]
+    rows = [(name, before.get(name, (0.0, 0)), now.get(name, (0.0, 0))) for name in now.keys() | before.keys()]
+    rows.sort(key=lambda row: -max(row[1][0], row[2][0]))
+    rows.insert(0, ("total", _sum(row[1] for row in rows), _sum(row[2] for row in rows)))
     head = ["| file | CPU s before | tests | CPU s now | tests |", "| --- | --- | --- | --- | --- |"]
     return head + [f"| {name} | {old[0]:.1f} | {old[1]} | {new[0]:.1f} | {new[1]} |" for name, old, new in rows]
+
+
+def _sum(files: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    seconds, tests = zip(*files, strict=True)
+    return sum(seconds), sum(tests)
 
 
 def main() -> None:
