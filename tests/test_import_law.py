@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tools import api_pages
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -85,22 +87,14 @@ PUBLIC = {
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
-    "attnplug_comfyui",
-    "attnplug_diffusers",
-    "attnplug_torch",
-    *("attnplug_transformers", "attnplug_transformers.engine"),
+    *(page for each in api_pages.HOSTS for page in each.modules or (each.title,)),
 }
+PLACES = ("core", "kit", "hosts/*", "plugins/*")
 DISTRIBUTIONS = {
-    "attnplug": CORE,
-    "attnplug_kit": ROOT / "kit" / "src" / "attnplug_kit",
-    "attnplug_comfyui": ROOT / "hosts" / "comfyui" / "src" / "attnplug_comfyui",
-    "attnplug_diffusers": ROOT / "hosts" / "diffusers" / "src" / "attnplug_diffusers",
-    "attnplug_sglang": ROOT / "hosts" / "sglang" / "src" / "attnplug_sglang",
-    "attnplug_torch": ROOT / "hosts" / "torch" / "src" / "attnplug_torch",
-    "attnplug_transformers": ROOT / "hosts" / "transformers" / "src" / "attnplug_transformers",
-    "attnplug_vllm": ROOT / "hosts" / "vllm" / "src" / "attnplug_vllm",
-    **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/attnplug_*"))},
-    **{folder.name: folder for folder in sorted(ROOT.glob("tests/plugins/*/attnplug_*"))},
+    folder.name: folder
+    for place in (*(f"{each}/src" for each in PLACES), "tests/plugins/*")
+    for folder in sorted(ROOT.glob(f"{place}/attnplug*/"))
+    if (folder / "__init__.py").exists()
 }
 NEEDS = {  # beside core
     "attnplug_flash_attn": {"attnplug_kit"},  # the direct library calls of `attnplug bench`, an extra
@@ -317,19 +311,7 @@ def test_the_law_has_no_circle() -> None:
     assert [part for part in BELOW if part in below(part)] == []
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "attnplug",
-        "attnplug_kit",
-        "attnplug_comfyui",
-        "attnplug_diffusers",
-        "attnplug_sglang",
-        "attnplug_torch",
-        "attnplug_transformers",
-        "attnplug_vllm",
-    ],
-)
+@pytest.mark.parametrize("package", [name for name, folder in DISTRIBUTIONS.items() if "plugins" not in folder.parts])
 def test_no_circle_of_modules_is_too_large(package: str) -> None:
     found = circles(import_graph(package, _read(DISTRIBUTIONS[package])))
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from tools.toml import read_toml
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -50,6 +52,18 @@ _FACADE: Final = Page(
     "domain and the unit of each field of `Requirements`.",
 )
 
+
+def _hosts() -> Iterable[Page]:
+    """Yield the pages of hosts: of those that say in `[tool.attnplug]` what their API is for."""
+    for project in sorted(ROOT.glob("hosts/*/pyproject.toml")):
+        host, table = project.parent.name, read_toml(project).get("tool", {}).get("attnplug", {})
+        if "api" in table:
+            modules = tuple(table.get("api-modules", ()))
+            yield Page(host, f"attnplug_{host}", table["api"], modules, source=f"hosts/{host}/src")
+
+
+HOSTS: Final = tuple(_hosts())
+
 # In the order of the index. What the facade has, too, is documented there only.
 PAGES: Final = (
     _FACADE,
@@ -77,32 +91,7 @@ PAGES: Final = (
     ),
     Page("commands", "attnplug.commands", "Add a command to `attnplug`."),
     Page("engines", "attnplug.engines", "Report what a host engine selects by itself."),
-    Page(
-        "comfyui",
-        "attnplug_comfyui",
-        "Give models of ComfyUI the attention of attnplug, and see where their calls went.",
-        source="hosts/comfyui/src",
-    ),
-    Page(
-        "diffusers",
-        "attnplug_diffusers",
-        "Run a model of diffusers on a backend.",
-        source="hosts/diffusers/src",
-    ),
-    Page(
-        "torch",
-        "attnplug_torch",
-        "Run torch's own attention calls on a backend, and see where they went.",
-        source="hosts/torch/src",
-    ),
-    Page(
-        "transformers",
-        "attnplug_transformers",
-        "Run models of transformers, with their own `generate` or in the paged engine.",
-        modules=("attnplug_transformers", "attnplug_transformers.engine"),
-        source="hosts/transformers/src",
-    ),
-    Page("vllm", "attnplug_vllm", "Run vLLM on a backend of attnplug.", source="hosts/vllm/src"),
+    *HOSTS,
     Page(
         "kit",
         "attnplug_kit",

@@ -1,12 +1,13 @@
 """
 The smoke test of one distribution, in an environment that has it and what it requires: ``python -I smoke.py NAME``.
 
-It imports what is installed there and nothing of the repository.
+It imports what is installed there; of the repository it reads the smoke tests of hosts only.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _REQUEST: Final = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
-_OURS: Final = "attnplug"
 
 
 class SmokeError(Exception):
@@ -79,120 +79,6 @@ def kit() -> None:
     need("acme" not in command("list"), "the project is installed, and nothing installed it")
 
 
-def transformers_host() -> None:
-    """Generate with a small model of random weights, as the model does by itself."""
-    import torch  # noqa: PLC0415 - as above
-    import transformers  # noqa: PLC0415 - likewise
-
-    from attnplug_transformers.engine import Engine  # noqa: PLC0415 - likewise
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model: Any = transformers.LlamaForCausalLM(config)
-    model.eval()
-    prompt = [3, 1, 4, 1, 5]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
-    with Engine(model) as engine:
-        found = engine.generate([prompt], max_new_tokens=4)
-    need(list(found[0]) == expected, f"the engine generates {found}, the model {expected}")
-
-
-def vllm_host() -> None:
-    """Without vLLM: it is found as a plugin of vLLM and as an engine, and says that vLLM is missing."""
-    need(find_spec("vllm") is None, "vLLM is installed, and the host is to be tested without it")
-    groups = {entry.group for entry in distribution("attnplug-vllm").entry_points}
-    need({"vllm.general_plugins", "attnplug.engines"} <= groups, f"its entry points are {groups}")
-    command("explain", *_REQUEST, "--engine", "vllm", codes=(0, 1, 2))
-
-
-def sglang_host() -> None:
-    """Without SGLang: it is found as a plugin of SGLang, and every candidate has a name."""
-    from attnplug_sglang.registration import names  # noqa: PLC0415 - as above
-
-    need(find_spec("sglang") is None, "SGLang is installed, and the host is to be tested without it")
-    groups = {entry.group for entry in distribution("attnplug-sglang").entry_points}
-    need("sglang.srt.plugins" in groups, f"its entry points are {groups}")
-    need({"attnplug", "attnplug:torch/sdpa"} <= set(names()), f"its names are {sorted(names())}")
-
-
-def torch_host() -> None:
-    """Route a call of torch's own attention to a backend, and find the same numbers."""
-    import torch  # noqa: PLC0415 - likewise
-
-    import attnplug_torch  # noqa: PLC0415 - as above
-
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 10, 64)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    expected = attend(query, query, query, is_causal=True)
-    attnplug_torch.register()
-    torch.nn.attention.activate_flash_attention_impl("attnplug")
-    found = attend(query, query, query, is_causal=True)
-    torch.nn.attention.restore_flash_attention_impl()
-    need(torch.allclose(found, expected, atol=1e-5), "torch's attention differs on a backend")
-    need(any(route.backend for route in attnplug_torch.report()), "no call went to a backend")
-
-
-def comfyui_host() -> None:
-    """Give a model like ComfyUI's the attention of attnplug, and write the folder of the nodes."""
-    import torch  # noqa: PLC0415 - likewise
-
-    import attnplug_comfyui  # noqa: PLC0415 - as above
-
-    class Model:
-        def __init__(self) -> None:
-            self.model_options: dict[str, Any] = {"transformer_options": {}}
-
-        def clone(self) -> Model:
-            return Model()
-
-    torch.manual_seed(0)
-    query = torch.randn(1, 10, 4 * 64)
-    heads = query.view(1, 10, 4, 64).transpose(1, 2)
-    expected = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
-    model = attnplug_comfyui.patch(Model())
-    found = attnplug_comfyui.override_of(model)(torch.add, query, query, query, 4)
-    need(torch.allclose(found, expected, atol=1e-5), "attention differs on a backend")
-    need(any(route.backend for route in attnplug_comfyui.report(model)), "no call went to a backend")
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "custom_nodes").mkdir()
-        need((attnplug_comfyui.install(folder) / "__init__.py").exists(), "the folder of the nodes is not written")
-
-
-def diffusers_host() -> None:
-    """Bind a model of diffusers, and find the same numbers."""
-    import diffusers  # noqa: PLC0415 - as above
-    import torch  # noqa: PLC0415 - likewise
-
-    import attnplug_diffusers  # noqa: PLC0415 - likewise
-
-    torch.manual_seed(0)
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-        ffn_dim=32, num_layers=1, rope_max_seq_len=32,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "timestep": torch.tensor([1]),
-    }
-    with torch.no_grad():
-        expected = model(**inputs).sample
-        with attnplug_diffusers.bind(model) as binding:
-            found = model(**inputs).sample
-    need(torch.allclose(found, expected, atol=1e-5), "the model differs on a backend")
-    need(len(binding.modules) == 2, f"what is bound is {binding.modules}")
-
-
 def plugin(name: str) -> None:
     """Find every backend of a plugin with `attnplug list`: with a manifest, and not broken."""
     listed = json.loads(command("list", "--json"))["backends"]
@@ -213,15 +99,19 @@ TESTS: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
         "attnplug": core,
         "attnplug[torch]": core_with_torch,
         "attnplug-kit": kit,
-        "attnplug-transformers": transformers_host,
-        "attnplug-vllm": vllm_host,
-        "attnplug-diffusers": diffusers_host,
-        "attnplug-sglang": sglang_host,
-        "attnplug-torch": torch_host,
-        "attnplug-comfyui": comfyui_host,
     }
 )
-"""The tests by distribution; any other one is a plugin."""
+"""The tests of core and kit. A host has its own in ``tests/smoke.py``; everything else is a plugin."""
+
+
+def host_test(name: str) -> Path:
+    """Return the file with the smoke test of a host."""
+    return Path(__file__).parents[1] / "hosts" / name.removeprefix("attnplug-") / "tests" / "smoke.py"
+
+
+def host(file: Path) -> None:
+    """Run the function `smoke` of a file, which gets `need` and `command`."""
+    runpy.run_path(str(file))["smoke"](need, command)
 
 
 def common(name: str) -> None:
@@ -240,7 +130,8 @@ def main(arguments: list[str]) -> int:
     name = arguments[0]
     try:
         common(name.partition("[")[0])
-        TESTS.get(name, lambda: plugin(name))()
+        own = host_test(name)
+        TESTS.get(name, lambda: host(own) if own.exists() else plugin(name))()
     except SmokeError as error:
         print(f"{name}: {error}")
         return 1

@@ -1,0 +1,1 @@
+"""Scripts of the workspace: installed nowhere."""
