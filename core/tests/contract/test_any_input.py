@@ -13,9 +13,10 @@ from attnplug.contract import GraphShape, Layer, Limits, Parallel
 from attnplug.errors import CacheError, LimitsError
 from attnplug.request.requirements import Requirements
 from core.tests.request.any_values import ANY, BASE, HUGE, PLAIN, valid
+from tests.examples import examples
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.dictionaries(
         st.sampled_from(
@@ -59,7 +60,7 @@ def test_limits_of_wrong_types_are_refused(values):
         Limits(**{"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64, **values})
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.text(max_size=2), PLAIN) | ANY)
 def test_a_pattern_is_valid_in_both_or_neither(table):
     request = valid(lambda: Requirements(**BASE, block_sparse=table))

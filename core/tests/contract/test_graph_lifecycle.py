@@ -14,6 +14,7 @@ from attnplug.contract import GraphShape
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError
 from core.tests.contract.test_graphs import capture, world
 from core.tests.contract.world import make_batch, refused
+from tests.examples import examples
 
 SMALL, LARGE = GraphShape(2, 2, 1), GraphShape(8, 8, 1)
 
@@ -200,7 +201,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(CALLS, max_size=14))
 def test_any_order_of_calls_keeps_the_books(calls):
     """A model beside the state: sizes held, those before the capture, and the most requests that memory is for."""

@@ -31,6 +31,7 @@ from core.tests.contract.world import (
     refused,
     same,
 )
+from tests.examples import examples
 
 
 class Capturing(MetadataBuilder):
@@ -237,7 +238,7 @@ def as_host(batch, padded, more):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=6) | st.integers(1, 9).map(lambda n: [1] * n),
     st.integers(3, 17),

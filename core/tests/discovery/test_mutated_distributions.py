@@ -23,6 +23,7 @@ from attnplug.evidence.store import EvidenceStore
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,7 +166,7 @@ def test_a_mutated_distribution_harms_no_other(mutations: list[tuple[str, bytes]
 
 @pytest.mark.slow
 @given(SEVERAL)
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_many_mutated_distributions_harm_no_other(mutations: list[tuple[str, bytes]]) -> None:
     check(mutations)
 

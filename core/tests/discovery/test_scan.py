@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attnplug.discovery.distribution import normalized
 from attnplug.discovery.scan import Entry, scan
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +63,7 @@ def test_it_agrees_with_the_standard_library(make_site: Any, found: list[tuple[s
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_no_content_of_a_neighbour_hides_a_plugin(make_site: Any, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         site = make_site(Path(folder))

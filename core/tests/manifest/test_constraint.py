@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.request.device import ComputeCapability, parse_capability
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from tests.examples import examples
 
 pytestmark = pytest.mark.unmeasured
 
@@ -72,7 +73,7 @@ closed = st.sampled_from([*ordered, (names, ("NHD", "HND"))])
 worlds = st.sampled_from([*ordered, (names, ("NHD", "HND")), (open_names, ("auto", "int8", "acme.packed", "b.c"))])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), worlds)
 def test_intersection_allows_exactly_what_both_allow(data, world):
     strategy, universe = world
@@ -84,7 +85,7 @@ def test_intersection_allows_exactly_what_both_allow(data, world):
         assert both.allows(value) == (a.allows(value) and b.allows(value)) == swapped.allows(value)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), worlds)
 def test_intersection_with_itself_changes_nothing(data, world):
     strategy, universe = world
@@ -93,7 +94,7 @@ def test_intersection_with_itself_changes_nothing(data, world):
     assert [v for v in universe if a.intersect(a).allows(v)] == [v for v in universe if a.allows(v)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), worlds)
 def test_intersection_is_associative(data, world):
     strategy, universe = world
@@ -124,7 +125,7 @@ def test_nearest_level_is_nearest(constraint, value):
     assert (found is None) if not members else (distance(found) == min(map(distance, members)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), worlds)
 def test_first_choices_and_nearest_are_members(data, world):
     strategy, universe = world
@@ -137,7 +138,7 @@ def test_first_choices_and_nearest_are_members(data, world):
     assert (constraint.first() is None) == (constraint.choices() == ())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), closed)
 def test_every_alternative_that_allows_something_has_a_choice(data, world):
     strategy, universe = world

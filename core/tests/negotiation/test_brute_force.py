@@ -18,6 +18,7 @@ from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
+from tests.examples import examples
 
 pytestmark = pytest.mark.unmeasured
 
@@ -310,7 +311,7 @@ def ask(values):
         return assume(False)  # the values contradict each other
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(manifests(), st.lists(requests | plain_requests, min_size=1, max_size=6), st.sampled_from(DEVICES))
 def test_negotiation_agrees_with_brute_force(raw, wanted, device):
     offered = candidate(raw)
@@ -373,7 +374,7 @@ WITHOUT_PAGES = {
 }
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(manifests(), engine_requests_only | plain_requests, st.sampled_from(DEVICES))
 # Lengths are read where they are lacking: the fix leaves them as they are.
 @example(WITHOUT_PAGES, {"head_size": 64, "dtype": "bfloat16", "seq_lens_cpu_kind": "upper_bound"}, DEVICES[0])

@@ -19,11 +19,12 @@ from attnplug.request.device import ComputeCapability, Device
 from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 from core.tests.request.any_values import ANY, BASE, HUGE, TEXTS, Silent, kind, nested, valid
+from tests.examples import examples
 
 pytestmark = pytest.mark.unmeasured
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.dictionaries(st.sampled_from([item.name for item in fields_of("model", "engine")]), ANY, max_size=3))
 def test_requirements_are_valid_or_refused(values):
     made = valid(lambda: Requirements(**{**BASE, **values}))
@@ -54,7 +55,7 @@ def test_what_holds_no_requirements_is_refused(data):
         Requirements.from_dict(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.dictionaries(
         st.sampled_from(["type", "vendor", "name", "compute_capability", "num_multiprocessors"]), ANY, max_size=3
@@ -92,7 +93,7 @@ def test_a_device_of_wrong_parts_is_refused(values):
         Device(**values)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(["torch", "nobody", "torch/sdpa", 3]), st.dictionaries(TEXTS | st.just(3), ANY)))
 def test_options_are_used_or_refused(options):
     valid(lambda: attnplug.select(Requirements(**BASE), "cpu", options=options))

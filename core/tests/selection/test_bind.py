@@ -44,6 +44,7 @@ from core.tests.negotiation.test_brute_force import (
     tables,
     toml,
 )
+from tests.examples import examples
 
 HEADS = ("num_q_heads", "num_kv_heads")
 EVERYTHING = ("block_size", *HEADS)
@@ -512,7 +513,7 @@ def test_binding_is_a_selection_that_knew_the_values(raw, wanted, late, device):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, **USUAL)
+@settings(max_examples=examples(100), **USUAL)
 @given(*DRAWN)
 def test_binding_is_a_selection_that_knew_the_values_in_long(raw, wanted, late, device):
     check_binding(raw, wanted, late, device)

@@ -17,6 +17,7 @@ from attnplug.torch_backend import builder, sdpa
 from attnplug.torch_backend.builder import Sizes
 from attnplug_kit.oracle import FEATURES, Case, assert_close, cases, check, limits_of, materialize, run
 from core.tests.torch_backend.tiers import in_two_tiers
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -83,7 +84,7 @@ def test_every_kernel(case: Case, layout: str) -> None:
 
 
 @given(paged_cases(), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_tiles_and_groups_of_any_size(case: Case, layout: str, rows: int, scores: int, unfused: bool) -> None:
     sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
     with pytest.MonkeyPatch.context() as patch:

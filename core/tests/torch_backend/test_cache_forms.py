@@ -11,6 +11,7 @@ import attnplug
 from attnplug.contract import Backend, split_kv
 from attnplug.errors import CacheError
 from attnplug_kit.oracle import Case, SceneRunner, check, materialize, untouched
+from tests.examples import examples
 
 FORMS = ("joint", "interleaved", "split", "packed", "independent")
 LENGTHS = {
@@ -38,7 +39,7 @@ def load(case: Case, form: str, layout: str) -> Backend:
     st.booleans(),
     st.integers(0, 99),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_form_has_the_oracle_s_result(form, layout, block_size, dtypes, phase, size_v, host_writes, seed) -> None:
     """Prefills, chunks and decodes over pools with gaps, written by forward and by write_kv; gaps keep their bytes."""
     queries, contexts = LENGTHS[phase]

@@ -16,14 +16,14 @@ def test_each_kernel_once():
     run_interpreted(FOLDER / "test_kernels_on_gpu.py", str(FOLDER / "test_backend_on_gpu.py"), "-k", few)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "measured"), interpreted_runs(FOLDER))
 def test_gpu_tests(words, measured):
     run_interpreted(*words, measured=measured)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_conformance(tmp_path):
     run_interpreted_kit(FOLDER / "interpreted_conformance.py", tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug_transformers.engine.detokenizer import Detokenizer
 from hosts.transformers.tests.tokenizers import END, KINDS, SIZE, byte_level
+from tests.examples import examples
 
 WORDS = ["stop", "st", "op", "é", "日本", "🙂", " ", "the ", "s", "<end>", "\u200d", "ab"]
 texts = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
@@ -44,7 +45,7 @@ def test_pieces_are_whole_characters_of_the_text(kind: str, text: str) -> None:
 
 
 @given(kinds, st.lists(st.integers(0, SIZE - 1), max_size=30))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_tokens_decode_to_the_text_of_all(kind: str, tokens: list[int]) -> None:
     tokenizer = KINDS[kind]()
     tokens = [token for token in tokens if token < len(tokenizer)]
@@ -63,7 +64,7 @@ def test_any_tokens_decode_to_the_text_of_all(kind: str, tokens: list[int]) -> N
 @given(
     kinds, texts, st.lists(st.sampled_from(["stop", "p", "é", "🙂s", "st", "t s", "the end"]), min_size=1, max_size=3)
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_a_stop_string_is_found_with_the_token_that_completes_it(kind: str, text: str, stop: list[str]) -> None:
     tokenizer = KINDS[kind]()
     tokens = tokenizer(text).input_ids

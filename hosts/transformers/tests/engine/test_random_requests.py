@@ -15,6 +15,7 @@ from attnplug_transformers.engine import Sampling
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import NO_TOKEN, sample
 from hosts.transformers.tests.fakes import model as fake
+from tests.examples import examples
 
 pytestmark = pytest.mark.unmeasured
 
@@ -93,7 +94,7 @@ prompts = st.lists(
     st.integers(0, 20),
     st.lists(st.integers(0, 5), max_size=8),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_tokens_do_not_depend_on_the_schedule(
     prompts: list[tuple[list[int], int]],
     block_size: int,
@@ -124,7 +125,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 
 
 @given(prompts, st.integers(1, 4), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_request_finishes_whatever_is_cancelled(
     prompts: list[tuple[list[int], int]], block_size: int, data: st.DataObject
 ) -> None:

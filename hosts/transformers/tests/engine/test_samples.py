@@ -14,6 +14,7 @@ from attnplug_transformers.engine import Engine, SamplingParams
 from attnplug_transformers.engine.request import Request
 from hosts.transformers.tests.engine.reference import reference
 from hosts.transformers.tests.fakes import model as fake
+from tests.examples import examples
 
 DRAWING = SamplingParams(temperature=1.2, seed=5, n=3)
 NEW = 10
@@ -143,7 +144,7 @@ prompts = st.lists(
 
 
 @given(prompts, st.integers(1, 4), st.integers(0, 10), st.integers(1, 5), st.integers(0, 12), st.integers(0, 99))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_samples_finish_whatever_the_schedule(prompts, block_size, spare, max_num_reqs, more_tokens, seed) -> None:
     """With few blocks, and samples that are canceled at random."""
     random = Random(seed)

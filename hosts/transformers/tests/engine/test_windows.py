@@ -14,10 +14,11 @@ from attnplug_transformers.engine.request import Request
 from hosts.transformers.tests.engine.reference import NEW, reference
 from hosts.transformers.tests.fakes import model as fake
 from hosts.transformers.tests.models import WINDOW, generate, model
+from tests.examples import examples
 
 
 @given(st.data(), st.integers(2, 9), st.integers(1, 4), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_no_token_depends_on_a_released_block(data, window, block_size, prefix_caching):
     random = Random(data.draw(st.integers(0, 10**6)))
     host = fake.Host(

@@ -68,7 +68,9 @@ def _specification(name, attention):
     return {"rounds": rounds, "num_gpu_blocks_override": BLOCKS.get(name, 14), **backend, **environment}
 
 
-@pytest.fixture(params=[pytest.param(OWN, marks=pytest.mark.feature(kind="reference")), PLUGGED])
+@pytest.fixture(
+    params=[pytest.param(OWN, marks=[pytest.mark.feature(kind="reference"), pytest.mark.exhaustive]), PLUGGED]
+)
 def attention(request):
     """Whose attention the engine has."""
     return request.param
