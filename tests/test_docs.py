@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from markdown.extensions.toc import slugify
 
+from tools import forked
 from tools.snippets import SnippetError, blocks, commands, matches, run_page
 
 pytestmark = pytest.mark.long
@@ -32,9 +31,7 @@ def test_the_code_of_a_page_runs(page: str) -> None:
     needed = {block.notes["needs"] for block in blocks(page, _text(page)) if "needs" in block.notes}
     if missing := [name for name in needed if find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed; some versions of Python cannot have it")
-    command = [sys.executable, "-W", "error", "-m", "tools.snippets", page]
-
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.run("-W", "error", "-m", "tools.snippets", page, cwd=ROOT)
 
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from tools import forked
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
@@ -62,7 +64,7 @@ class Recorder:
 
 
 def _cpu_seconds() -> float:
-    return sum(os.times()[:4])
+    return sum(os.times()[:4]) + forked.seconds()
 
 
 def by_file(path: Path) -> dict[str, tuple[float, int]]:

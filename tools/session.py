@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, final
 
+from tools import forked
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -79,6 +81,8 @@ class Session:
         outside = {name: value for name, value in os.environ.items() if not (self._home and name.startswith(_OURS))}
         plain = {**outside, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [self._python, "-m", _MODULES[name], *arguments]
+        if self._home is None:
+            return forked.run(*command[1:], env=plain)
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - the project's own pages
 
     def read(self, name: str) -> str:
