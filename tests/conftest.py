@@ -23,8 +23,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def run_code(workshop: Workshop, tmp_path: Path) -> RunCode:
     """Return a function that installs plugins, and runs code with them."""
 
-    def runner(code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any:
+    def runner(code: str, *plugins: str, sites: tuple[Path, ...] = (), forked: bool = False, **environment: str) -> Any:
         installed = (workshop.install(tmp_path / "site", *plugins),) if plugins else ()
-        return run(PREAMBLE + code, *sites, *installed, home=tmp_path, **environment)
+        return run(PREAMBLE + code, *sites, *installed, home=tmp_path, forked=forked, **environment)
 
     return runner

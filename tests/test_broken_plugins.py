@@ -1,7 +1,7 @@
 """
 Broken plugins are isolated and reported.
 
-Each is a distribution under ``tests/plugins``, installed beside a good one, and examined in a fresh Python.
+Each is a distribution under ``tests/plugins``, installed beside a good one, and examined in another Python.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.plugins.preamble import PREAMBLE
 from tests.plugins.workshop import PLUGINS, Workshop, run
+from tools import forked
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
     from tests.plugins.preamble import RunCode
@@ -71,7 +71,7 @@ def test_a_named_plugin_fails_with_its_own_error(run_code: RunCode) -> None:
 
 def test_a_failing_plugin_is_isolated(run_code: RunCode) -> None:
     """The others load as before, the failure is reported with its reason, and a refresh forgets it."""
-    found = run_code(AMONG_OTHERS, "good", *FAILING)
+    found = run_code(AMONG_OTHERS, "good", *FAILING, forked=True)
 
     assert set(found) == set(FAILING)
     for name, (loaded, reported, same) in found.items():
@@ -91,7 +91,7 @@ loaded = attnplug.load(request, cpu, backend=[*{list(FAILING)!r}, "auto"]).id
 reported = verdicts(attnplug.explain(request, cpu))
 print(json.dumps([loaded, [reported[name + "/default"][0] for name in {list(FAILING)!r}]]))
 """
-    loaded, statuses = run_code(code, "good", *FAILING)
+    loaded, statuses = run_code(code, "good", *FAILING, forked=True)
 
     assert loaded == "good/toy"
     assert statuses == ["broken"] * len(FAILING)
@@ -142,7 +142,7 @@ print(json.dumps(found))
     assert kind == "PluginLoadError"
     assert "torch, which does not import" in text
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fix
-    assert run_code(code, "good", name, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
+    assert run_code(code, "good", name, forked=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
 
 
 @pytest.mark.parametrize("order", [("good", "stale"), ("stale", "good")])
@@ -156,7 +156,7 @@ backend = attnplug.load(request, cpu, backend="good")
 modules = sorted(name for name in sys.modules if name in ("attnplug_good", "attnplug_stale"))
 print(json.dumps([backend.selection.distribution, modules, listing()[1]]))
 """
-    distribution, modules, notes = run(PREAMBLE + code, *sites, home=tmp_path)
+    distribution, modules, notes = run(PREAMBLE + code, *sites, home=tmp_path, forked=True)
 
     used, shadowed = ("1.0", "0.9") if order[0] == "good" else ("0.9", "1.0")
     assert distribution == f"attnplug-good {used}"
@@ -202,7 +202,7 @@ thread.join()
 print(json.dumps(loaded))
 """
     loaded = run_code(
-        code, "good", "slow_probe", SLOW_PROBE_TRACE=str(tmp_path / "trace"), SLOW_PROBE_UNTIL=str(done)
+        code, "good", "slow_probe", forked=True, SLOW_PROBE_TRACE=str(tmp_path / "trace"), SLOW_PROBE_UNTIL=str(done)
     )  # fmt: skip
 
     assert loaded == {"good": "good/toy", "slow_probe": "slow_probe/default"}
@@ -308,7 +308,4 @@ def _attnplug(site: Path, home: Path, *words: str, **environment: str) -> subpro
 def _python(site: Path, home: Path, module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("ATTNPLUG_", "PYTEST"))}
     own = {"PYTHONPATH": str(site), "XDG_CONFIG_HOME": str(home), "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", module, *words]
-    return subprocess.run(
-        command, env={**outside, **own, **environment}, cwd=home, capture_output=True, text=True, check=False
-    )
+    return forked.run("-m", module, *words, env={**outside, **own, **environment}, cwd=home)

@@ -1,5 +1,5 @@
 """
-Discovery and selection with plugins that are really installed; each test runs a fresh Python.
+Discovery and selection with plugins that are really installed; each test runs another Python.
 
 The plugins are the distributions under ``tests/plugins``; what is said here about order, isolation and laziness is what
 a user of several vendors' plugins relies on.
@@ -158,7 +158,7 @@ print(json.dumps(found))
 def test_the_distribution_that_was_chosen_is_the_one_that_loads(run_code: RunCode) -> None:
     code = "print(json.dumps(type(attnplug.load(request, cpu, backend='good')).__name__))"
 
-    assert run_code(code, "good", "duplicate", ATTNPLUG_BLOCK="attnplug-good") == "OtherBackend"
+    assert run_code(code, "good", "duplicate", forked=True, ATTNPLUG_BLOCK="attnplug-good") == "OtherBackend"
 
 
 def test_a_stale_copy_is_not_used_and_is_noted(workshop: Workshop, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_code_runs_only_when_its_backend_is_loaded(
 ) -> None:
     trace = tmp_path / "trace"
 
-    run_code(f"{code}\nprint('0')", "writes_on_import", WRITES_ON_IMPORT=str(trace), **environment)
+    run_code(f"{code}\nprint('0')", "writes_on_import", forked=True, WRITES_ON_IMPORT=str(trace), **environment)
 
     assert trace.exists() == runs
 
@@ -331,7 +331,9 @@ print(json.dumps(found))
 
 
 def test_a_newer_minor_contract_is_accepted_and_noted(run_code: RunCode) -> None:
-    chosen, (_, notes) = run_code("print(json.dumps([attnplug.load(request, cpu).id, listing()]))", "api_minor")
+    code = "print(json.dumps([attnplug.load(request, cpu).id, listing()]))"
+
+    chosen, (_, notes) = run_code(code, "api_minor", forked=True)
 
     assert chosen == "api_minor/default"
     assert [note for note in notes if note.startswith("attnplug-api-minor 1.0: ") and "contract 1.9" in note]
@@ -345,7 +347,7 @@ again = attnplug.select(request, cpu, backend=["raises_on_import", "auto"]).id
 reported = verdicts(attnplug.explain(request, cpu))["raises_on_import/default"]
 print(json.dumps([loaded, again, reported, attnplug.registry().generation > first]))
 """
-    loaded, again, (status, _, reasons, _), newer = run_code(code, "good", "raises_on_import")
+    loaded, again, (status, _, reasons, _), newer = run_code(code, "good", "raises_on_import", forked=True)
 
     assert loaded == again == "good/toy"
     assert status == "broken"
@@ -361,7 +363,7 @@ try:
 except PluginLoadError as error:
     print(json.dumps([type(error.__cause__).__name__, str(error)]))
 """
-    cause, text = run_code(code, "good", "raises_on_import")
+    cause, text = run_code(code, "good", "raises_on_import", forked=True)
 
     assert cause == "ImportError"
     assert "libacme.so.4" in text
@@ -414,7 +416,7 @@ same += [again is not first, again.to_dict() == first.to_dict()]
 counts.append(decisions())
 print(json.dumps([same, counts, called]))
 """
-    same, counts, called = run_code(code, "good", CUDA_VISIBLE_DEVICES="")
+    same, counts, called = run_code(code, "good", forked=True, CUDA_VISIBLE_DEVICES="")
 
     assert all(same)
     assert counts == [1, 1, 2]
@@ -453,7 +455,7 @@ except DuplicateBackendError as error:
 same = same and (attnplug.registry().generation, listing()) == first
 print(json.dumps([registered, same, clash, type(attnplug.load(request, cpu)).__name__]))
 """
-    registered, same, clash, backend = run_code(code)
+    registered, same, clash, backend = run_code(code, forked=True)
 
     assert registered == ["good", "good"]
     assert same

@@ -41,11 +41,19 @@ _AT_START: Final = ("LC_ALL", "PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8"
 """Environment variables that Python reads before a program runs."""
 
 
+def run_fresh(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in a real process, and capture what it prints."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)  # noqa: S603 - this Python
+
+
 def run(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """
-    Run Python with these arguments, and capture what it prints.
+    Do the same in a fork of the warm process, where the system has one.
 
     Args:
         arguments: Perhaps ``-W error``; then ``-c CODE``, ``-m MODULE`` or a file, and its arguments.
@@ -54,8 +62,7 @@ def run(
     """
     environment = dict(os.environ if env is None else env)
     if sys.platform != "linux" or any(environment.get(name) != os.environ.get(name) for name in _AT_START):
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - this Python
+        return run_fresh(*arguments, cwd=cwd, env=env)
     request = {"arguments": arguments, "cwd": str(cwd or Path.cwd()), "environment": environment}
     with TemporaryFile("w+", encoding="utf-8") as out, TemporaryFile("w+", encoding="utf-8") as err:
         status = _request(json.dumps(request).encode(), out.fileno(), err.fileno())

@@ -23,6 +23,8 @@ def listing():
 
 
 class RunCode(Protocol):
-    """Installs plugins, runs code after the preamble in a fresh Python, returns what it printed."""
+    """Installs plugins, runs code after the preamble in a fresh Python or a fork, returns what it printed."""
 
-    def __call__(self, code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any: ...
+    def __call__(
+        self, code: str, *plugins: str, sites: tuple[Path, ...] = (), forked: bool = False, **environment: str
+    ) -> Any: ...

@@ -16,6 +16,8 @@ from typing import Any
 from zipfile import ZipFile
 
 from tests.command import WITHOUT_PLUGINS
+from tools.forked import run as run_forked
+from tools.forked import run_fresh
 
 PLUGINS = Path(__file__).parent
 _BUILD = """
@@ -70,7 +72,7 @@ class Workshop:
         return target
 
 
-def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
+def run(code: str, *sites: Path, home: Path, forked: bool = False, **environment: str) -> Any:
     """
     Run code in a fresh Python that has these folders first on its path, and none of the workspace's plugins.
 
@@ -80,6 +82,7 @@ def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
         code: The program.
         sites: Folders for ``sys.path``.
         home: Where the program and the user's configuration are.
+        forked: Run it in a fork that has imported torch, as `tools.forked` says: for programs that load a backend.
         environment: Further variables; those of the project that are set outside are not seen.
     """
     program = home / "program.py"
@@ -90,13 +93,7 @@ def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
         "XDG_CONFIG_HOME": str(home),
         "HOME": str(home),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        env={**outside, **variables, **environment},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    start = run_forked if forked else run_fresh
+    done = start("-W", "error", str(program), env={**outside, **variables, **environment}, cwd=home)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 import pytest
 
 import attnplug_kit
+from tools import forked
+
+if TYPE_CHECKING:
+    import subprocess
 
 pytestmark = pytest.mark.long
 
@@ -38,10 +41,10 @@ def run(
     manifest: Path = HERE / "minimal" / "attnplug.toml",
     tests: tuple[str, ...] = ("--pyargs", "attnplug_kit"),
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options, *tests]
+    words = (module, str(manifest), "--rootdir", str(folder), *options, *tests)
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    return forked.run("-c", RUN, *words, env=environment, cwd=folder)
 
 
 @pytest.fixture(scope="module")
