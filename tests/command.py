@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WITHOUT_PLUGINS = Path(sitecustomize.__file__).parent
-"""A folder for PYTHONPATH: the process has none of the workspace's plugins."""
+"""A folder for PYTHONPATH: the process has none of the plugins and engines of the workspace."""
 
 FLASH = """\
 api = "1.0"

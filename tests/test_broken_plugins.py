@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.command import WITHOUT_PLUGINS
 from tests.plugins.preamble import PREAMBLE
 from tests.plugins.workshop import PLUGINS, Workshop, run
 from tools import forked
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-    from tests.plugins.preamble import RunCode
+from tests.plugins.preamble import RunCode
 
 pytestmark = pytest.mark.long
 
@@ -307,5 +308,6 @@ def _attnplug(site: Path, home: Path, *words: str, **environment: str) -> subpro
 
 def _python(site: Path, home: Path, module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("ATTNPLUG_", "PYTEST"))}
-    own = {"PYTHONPATH": str(site), "XDG_CONFIG_HOME": str(home), "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join((str(site), str(WITHOUT_PLUGINS)))
+    own = {"PYTHONPATH": path, "XDG_CONFIG_HOME": str(home), "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     return forked.run("-m", module, *words, env={**outside, **own, **environment}, cwd=home)

@@ -51,15 +51,6 @@ FAILING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_hosts(monkeypatch) -> None:
-    """Hide the engines of this workspace's own hosts, which may be installed here."""
-    entries_of, own = engine.entries_of, {distribution for _, distribution in engine.KNOWN.values()}
-    monkeypatch.setattr(
-        engine, "entries_of", lambda group: tuple(e for e in entries_of(group) if e.distribution not in own)
-    )
-
-
 @pytest.fixture
 def add(site) -> Callable[..., None]:
     """Return ``add(source, name, distribution)``, which installs an engine beside the flash plugin."""
