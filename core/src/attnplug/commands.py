@@ -19,6 +19,7 @@ from attrs import frozen
 
 from attnplug._columns import shortened, width, wrapped
 from attnplug._escape import escaped, escaped_lines
+from attnplug._foreign import ForeignCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STYLES",
     "WRONG",
+    "ForeignCode",
     "Lines",
     "Row",
     "abbreviated",

@@ -34,6 +34,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attnplug._escape import escaped_lines
+from attnplug._foreign import ForeignCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -244,25 +245,6 @@ _SHORT: Final = _Short()
 
 def shown(value: object) -> str:
     """Return the repr of a value, cut to a length that a message can hold; its class where it has none."""
-    try:
-        return _SHORT.repr(value)
-    except Exception:  # noqa: BLE001 - a repr runs foreign code, and the message about the value matters more
-        return f"<{type(value).__name__}>"
-
-
-def shortened(text: str, longest: int = 255) -> str:
-    """Return a text of other people, short enough for a message."""
-    return text if len(text) <= longest else f"{text[: longest - 40]}... ({len(text):,} characters)"
-
-
-def exception_text(error: BaseException) -> str:
-    """Return the type and the text of any exception, also of one whose own text cannot be made."""
-    name = type.__getattribute__(type(error), "__name__")
-    try:
-        text = "".join(str(error))  # a plain text, whatever subclass it was
-    except KeyboardInterrupt:
-        raise
-    except BaseException as another:  # noqa: BLE001 - foreign code that may fail in any way
-        failed = type.__getattribute__(type(another), "__name__")
-        return f"{name} (its text cannot be shown: str() of it raises {failed})"
-    return f"{name}: {shortened(text, 2000)}" if text else str(name)
+    with ForeignCode("repr() of it raises") as code:
+        text = _SHORT.repr(value)
+    return text if code.error is None else f"<{type(value).__name__}>"

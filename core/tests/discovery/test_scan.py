@@ -361,21 +361,27 @@ def test_what_is_compressed_is_read_up_to_a_limit(
 class Odd:
     """A finder no attribute of which can be read."""
 
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error = error
+
     def __getattr__(self, name: str) -> object:
-        raise OSError(name)
+        raise self._error(name)
 
     def __repr__(self) -> str:
-        raise OSError
+        raise self._error
 
 
-def test_a_finder_that_fails_at_once_is_noted(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_finder_that_fails_at_once_is_noted(
+    error: type[BaseException], site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.offer("good", "plugin")
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Odd()])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Odd(error)])
 
     result = scan([str(site)])
 
     assert [entry.name for entry in result.entries] == ["good"]
-    assert "cannot list its distributions: OSError: find_distributions" in result.notes[0].message
+    assert f"cannot list its distributions: {error.__name__}: find_distributions" in result.notes[0].message
 
 
 @pytest.mark.parametrize("name", ["attnplug", "plugin"])

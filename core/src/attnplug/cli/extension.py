@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from attrs import frozen
 
+from attnplug._foreign import ForeignCode
 from attnplug.discovery.scan import scan
-from attnplug.errors import AttnplugError, PluginError, PluginLoadError, exception_text
+from attnplug.errors import AttnplugError, PluginError, PluginLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,12 +88,8 @@ class Extension:
         Raises:
             PluginLoadError: It raises anything but the user's interrupt.
         """
-        try:
+        with ForeignCode(f"{self.label} {what}", partial(PluginLoadError, expected="", fix=self._repair)):
             return call()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise PluginLoadError(f"{self.label} {what} {exception_text(error)}", "", self._repair) from error
 
     def running(self, call: Callable[[], T], *raised: type[BaseException]) -> T:
         """
@@ -105,16 +102,10 @@ class Extension:
         Raises:
             PluginError: It raises anything else.
         """
-        try:
+        fix = f"set ATTNPLUG_STRICT=1 to see where, and report it to the authors of {self.distribution}"
+        refuse = partial(PluginError, expected="", fix=fix)
+        with ForeignCode(f"{self.label} raised", refuse, passing=(AttnplugError, *raised)):
             return call()
-        except BaseException as error:
-            if isinstance(error, (AttnplugError, KeyboardInterrupt, *raised)):
-                raise
-            raise PluginError(
-                f"{self.label} raised {exception_text(error)}",
-                "",
-                f"set ATTNPLUG_STRICT=1 to see where, and report it to the authors of {self.distribution}",
-            ) from error
 
     def wrong_return(self, function: str, returned: object, expected: str) -> PluginError:
         """Return the error for a function that returns something else."""

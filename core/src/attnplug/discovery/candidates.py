@@ -10,8 +10,8 @@ from attrs import frozen
 
 from attnplug.discovery.distribution import normalized
 from attnplug.discovery.permission import deny, identity
-from attnplug.discovery.plugin import broken, unexpected
-from attnplug.errors import AttnplugError, DuplicateBackendError
+from attnplug.discovery.plugin import broken, reading
+from attnplug.errors import AttnplugError, DuplicateBackendError, ManifestError
 from attnplug.negotiation.candidate import Candidate, make_candidate
 from attnplug.negotiation.reason import Reason
 
@@ -189,12 +189,12 @@ def _of_plugin(plugin: Plugin, settings: Settings, version_of: VersionOf, *, ass
     if plugin.manifest is None:
         return [_unread(plugin, settings)]
     try:
-        return list(_of_manifest(plugin, plugin.manifest, settings, version_of, assume_installed=assume_installed))
-    except Exception as error:
-        found = unexpected(error, f"comparing {plugin.manifest.path!r} with what is installed")
+        with reading(f"comparing {plugin.manifest.path!r} with what is installed"):
+            return list(_of_manifest(plugin, plugin.manifest, settings, version_of, assume_installed=assume_installed))
+    except ManifestError as error:
         if settings.strict and deny(settings, identity(plugin)) is None:
-            raise found from error
-        return [_unread(broken(plugin, found), settings)]
+            raise
+        return [_unread(broken(plugin, error), settings)]
 
 
 def _of_manifest(

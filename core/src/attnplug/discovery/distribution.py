@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.errors import exception_text
+from attnplug._foreign import ForeignCode
 from attnplug.request.files import read_bytes, read_capped
 
 if TYPE_CHECKING:
@@ -117,11 +117,10 @@ def read_header(read: Callable[[str], bytes | None]) -> Header:
     """Read the metadata of a distribution. What is wrong with it becomes the header's problem."""
     problem = ""
     for file in _METADATA:
-        try:
+        content = None  # whatever is wrong with it, other distributions are read
+        with ForeignCode(f"its {file} cannot be read:") as code:
             content = read(file)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong, other distributions are read
-            problem = problem or f"its {file} cannot be read: {exception_text(error)}"
-            continue
+        problem = problem or code.problem
         if content is not None:
             head = content.decode("utf-8", "replace").replace("\r\n", "\n").partition("\n\n")[0]
             return _checked(dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", head, re.MULTILINE)), problem)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from errno import ENOENT
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from attrs import field, frozen
 
+from attnplug._foreign import ForeignCode
 from attnplug.discovery.distribution import LONGEST, normalized
-from attnplug.errors import ApiVersionError, ManifestError, exception_text
+from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import LARGEST, parse_manifest, unreadable
 from attnplug.manifest.schema import MANIFEST, Manifest, is_module
@@ -97,28 +98,20 @@ def read_plugin(entry: Entry) -> Plugin:
     built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
     plugin = Plugin(entry.name, entry.module, entry.distribution, entry.version, built_in=built_in)
     try:
-        return attrs.evolve(plugin, manifest=_read(entry))
+        with reading(f"reading the {MANIFEST} of {entry.module!r}", passing=(ManifestError,)):
+            return attrs.evolve(plugin, manifest=_read(entry))
     except ManifestError as error:
         return broken(plugin, error)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one plugin, the others are served
-        return broken(plugin, unexpected(error, f"reading the {MANIFEST} of {entry.module!r}"))
 
 
-def unexpected(error: Exception, doing: str) -> ManifestError:
-    """
-    Return an exception that no rule of manifests foresees as the error of one plugin.
-
-    Args:
-        error: The exception.
-        doing: What was done when it was raised, such as "reading" something.
-    """
-    found = ManifestError(
-        f"{doing} raises {exception_text(error)}",
-        "whatever a distribution contains can be read",
-        "install it in another version, and report this to its author",
+def reading(what: str, *, passing: tuple[type[Exception], ...] = ()) -> ForeignCode:
+    """Return a context of an action on a plugin, such as "reading it": an unforeseen exception is a ManifestError."""
+    refuse = partial(
+        ManifestError,
+        expected="whatever a distribution contains can be read",
+        fix="install it in another version, and report this to its author",
     )
-    found.__cause__ = error
-    return found
+    return ForeignCode(f"{what} raises", refuse, passing=passing)
 
 
 def broken(plugin: Plugin, error: ManifestError) -> Plugin:
@@ -208,14 +201,11 @@ def _top_level(module: str) -> ModuleSpec:
             "it is the dotted name of the plugin module",
             "correct the entry point",
         )
-    try:
+    with ForeignCode(
+        f"looking for {name!r} fails:",
+        lambda reason: ManifestError(f"the plugin module is {module!r}", reason, "repair its installation"),
+    ):
         spec = find_spec(name) or _find_again(name)
-    except Exception as error:
-        raise ManifestError(
-            f"the plugin module is {module!r}",
-            f"looking for {name!r} fails: {exception_text(error)}",
-            "repair its installation",
-        ) from error
     if spec is None:
         raise ManifestError(
             f"the plugin module is {module!r}",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
+from attnplug._foreign import ForeignCode, shortened
 from attnplug.discovery.distribution import LONGEST, Distribution, adapted, normalized
-from attnplug.errors import exception_text, shortened
 from attnplug.manifest.schema import GROUP, is_module
 
 if TYPE_CHECKING:
@@ -154,13 +154,12 @@ class _Walk:
         """Take in what finders other than Python's own offer."""
         for finder in [f for f in sys.meta_path if f is not PathFinder]:
             name = f"a finder of {type(finder).__module__}"
-            try:
+            with ForeignCode("cannot list its distributions:") as code:
                 find = getattr(finder, "find_distributions", None)
                 name = repr(finder)
-            except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way
-                self.note(name, f"cannot list its distributions: {exception_text(error)}")
-                continue
-            if find is not None:
+            if code.error is not None:
+                self.note(name, code.problem)
+            elif find is not None:
                 from importlib.metadata import DistributionFinder  # noqa: PLC0415 - see the module's docstring
 
                 options: dict[str, Any] = {} if path is None else {"path": list(path)}
@@ -168,17 +167,17 @@ class _Walk:
 
     def adopt(self, source: str, offer: Callable[[], Iterable[Any]]) -> None:
         """Take in what `importlib.metadata` finds, or note its failure."""
-        try:
+        with ForeignCode("cannot list its distributions:") as code:
             for foreign in offer():
                 self.adopt_one(source, foreign)
-        except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way
-            self.note(source, f"cannot list its distributions: {exception_text(error)}")
+        if code.error is not None:
+            self.note(source, code.problem)
 
     def adopt_one(self, source: str, foreign: Any) -> None:
-        try:
+        with ForeignCode("offers a distribution that cannot be read:") as code:
             distribution = adapted(foreign, source)
-        except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way
-            self.note(source, f"offers a distribution that cannot be read: {exception_text(error)}")
+        if code.error is not None:
+            self.note(source, code.problem)
             return
         known = self.found.get(distribution.key)
         if (
@@ -189,15 +188,15 @@ class _Walk:
     def guarded(self, distribution: Distribution) -> None:
         """Read one distribution. What is wrong with it becomes a note, and hides no other."""
         first = self.found.setdefault(distribution.key, distribution)  # Python imports the first copy on the path
-        try:
+        with ForeignCode("its entry_points.txt cannot be read:") as code:
             text = distribution.entry_points()
             if text and first is distribution:
                 self.read(distribution, text)
             elif text and _parse(text, self.group)[0]:
                 used = f"{_label(first)} in {first.place!r}"
                 self.note(_label(distribution), f"in {distribution.place!r} is shadowed by {used}, and not used")
-        except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way
-            self.note(_label(distribution), f"its entry_points.txt cannot be read: {exception_text(error)}")
+        if code.error is not None:
+            self.note(_label(distribution), code.problem)
 
     def read(self, distribution: Distribution, text: str) -> None:
         """Take the entries of the group, and note lines of any group at which other programs fail."""

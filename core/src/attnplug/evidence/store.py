@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from attnplug._foreign import ForeignCode
 from attnplug.discovery.plugin import BY_HAND
 from attnplug.discovery.scan import Diagnostic
-from attnplug.errors import AttnplugError, exception_text
+from attnplug.errors import AttnplugError
 from attnplug.evidence.coverage import Evidence, find_unverified, hashable
 from attnplug.request.device import Device
 from attnplug.request.files import read_bytes
@@ -142,10 +143,10 @@ def read_folder(folder: Path) -> EvidenceFolder:
     if len(files) > _MOST:
         notes.append(_note(folder, f"holds {len(files):,} files, of which the first {_MOST:,} are read"))
     for path in files[:_MOST]:
-        try:
+        with ForeignCode("reading it raises") as code:
             found = read_file(path)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, its neighbors are read
-            notes.append(_note(path, f"is not read: {_text_of(error)}"))
+        if code.error is not None:
+            notes.append(_note(path, f"is not read: {_text_of(code.error) or code.problem}"))
         else:
             evidence.append(found)
             if found.part:
@@ -288,12 +289,10 @@ def _is_flat(value: Any) -> bool:
     return not any(isinstance(item, (dict, list)) for item in items)
 
 
-def _text_of(error: Exception) -> str:
+def _text_of(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, (OSError, ValueError)):
-        return str(getattr(error, "strerror", None) or error)
-    return f"reading it raises {exception_text(error)}"
+    return str(getattr(error, "strerror", None) or error) if isinstance(error, (OSError, ValueError)) else ""
 
 
 def _note(path: Path, message: str) -> Diagnostic:

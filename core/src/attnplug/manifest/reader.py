@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from attrs import evolve, frozen
 
-from attnplug.errors import ApiVersionError, ManifestError, shortened
+from attnplug._foreign import shortened
+from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import (

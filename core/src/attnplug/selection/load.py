@@ -8,9 +8,11 @@ goes: this request on this device, every request on this device, or everything.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from attnplug._foreign import ForeignCode, shortened
 from attnplug.discovery.plugin import BY_HAND
 from attnplug.errors import (
     AttnplugError,
@@ -21,8 +23,6 @@ from attnplug.errors import (
     PluginLoadError,
     RequirementsError,
     SettingsError,
-    exception_text,
-    shortened,
 )
 from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
@@ -138,18 +138,12 @@ def load_selection(selection: Selection) -> Backend:
     plugin = _same_plugin(selection)
     _import_contract(repr(selection.id))
     try:
-        outcome = _load_here(plugin, selection)
+        # Each step names its own failures; code of the plugin runs between them too.
+        with ForeignCode(f"loading {selection.id!r} raised", _failed, passing=(PluginError,)):
+            outcome = _load_here(plugin, selection)
     except PluginError as error:
         _mark_broken(selection, error)
         raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # each step names its own failures; code of the plugin runs between them too
-        failure = PluginLoadError(
-            f"loading {selection.id!r} raised {exception_text(error)}", "", "repair the plugin, or block it"
-        )
-        _mark_broken(selection, failure)
-        raise failure from error
     if isinstance(outcome, PluginLoadError):
         raise outcome
     return outcome
@@ -166,18 +160,19 @@ def _load_here(plugin: Plugin, selection: Selection) -> Backend | PluginLoadErro
     return refused
 
 
+_failed: Final = partial(PluginLoadError, expected="", fix="repair the plugin, or block it")
+
+
 def _mark_broken(selection: Selection, error: PluginError) -> None:
     registry().mark_broken(selection.id, Reason("broken", selection.id, None, error.problem, error.expected))
 
 
 def _shown(value: object) -> str:
     """Return the repr of a plugin's object, which may raise anything."""
-    try:
-        return shortened(repr(value), 1000)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - foreign code that may fail in any way
-        return f"an object whose repr() raises {exception_text(error)}"
+    text = ""
+    with ForeignCode("an object whose repr() raises") as code:
+        text = shortened(repr(value), 1000)
+    return code.problem or text
 
 
 def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
@@ -193,16 +188,8 @@ def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
         PluginContractError: It returned neither a reason nor None.
     """
     agreement, device = selection.agreement, selection.device
-    try:
+    with ForeignCode(f"the probe of {selection.id!r} raised", _failed):
         reason = manager.hook.attnplug_probe(variant=selection.variant, agreement=agreement, device=device)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginLoadError(
-            f"the probe of {selection.id!r} raised {exception_text(error)}",
-            "",
-            "repair the plugin, or block it",
-        ) from error
     if reason is None:
         return None
     if not isinstance(reason, Reason):
@@ -223,26 +210,20 @@ def _refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
 
 
 def _import_contract(what: str) -> None:
-    try:
+    with ForeignCode("does not import:") as code:
         import_module("attnplug.contract.backend")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    if code.error is not None:
+        absent = isinstance(code.error, ModuleNotFoundError) and code.error.name == "torch"
         raise PluginLoadError(
             f"{what} cannot be loaded: the contract needs torch, which"
-            f" {'is not installed' if absent else _failure_of(error)}",
+            f" {'is not installed' if absent else code.problem}",
             "",
-            "pip install 'attnplug[torch]'" if absent else _torch_fix(error),
-        ) from error
-
-
-def _failure_of(error: BaseException) -> str:
-    return f"does not import: {exception_text(error)}"
+            "pip install 'attnplug[torch]'" if absent else _torch_fix(code.error),
+        ) from code.error
 
 
 def _torch_fix(error: BaseException) -> str:
-    """Say what to repair: torch reads the entry points of everything installed, and stops at the first odd one."""
+    # torch reads the entry points of everything installed, and stops at the first odd one.
     if isinstance(error, (TypeError, ValueError)):
         return (
             "repair what is installed beside it: torch reads every entry_points.txt, and `attnplug doctor` names those"
@@ -341,18 +322,15 @@ def _check_terms(selection: Selection, candidate: Candidate, request: Request) -
 
 
 def _import(plugin: Plugin) -> ModuleType:
-    try:
-        return import_module(plugin.module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    def refuse(problem: str) -> PluginLoadError:
         from shlex import quote  # noqa: PLC0415 - takes 4 ms, and only failures need it
 
-        raise PluginLoadError(
-            f"the module {plugin.module!r} of the backend {plugin.name!r} ({plugin.distribution}) {_failure_of(error)}",
-            "",
-            f"repair {plugin.part}, then attnplug.refresh(); or set ATTNPLUG_BLOCK={quote(plugin.name)}",
-        ) from error
+        block = f"ATTNPLUG_BLOCK={quote(plugin.name)}"
+        return PluginLoadError(problem, "", f"repair {plugin.part}, then attnplug.refresh(); or set {block}")
+
+    stage = f"the module {plugin.module!r} of the backend {plugin.name!r} ({plugin.distribution}) does not import:"
+    with ForeignCode(stage, refuse):
+        return import_module(plugin.module)
 
 
 def _register(module: ModuleType, plugin: Plugin) -> Any:
@@ -387,16 +365,8 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
 def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
     from attnplug.contract.calls.check import check_backend_class  # noqa: PLC0415 - the contract imports torch
 
-    try:
+    with ForeignCode(f"the hook attnplug_backend of {selection.id!r} raised", _failed):
         found = manager.hook.attnplug_backend(variant=selection.variant, agreement=selection.agreement)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginLoadError(
-            f"the hook attnplug_backend of {selection.id!r} raised {exception_text(error)}",
-            "",
-            "repair the plugin, or block it",
-        ) from error
     check_backend_class(found, selection.id)
     backend_class: type[Backend] = found
     return backend_class
@@ -405,16 +375,11 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
     from attnplug.contract.calls.check import check_backend  # noqa: PLC0415 - the contract imports torch
 
-    try:
+    with ForeignCode(
+        f"{backend_class.__name__}(agreement, device) raised",
+        lambda reason: PluginLoadError(f"{selection.id!r} was selected", reason, "repair the plugin, or block it"),
+    ):
         backend = backend_class(selection.agreement, selection.device)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginLoadError(
-            f"{selection.id!r} was selected",
-            f"{backend_class.__name__}(agreement, device) raised {exception_text(error)}",
-            "repair the plugin, or block it",
-        ) from error
     check_backend(backend)
     backend.selection = selection
     candidates = registry().candidates(current_state().settings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol, runtime_checkable
 from attrs import evolve, frozen
 
 from attnplug import AttnplugError
+from attnplug.commands import ForeignCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,11 +91,9 @@ def baseline_of(backend: str) -> tuple[Baseline, str | None]:
     found = tuple(entry_points(group=GROUP, name=backend))
     if not found:
         return torch, f"{backend} has no baseline in {GROUP}: it is compared with {torch.what}, without a budget"
-    try:
-        return _load(found, backend), None
-    except Exception as error:  # noqa: BLE001 - a plugin's code may raise anything
-        why = f"{type(error).__name__}: {error}"
-        return torch, f"the baseline of {backend} ({found[0].value}) is not used, and {torch.what} replace it: {why}"
+    with ForeignCode(f"the baseline of {backend} ({found[0].value}) is not used, and {torch.what} replace it:") as code:
+        torch = _load(found, backend)
+    return torch, code.problem or None
 
 
 def _load(found: tuple[EntryPoint, ...], backend: str) -> Baseline:

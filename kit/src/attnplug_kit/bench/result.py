@@ -16,6 +16,7 @@ from attnplug.commands import (
     PACKAGES,
     SCHEMA_VERSION,
     STYLES,
+    ForeignCode,
     Lines,
     console,
     environment,
@@ -181,7 +182,7 @@ class ResultCollector:
     def __init__(self, section: str) -> None:
         self._section = section
         self._found = SectionResult()
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
 
     def add(self, what: str, measure: Callable[[], SectionResult]) -> None:
         """
@@ -191,18 +192,18 @@ class ResultCollector:
             what: The step in words.
             measure: Measures it.
         """
-        try:
+        with ForeignCode(f"{self._section}, {what}:") as code:
             self._found += measure()
-        except Exception as error:  # noqa: BLE001 - of a backend, its library or its device: the next step may work
-            self._found += SectionResult(failures=(f"{self._section}, {what}: {type(error).__name__}: {error}",))
-            self._errors.append(error)
+        if code.error is not None:  # of a backend, its library or its device: the next step may work
+            self._found += SectionResult(failures=(code.problem,))
+            self._errors.append(code.error)
 
     def result(self) -> SectionResult:
         """
         Return all of it.
 
         Raises:
-            Exception: Nothing was measured: what the first step raised.
+            BaseException: Nothing was measured: what the first step raised.
         """
         if self._errors and not self._found.measurements:
             raise self._errors[0]
