@@ -89,7 +89,7 @@ PUBLIC = {
     "attnplug.models",
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
     *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
-    *(page for each in api_pages.HOSTS for page in each.modules or (each.title,)),
+    *api_pages.HOSTS,
 }
 PLACES = ("core", "kit", "hosts/*", "plugins/*")
 DISTRIBUTIONS = {

@@ -32,87 +32,89 @@ class Page:
 
     Attributes:
         name: The file, without folder and suffix.
-        title: The heading: the module, or the package of a distribution.
-        about: What a reader finds here, one sentence.
-        modules: The public modules whose names it has; the title where empty.
-        source: The folder of the sources.
+        title: The heading.
+        modules: The public modules whose names it documents, each with a sentence for readers.
     """
 
     name: str
     title: str
-    about: str
-    modules: tuple[str, ...] = ()
-    source: str = "core/src"
+    modules: Mapping[str, str]
 
 
-_FACADE: Final = Page(
-    "attnplug",
-    "attnplug",
-    "Request, select, explain, plan and load: what a host or a notebook calls. [Fields](../requirements.md) has the "
-    "domain and the unit of each field of `Requirements`.",
+HOSTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        module: about
+        for project in sorted(ROOT.glob("hosts/*/pyproject.toml"))
+        for module, about in read_toml(project).get("tool", {}).get("attnplug", {}).get("api", {}).items()
+    }
 )
+"""The public modules of hosts, from `[tool.attnplug.api]` of their projects."""
 
-
-def _hosts() -> Iterable[Page]:
-    """Yield the pages of hosts: of those that say in `[tool.attnplug]` what their API is for."""
-    for project in sorted(ROOT.glob("hosts/*/pyproject.toml")):
-        host, table = project.parent.name, read_toml(project).get("tool", {}).get("attnplug", {})
-        if "api" in table:
-            modules = tuple(table.get("api-modules", ()))
-            yield Page(host, f"attnplug_{host}", table["api"], modules, source=f"hosts/{host}/src")
-
-
-HOSTS: Final = tuple(_hosts())
-
-# In the order of the index. What the facade has, too, is documented there only.
+# In the order of the index. Names that `attnplug` exports, too, are documented there only.
 PAGES: Final = (
-    _FACADE,
-    Page("request", "attnplug.request", "Requirements, devices and settings as data, and the fields they consist of."),
-    Page("models", "attnplug.models", "Requirements of each layer from a model configuration, without torch."),
-    Page("manifest", "attnplug.manifest", "Read, check and evaluate an `attnplug.toml`."),
-    Page("negotiation", "attnplug.negotiation", "Negotiate with one candidate, and read its verdict."),
-    Page("evidence", "attnplug.evidence", "Read what runs of the conformance kit have shown."),
+    Page(
+        "attnplug",
+        "attnplug",
+        {
+            "attnplug": "Request, select, explain, plan and load: for hosts and notebooks. "
+            "[Fields](../requirements.md) has the domain and the unit of each field of `Requirements`.",
+        },
+    ),
+    Page(
+        "decisions",
+        "Requests and decisions",
+        {
+            "attnplug.request": "Requirements, devices and settings as data, and their fields.",
+            "attnplug.models": "Requirements of each layer from a model configuration, without torch.",
+            "attnplug.manifest": "Read, check and evaluate an `attnplug.toml`.",
+            "attnplug.negotiation": "Negotiate with one candidate, and read its verdict.",
+            "attnplug.evidence": "Read the results of conformance kit runs.",
+        },
+    ),
     Page(
         "contract",
-        "attnplug.contract",
-        "Write a backend, or host one. [The contract](../contract.md) says who calls each member.",
+        "Contract, batches and tensors",
+        {
+            "attnplug.contract": "Write or host a backend. [The contract](../contract.md) says who calls each member.",
+            "attnplug.ops": "Tensor operations that backends share: KV-cache writes, gathers, quantization.",
+            "attnplug.batching": "Assemble batches: slots, pages, positions, padding. "
+            "[Batch utilities](../batching.md) shows them at work.",
+            "attnplug.dense": "Attention as a function call, and its parts.",
+        },
     ),
-    Page("ops", "attnplug.ops", "Tensor operations that backends share: KV-cache writes, gathers, quantization."),
     Page(
-        "batching",
-        "attnplug.batching",
-        "Assemble batches: slots, pages, positions, padding. [Batch utilities](../batching.md) shows them at work.",
+        "extend",
+        "Errors, commands, engines",
+        {
+            "attnplug.errors": "Every exception. [Troubleshooting](../../troubleshooting.md) has causes and fixes.",
+            "attnplug.commands": "Add a command to `attnplug`.",
+            "attnplug.engines": "Report the backend that a host engine selects by itself.",
+        },
     ),
-    Page("dense", "attnplug.dense", "Attention as a function call, and what it is made of."),
-    Page(
-        "errors",
-        "attnplug.errors",
-        "Every exception. [Troubleshooting](../../troubleshooting.md) has causes and fixes.",
-    ),
-    Page("commands", "attnplug.commands", "Add a command to `attnplug`."),
-    Page("engines", "attnplug.engines", "Report what a host engine selects by itself."),
-    *HOSTS,
+    Page("hosts", "Hosts", HOSTS),
     Page(
         "kit",
-        "attnplug_kit",
-        "Test a backend against the oracle, and measure it.",
-        modules=("attnplug_kit.conformance", "attnplug_kit.oracle", "attnplug_kit.bench"),
-        source="kit/src",
+        "The conformance kit",
+        {
+            "attnplug_kit.conformance": "Test a backend against the oracle.",
+            "attnplug_kit.oracle": "Attention in float64, and random batches.",
+            "attnplug_kit.bench": "Measure a backend beside direct calls of its library.",
+        },
     ),
 )
 
 INTRODUCTION: Final = """\
 # API
 
-Look up a public name: its signature, its parameters with shapes and units, and the errors that it raises. The pages are
-made from the docstrings of this revision; `help(attnplug.select)` in Python shows the same text.
-[Examples by name](../examples/index.md) uses each name in code that runs.
+Look up a public name: its signature, its parameters with shapes and units, and its errors. The pages are made from the
+docstrings of this revision; `help(attnplug.select)` in Python shows the same text. [Examples by
+name](../examples/index.md) uses each name in code that runs.
 
-What is not listed here is private and may change without notice. [The API policy](../api-policy.md) says what may
-change when. Data, such as `Requirements`, `Batch` or `Verdict`, are frozen [attrs](https://www.attrs.org) classes: the
-attributes of a class are the arguments of its constructor, and `attrs.evolve` makes a copy with other values.
+Names that are not listed here are private and may change without notice; see the [API policy](../api-policy.md).
+`Requirements`, `Batch`, `Verdict` and other data classes are frozen [attrs](https://www.attrs.org) classes: their
+attributes are the arguments of the constructor, and `attrs.evolve` makes a copy with other values.
 
-| module | what it is for |
+| module | purpose |
 | --- | --- |
 """
 
@@ -120,7 +122,16 @@ attributes of a class are the arguments of its constructor, and `attrs.evolve` m
 def index(root: Path) -> str:
     """Return the page that lists the others."""
     del root
-    return INTRODUCTION + "".join(f"| [`{page.title}`]({page.name}.md) | {page.about} |\n" for page in PAGES)
+    rows = (
+        f"| [`{module}`]({page.name}.md#{_anchor(page, module)}) | {about} |\n"
+        for page in PAGES
+        for module, about in page.modules.items()
+    )
+    return INTRODUCTION + "".join(rows)
+
+
+def _anchor(page: Page, module: str) -> str:
+    return module.replace(".", "") if len(page.modules) > 1 else page.title
 
 
 def page_of(page: Page, root: Path) -> str:
@@ -128,25 +139,31 @@ def page_of(page: Page, root: Path) -> str:
     del root
     several = len(page.modules) > 1
     options = "\n    options:\n      heading_level: 3" if several else ""
-    parts = [f"# {page.title}", page.about]
-    for module in page.modules or (page.title,):
-        names = public_names(page.source, module)
-        shared = [name for name in names if page is not _FACADE and name in facade_names(module)]
+    parts = [f"# {page.title}"]
+    for module, about in page.modules.items():
+        names = public_names(module)
+        shared = [name for name in names if page is not PAGES[0] and name in facade_names(module)]
         parts += [f"## {module}"] if several else []
-        parts += [f"::: {_path(module, name)}{options}" for name in names if name not in shared]
-        links = ", ".join(f"[`{name}`]({_FACADE.name}.md#attnplug.{name})" for name in shared)
+        parts += [about, *(f"::: {_path(module, name)}{options}" for name in names if name not in shared)]
+        links = ", ".join(f"[`{name}`]({PAGES[0].name}.md#attnplug.{name})" for name in shared)
         parts += [f"Public here, too, and documented with `attnplug`: {links}."] if shared else []
     return "\n\n".join(parts) + "\n"
 
 
 def facade_names(module: str) -> list[str]:
     """Return the names that `attnplug` shares with its modules; other distributions share none."""
-    return public_names(_FACADE.source, _FACADE.title) if module.startswith("attnplug.") else []
+    return public_names("attnplug") if module.startswith("attnplug.") else []
 
 
-def public_names(source: str, module: str) -> list[str]:
+def source_of(module: str) -> Path:
+    """Return the source folder of a module's distribution."""
+    package = module.partition(".")[0]
+    return next(path.parent for place in ("core", "kit", "hosts/*") for path in ROOT.glob(f"{place}/src/{package}"))
+
+
+def public_names(module: str) -> list[str]:
     """Return the `__all__` of a module without dunders: as it is written, or as the module computes it."""
-    place = ROOT / source / Path(*module.split("."))
+    place = source_of(module) / Path(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     names = _written(ast.parse(file.read_text("utf-8")))
     return [name for name in (import_module(module).__all__ if names is None else names) if not name.startswith("__")]

@@ -87,8 +87,9 @@ class Environments:
 
     def make_offline(self, name: str, wheel: Path) -> Path:
         """
-        Make an environment as docs/how-to/install-offline.md says: download what a wheel requires into a folder, then
-        install from this folder alone, without an index. Return its Python.
+        Make an environment without a network, as docs/install.md says, and return its Python.
+
+        It downloads the requirements of a wheel into a folder, then installs from this folder without an index.
         """
         wheelhouse = self._folder / f"{name}-wheelhouse"
         shutil.rmtree(wheelhouse, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Five systems on the contract, through its public names alone; the page docs/explanation/contract.md explains them."""
+"""Five systems on the contract, through its public names alone; design-validation.md in docs explains them."""
 
 from __future__ import annotations
 

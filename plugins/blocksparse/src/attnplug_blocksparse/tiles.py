@@ -47,7 +47,7 @@ class PrefillTiles:
     @classmethod
     def of(cls, head_size: int, *, paged: bool = False, shared_memory: int = HOPPER_SHARED_MEMORY) -> PrefillTiles:
         """
-        Return the tiles that were fastest on an H200 (docs/explanation/blocksparse.md), or the next that fit.
+        Return the fastest tiles on an H200 (blocksparse-kernels.md in docs/reference/evidence), or the next that fit.
 
         Args:
             head_size: The head size.

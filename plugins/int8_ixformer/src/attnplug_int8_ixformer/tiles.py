@@ -32,7 +32,7 @@ class PrefillTiles:
 
     @classmethod
     def of(cls, head_size: int) -> PrefillTiles:
-        """Return tiles tuned on an H200 at head size 128 (docs/explanation/int8.md), or such that fit larger heads."""
+        """Return tiles tuned on an H200 at head size 128 (int8-kernels.md), or tiles that fit larger heads."""
         return cls(keys=64, warps=8) if head_size > 128 else cls()
 
 
@@ -55,7 +55,7 @@ class DecodeTiles:
 
     @classmethod
     def of(cls, head_size: int) -> DecodeTiles:
-        """Return tiles tuned on an H200 at head size 128 (docs/explanation/int8.md), or such that fit larger heads."""
+        """Return tiles tuned on an H200 at head size 128 (int8-kernels.md), or tiles that fit larger heads."""
         return cls(keys=32, warps=4) if head_size > 128 else cls()
 
     def splits(self, *, sequences: int, keys: int, multiprocessors: int, most: int | None = None) -> int:
