@@ -54,7 +54,7 @@ HOSTS: Final[Mapping[str, str]] = MappingProxyType(
 PAGES: Final = (
     Page(
         "attnplug",
-        "attnplug",
+        "Main functions",
         {
             "attnplug": "Request, select, explain, plan and load: for hosts and notebooks. "
             "[Fields](../requirements.md) has the domain and the unit of each field of `Requirements`.",
@@ -123,28 +123,21 @@ def index(root: Path) -> str:
     """Return the page that lists the others."""
     del root
     rows = (
-        f"| [`{module}`]({page.name}.md#{_anchor(page, module)}) | {about} |\n"
+        f"| [`{module}`]({page.name}.md#{module.replace('.', '')}) | {about} |\n"
         for page in PAGES
         for module, about in page.modules.items()
     )
     return INTRODUCTION + "".join(rows)
 
 
-def _anchor(page: Page, module: str) -> str:
-    return module.replace(".", "") if len(page.modules) > 1 else page.title
-
-
 def page_of(page: Page, root: Path) -> str:
     """Return the page of some modules: directives for its names, and links to those of the facade."""
     del root
-    several = len(page.modules) > 1
-    options = "\n    options:\n      heading_level: 3" if several else ""
     parts = [f"# {page.title}"]
     for module, about in page.modules.items():
         names = public_names(module)
         shared = [name for name in names if page is not PAGES[0] and name in facade_names(module)]
-        parts += [f"## {module}"] if several else []
-        parts += [about, *(f"::: {_path(module, name)}{options}" for name in names if name not in shared)]
+        parts += [f"## {module}", about, *(f"::: {_path(module, name)}" for name in names if name not in shared)]
         links = ", ".join(f"[`{name}`]({PAGES[0].name}.md#attnplug.{name})" for name in shared)
         parts += [f"Public here, too, and documented with `attnplug`: {links}."] if shared else []
     return "\n\n".join(parts) + "\n"
