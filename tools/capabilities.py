@@ -9,7 +9,7 @@ from attnplug.manifest.reader import parse_manifest
 from attnplug.request.fields import FIELDS, Field, Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from attnplug.manifest.schema import Manifest, Option, Rule, Variant
@@ -116,13 +116,17 @@ def _checked(name: str, variant: Variant, evidence: Mapping[str, str], runs: Map
     return ", ".join(links) or "unverified"
 
 
-def _rules(variants: Iterable[Variant]) -> list[str]:
+def _rules(variants: Sequence[Variant]) -> list[str]:
     """Return each rule once, with the variants that it binds."""
     bound: dict[Rule, list[str]] = {}
     for variant in variants:
         for rule in variant.rules:
             bound.setdefault(rule, []).append(f"`{variant.name}`")
-    return [f"{_sentence(rule)} ({', '.join(names)}): {rule.because}" for rule, names in bound.items()]
+    return [f"{_sentence(rule)} ({_named(names, variants)}): {rule.because}" for rule, names in bound.items()]
+
+
+def _named(names: list[str], variants: Sequence[Variant]) -> str:
+    return "all variants" if len(names) == len(variants) > 2 else ", ".join(names)
 
 
 def _sentence(rule: Rule) -> str:

@@ -160,7 +160,7 @@ def _table(cls: type) -> Iterator[str]:
         methods = [f"| `{one.name}` | {one.caller} | {_cell(one.text)} |" for one in _methods(cls)]
         yield from ("| method | who calls it | what it does |", "| --- | --- | --- |", *methods, "") if methods else ()
         return
-    yield "| member | who calls it | override? | default | what it is |"
+    yield "| member | who calls or sets it | override? | default | what it is |"
     yield "| --- | --- | --- | --- | --- |"
     for one in members(cls):
         text = _sentences(one.text)[0]
@@ -186,13 +186,13 @@ def _attributes(cls: type) -> Iterator[Member]:
     owner = {**dict.fromkeys(GROUPS["What a host passes, and gets"], _HOST), "CacheTensor": _PLUGIN, "Step": _CORE}
     for name, text in _entries(inspect.getdoc(cls) or ""):
         if name in fields:
-            yield Member(name, f"{owner.get(cls.__name__, _CORE)} sets it", "-", _field_default(fields[name]), text)
+            yield Member(name, owner.get(cls.__name__, _CORE), "-", _field_default(fields[name]), text)
         elif str(inspect.get_annotations(cls).get(name, "")).startswith("ClassVar"):
             override = "yes" if hasattr(cls, name) else "must"
             default = f"`{_shown(getattr(cls, name))}`" if hasattr(cls, name) else "-"
-            yield Member(name, f"{_PLUGIN} sets it", override, default, text)
+            yield Member(name, _PLUGIN, override, default, text)
         else:
-            yield Member(name, f"{_CORE} sets it", "no" if cls.__name__ in CONTRACT else "-", "-", text)
+            yield Member(name, _CORE, "no" if cls.__name__ in CONTRACT else "-", "-", text)
 
 
 CONTRACT: Final = ("Backend", "AttentionImpl", "MetadataBuilder", "State")

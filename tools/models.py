@@ -52,8 +52,8 @@ where it is stale.
 - *bytes*: the KV cache per token on one device, and on each of two with tensor parallelism; `!` if two devices cannot
   share the heads.
 - Two backends in a cell serve different layers. *none*: no backend serves all layers together; the reason is below.
-- *values from*: the published file, or the file that {library} writes for a configuration class. The dtype is that of
-  the configuration, or an assumed one.
+- *values from*: the published `config.json` of this name or of another one, or the file that {library} writes for a
+  configuration class. The dtype is that of the configuration, or an assumed one.
 
 | model | type | attention | bytes | {devices} | values from |
 | --- | --- | --- | --- | {rules} | --- |
@@ -101,7 +101,11 @@ def row(fixture: dict[str, Any], notes: dict[str, str]) -> str:
     model = described(fixture)
     devices = [Device.parse(device) for device in DEVICES.values()]
     cells = [_cell(plan_model(model, device, assume_installed=True), notes) for device in devices]
-    return _row(fixture["name"], f"`{model.model_type}`", _attention(model), _bytes(model), *cells, fixture["source"])
+    return _row(fixture["name"], f"`{model.model_type}`", _attention(model), _bytes(model), *cells, _source(fixture))
+
+
+def _source(fixture: dict[str, Any]) -> str:
+    return "published" if fixture["source"] == f"config.json of {fixture['name']}" else fixture["source"]
 
 
 def described(fixture: dict[str, Any]) -> ModelDescription:
