@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from attnplug.evidence.store import FOLDER, read_folder
 from attnplug.manifest.reader import parse_manifest
-from attnplug.request.fields import FIELDS, Field, Flag
+from attnplug.request.domains import Flag
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from attnplug.manifest.schema import Manifest, Option, Rule, Variant
+    from attnplug.request.field import Field
 
 NOTHING = "-"
 INTRODUCTION = """\

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.request.fields import Field, fields_of
+from attnplug.request.fields import fields_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attnplug.request.fields import Kind
+    from attnplug.request.field import Field, Kind
 
 INTRODUCTION: Final = """\
 # Fields

@@ -37,7 +37,7 @@ from attnplug._escape import escaped_lines
 from attnplug._foreign import ForeignCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ApiVersionError",
@@ -241,6 +241,7 @@ class _Short(Repr):
 
 
 _SHORT: Final = _Short()
+_LONGEST_NAME: Final = 200
 
 
 def shown(value: object) -> str:
@@ -248,3 +249,13 @@ def shown(value: object) -> str:
     with ForeignCode("repr() of it raises") as code:
         text = _SHORT.repr(value)
     return text if code.error is None else f"<{type(value).__name__}>"
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" where a name is close to one of `names`, else an empty text."""
+    from difflib import get_close_matches  # noqa: PLC0415 - only a wrong name needs it
+
+    if len(name) > _LONGEST_NAME:
+        return ""  # comparing takes time that grows with the square of the length
+    matches = get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

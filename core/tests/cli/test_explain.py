@@ -168,25 +168,25 @@ def _parsed(*words: str) -> dict[str, Any]:
 
 
 SAMPLES = {
-    "--block-sparse": ('{"local_blocks": 16}', {"local_blocks": 16}),
-    "--logits-soft-cap": ("30", 30.0),
-    "--features": ("acme.x", ["acme.x"]),
-    "--phases": ("decode", ["decode"]),
+    "Integer": ("7", 7),
+    "Level": ("word", "word"),
+    "Name": ("word", "word"),
+    "Names": ("acme.x", ["acme.x"]),
+    "Number": ("30", 30.0),
+    "Table": ('{"local_blocks": 16}', {"local_blocks": 16}),
 }
 
 
-@pytest.mark.parametrize("item", fields_of("model", "engine"), ids=lambda item: item.name)
-def test_every_field_is_an_option(item) -> None:
-    option = options.option_of(item.name)
-
+def test_every_field_is_an_option() -> None:
     assert _parsed() == {}
-    if type(item.domain).__name__ == "Flag":
-        assert _parsed(option) == {item.name: True}
-        assert _parsed(option.replace("--", "--no-", 1)) == {item.name: False}
-        return
-    fallback = ("7", 7) if type(item.domain).__name__ == "Integer" else ("word", "word")
-    text, value = SAMPLES.get(option, fallback)
-    assert _parsed(option, text) == {item.name: value}
+    for item in fields_of("model", "engine", "selection"):
+        option, kind = options.option_of(item.name), type(item.domain).__name__
+        if kind == "Flag":
+            assert _parsed(option) == {item.name: True}
+            assert _parsed(option.replace("--", "--no-", 1)) == {item.name: False}
+        else:
+            text, value = SAMPLES[kind]
+            assert _parsed(option, text) == {item.name: value}
 
 
 def test_names_add_up() -> None:

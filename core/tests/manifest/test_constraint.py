@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.manifest.constraint import Constraint, Exact, Range
-from attnplug.request.device import ComputeCapability, parse_capability
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from attnplug.request.capability import ComputeCapability, parse_capability
+from attnplug.request.domains import GRAPH_LEVELS
+from attnplug.request.fields import FIELDS
 from tests.examples import examples
 
 pytestmark = pytest.mark.unmeasured

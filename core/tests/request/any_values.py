@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError
-from attnplug.request.device import ComputeCapability
+from attnplug.request.capability import ComputeCapability
 
 BASE = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
 HUGE = 10**400

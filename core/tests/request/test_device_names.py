@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.errors import DeviceError
-from attnplug.request.device import HARDWARE, Device
+from attnplug.request.capability import HARDWARE
+from attnplug.request.device import Device
 from attnplug.request.device import _target as target_of
 from attnplug.request.device_names import PRODUCTS, TYPES, plain
 

@@ -6,10 +6,9 @@ import inspect
 import pydoc
 import re
 
-import pytest
-
 from attnplug.request.device import Device
-from attnplug.request.fields import FIELDS, LATE, Integer, Name, Number, fields_of
+from attnplug.request.domains import Integer, Name, Number
+from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 from attnplug.request.settings import Settings
 
@@ -18,18 +17,18 @@ REQUESTED = fields_of("model", "engine", "selection")
 NAMES = "|".join(item.name for item in REQUESTED)
 
 
-@pytest.mark.parametrize("item", REQUESTED, ids=lambda item: item.name)
-def test_every_field_is_in_help(item):
+def test_every_field_is_in_help():
     lines = [line.strip() for line in inspect.getdoc(Requirements).splitlines()]
-    start = next((i for i, line in enumerate(lines) if line.startswith(f"{item.name}: ")), None)
-    assert start is not None
-    end = next((i for i in range(start + 1, len(lines)) if re.match(rf"({NAMES}): ", lines[i])), len(lines))
-    text = " ".join(lines[start:end]).strip()
+    starts = [i for i, line in enumerate(lines) if re.match(rf"({NAMES}): ", line)]
 
-    assert item.help[1:] in text
-    assert item.domain.text[1:] in text
-    assert text.endswith("Required.") or "Default: " in text
-    assert text.endswith("Required.") == item.required
+    assert len(starts) == len(REQUESTED)
+    for item, start, end in zip(REQUESTED, starts, [*starts[1:], len(lines)], strict=True):
+        text = " ".join(lines[start:end]).strip()
+        assert text.startswith(f"{item.name}: ")
+        assert item.help[1:] in text
+        assert item.domain.text[1:] in text
+        assert text.endswith("Required.") or "Default: " in text
+        assert text.endswith("Required.") == item.required
 
 
 def test_help_prints_the_fields():
@@ -38,17 +37,16 @@ def test_help_prints_the_fields():
     assert all(f"{item.name}: " in printed for item in REQUESTED)
 
 
-@pytest.mark.parametrize(
-    "item", [each for each in FIELDS.values() if isinstance(each.domain, (Integer, Number))], ids=lambda item: item.name
-)
-def test_every_number_has_a_unit(item):
-    assert any(unit in item.help for unit in UNITS)
+def test_every_number_has_a_unit():
+    numbers = [item for item in FIELDS.values() if isinstance(item.domain, (Integer, Number))]
+
+    assert [item.name for item in numbers if not any(unit in item.help for unit in UNITS)] == []
 
 
-@pytest.mark.parametrize("item", [*FIELDS.values(), LATE], ids=lambda item: item.name)
-def test_every_name_of_a_list_is_a_permitted_value(item):
-    if isinstance(item.domain, Name):
-        assert all(repr(value) in item.domain.text for value in item.domain.values)
+def test_every_name_of_a_list_is_a_permitted_value():
+    listed = [item.domain for item in FIELDS.values() if isinstance(item.domain, Name)]
+
+    assert all(repr(value) in domain.text for domain in listed for value in domain.values)
 
 
 def test_defaults_in_help_are_the_defaults():

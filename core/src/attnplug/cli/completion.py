@@ -65,7 +65,7 @@ def _add_values(parser: argparse.ArgumentParser) -> None:
 
 
 def _devices(**_: Any) -> Iterator[str]:
-    from attnplug.request.device import HARDWARE  # noqa: PLC0415 - for one option
+    from attnplug.request.capability import HARDWARE  # noqa: PLC0415 - for one option
     from attnplug.request.device_names import PRODUCTS  # noqa: PLC0415 - likewise
 
     yield from ("current", "cpu", *PRODUCTS)

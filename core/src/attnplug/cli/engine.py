@@ -8,8 +8,7 @@ from attrs import frozen
 
 from attnplug.cli.extension import Extension, entries_of, offered
 from attnplug.engines import GROUP, EngineAnswer, EngineDiagnosis
-from attnplug.errors import PluginError, RequestError
-from attnplug.request.fields import near
+from attnplug.errors import PluginError, RequestError, near
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

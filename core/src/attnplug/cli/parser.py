@@ -165,7 +165,7 @@ def _installed(name: str) -> Command:
                 f"it is a command of {distribution}",
                 f"pip install {distribution}, or its folder of a checkout",
             )
-    from attnplug.request.fields import near  # noqa: PLC0415 - likewise
+    from attnplug.errors import near  # noqa: PLC0415 - likewise
 
     commands = (*BUILT_IN, HELP, *installed)
     known = (name for names in command.KNOWN.values() for name in names)
@@ -216,7 +216,7 @@ def _section(title: str, lines: Iterable[str]) -> list[str]:
 
 
 def _refuse_unknown(parser: Parser, word: str) -> NoReturn:
-    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does without
+    from attnplug.errors import near  # noqa: PLC0415 - `list --json` has a budget, and does without
 
     name = word.partition("=")[0]
     known = sorted(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of its options

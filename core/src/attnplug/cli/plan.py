@@ -14,6 +14,8 @@ from attnplug.commands import NO, OK, abbreviated, describe_error, escaped, say,
 from attnplug.errors import NoBackendError
 from attnplug.models.description import describe_model
 from attnplug.models.parallel import cache_bytes, kept_tokens, shard
+from attnplug.request.domains import Table
+from attnplug.request.fields import FIELDS
 from attnplug.selection.plan import plan
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.models.description import ModelDescription
     from attnplug.models.parallel import Shard
     from attnplug.request.device import Device
+    from attnplug.request.field import Field
     from attnplug.selection.plan import Plan
 
 _EPILOG: Final = """\
@@ -32,7 +35,6 @@ examples:
 
 exit codes: 0 all attention layers can be served, 1 some cannot, 2 the request is wrong
 """
-_SHOWN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "attn_bias", "kv_sharing")
 _COMMAND: Final = "more: attnplug "
 _TERMS: Final = ("block_size", "kv_layout", "kv_cache_form", "cudagraph")
 
@@ -238,13 +240,17 @@ def _heads(found: ModelPlan, names: tuple[str, ...]) -> str:
 
 def _features(found: ModelPlan, names: tuple[str, ...]) -> str:
     own = found.shards[names[0]].requirements
-    values = {name: getattr(own, name) for name in _SHOWN}
-    shown = [name if value is True else f"{name}={value}" for name, value in values.items() if value]
-    shown += [own.attn_type] if own.attn_type != "decoder" else []
-    shown += ["block_sparse"] if own.block_sparse else []
+    requested = ((FIELDS[name], value) for name, value in own.requested())
+    shown = [_shown(item, value) for item, value in requested if item.kind == "model" and not item.required]
     scales = {layer.scale for layer in found.model.layers if layer.name in names} - {None, own.head_size**-0.5}
     shown += [f"scale={scale:.6g}" for scale in scales if scale is not None] if len(scales) == 1 else []
     return f"; {', '.join(shown)}" if shown else ""
+
+
+def _shown(item: Field, value: Any) -> str:
+    if item.name == "attn_type":
+        return str(value)
+    return item.name if value is True or isinstance(item.domain, Table) else f"{item.name}={value}"
 
 
 def _memory(found: ModelPlan) -> Iterator[str]:

@@ -22,7 +22,7 @@ from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
 from attnplug.errors import CacheError, LayerError, LimitsError, NotNegotiatedError, PluginContractError, shown
-from attnplug.request.device import MOST
+from attnplug.request.domains import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

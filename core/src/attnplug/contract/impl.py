@@ -198,19 +198,7 @@ class AttentionImpl(ABC):
     @property
     def plan_key(self) -> Hashable:
         """What a library fixes when it plans; layers with equal keys share a plan. Override it for other values."""
-        requested = self.agreement.requirements
-        return (
-            self.window,
-            requested.attention_chunk,
-            self.logits_soft_cap,
-            self.scale,
-            self.causal,
-            requested.alibi,
-            requested.sinks,
-            requested.block_sparse,
-            requested.dtype,
-            self.agreement.kv_cache_dtype,
-        )
+        return self.scale, self.agreement.requirements
 
     # --- what a plugin overrides, and a host calls ---
 

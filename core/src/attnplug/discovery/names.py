@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from attnplug.discovery.candidates import NameConflict, usable_of
-from attnplug.errors import DuplicateBackendError, UnknownBackendError
+from attnplug.errors import DuplicateBackendError, UnknownBackendError, near
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import near
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -17,10 +17,9 @@ from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, unde
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.scan import Diagnostic, scan
-from attnplug.errors import UnknownBackendError
+from attnplug.errors import UnknownBackendError, near
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
-from attnplug.request.fields import near
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:

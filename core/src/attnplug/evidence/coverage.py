@@ -13,7 +13,8 @@ from attrs import field, frozen
 from attnplug.evidence.ranges import HEADS, RANGES, shown
 from attnplug.negotiation.candidate import TERMS
 from attnplug.negotiation.reason import Unverified
-from attnplug.request.fields import FIELDS, Names
+from attnplug.request.domains import Names
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

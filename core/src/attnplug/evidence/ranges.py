@@ -1,22 +1,19 @@
-"""
-The fields whose evidence is a range: what lies between the smallest and the largest value of a run is verified by it.
-
-Sizes of heads and of blocks have no ranges. Kernels are written for sizes, and what holds at 64 and at 128 need not
-hold at 72.
-"""
+"""The fields whose evidence is a range: what lies between the smallest and the largest value of a run is verified."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attnplug.request.fields import FIELDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-HEADS: Final = ("num_q_heads", "num_kv_heads", "gqa_ratio")
-"""Fields of every request. They need evidence though no manifest declares them: runs of format 2 have recorded them."""
-
-RANGES: Final = frozenset({*HEADS, "sliding_window", "attention_chunk", "logits_soft_cap", "decode_query_len"})
+RANGES: Final = {item.name: item for item in FIELDS.values() if item.has_ranges}
 """The fields of requests that are compared with a range. A window or a chunk counts with longer sequences only."""
+
+HEADS: Final = tuple(name for name, item in RANGES.items() if item.required or item.kind == "derived")
+"""Fields of every request. They need evidence though no manifest declares them: runs of format 2 have recorded them."""
 
 Interval = tuple[float, float]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from attnplug.request.fields import Domain, Integer, Names
+from attnplug.request.domains import Domain, Integer, Names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 from attrs import evolve, frozen
 
 from attnplug._foreign import shortened
-from attnplug.errors import ApiVersionError, ManifestError
+from attnplug.errors import ApiVersionError, ManifestError, near
 from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import (
@@ -25,7 +25,6 @@ from attnplug.manifest.schema import (
     Variant,
 )
 from attnplug.manifest.supports import Declared, complete, parse_conditions, parse_supports
-from attnplug.request.fields import near
 from attnplug.request.files import read_text
 from attnplug.request.settings import parse_toml
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 from attrs import field, frozen
 
-from attnplug.errors import SettingsError, shown
+from attnplug.errors import SettingsError, near, shown
 from attnplug.manifest.memo import remember
-from attnplug.request.fields import near
 from attnplug.request.settings import parse_flag
 from attnplug.request.tables import is_plain, read_only
 

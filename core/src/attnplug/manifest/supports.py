@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
 
-from attnplug.errors import ManifestError
+from attnplug.errors import ManifestError, near
 from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
 from attnplug.manifest.installed import check_requirement
 from attnplug.manifest.schema import Condition, Holds, IsInstalled, IsRequested
-from attnplug.request.fields import FIELDS, Field, Flag, Integer, Name, Names, Table, fields_of, near
+from attnplug.request.domains import Flag, Integer, Name, Names, Table
+from attnplug.request.fields import FIELDS, fields_of
+
+if TYPE_CHECKING:
+    from attnplug.request.field import Field
 
 Fail = Callable[[tuple["str | int", ...], str, str, str], ManifestError]
 Path = tuple["str | int", ...]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.errors import RequirementsError
+from attnplug.errors import RequirementsError, near
 from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, Architecture
-from attnplug.request.fields import near
 
 if TYPE_CHECKING:
     from attnplug.models.fields import Fields

@@ -11,10 +11,11 @@ from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.memo import remember
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS, Names
+from attnplug.request.domains import GRAPH_LEVELS, Names
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from attnplug.manifest.constraint import Constraint
     from attnplug.negotiation.probe_refusals import ProbeRefusals
@@ -28,14 +29,6 @@ FREE: Final = frozenset(TERMS)
 
 _SUPPORTED: Final = Reason("unsupported", "", None, "")
 """Stands for "no objection" among the known ones, where None means "not known yet"."""
-
-_NEUTRAL: Final[Mapping[str, str]] = {
-    "head_size_v": "head_size_v = head_size",
-    "kv_cache_dtype": "the dtype",
-    "causal": "the attention type's own mask",
-    "vendor": "nvidia",
-}
-"""Neutral values that follow from other fields, in words."""
 
 
 @frozen(eq=False, slots=False)  # with slots, cached properties would slow down the access to every attribute
@@ -153,7 +146,7 @@ class Candidate:
             return None
         if isinstance(item.domain, Names) and set(value) <= set(item.neutral):
             return None  # a part of what everyone serves: one phase of the two
-        neutral = _NEUTRAL.get(name, str(item.neutral) if item.neutral else "")
+        neutral = item.neutral_words or str(item.neutral or "")
         return Reason("undeclared", name, item.domain.dump(value), neutral)
 
     def _admits_vendor(self, vendor: str) -> bool:

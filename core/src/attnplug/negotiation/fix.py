@@ -17,9 +17,10 @@ from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.candidate import FREE
 from attnplug.negotiation.matching import LENGTHS, QUERY_LENGTHS, Request, negotiate
 from attnplug.negotiation.reason import Fix
-from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
-from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
-from attnplug.request.requirements import neutral
+from attnplug.request.capability import HARDWARE, ComputeCapability
+from attnplug.request.device import Device, default_vendor
+from attnplug.request.domains import Flag, Integer, Level, Name, Names
+from attnplug.request.fields import FIELDS, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,14 +30,7 @@ if TYPE_CHECKING:
 
 
 _ENGINE = tuple(item.name for item in fields_of("engine"))
-_OF_PAGES: Mapping[str, Any] = {
-    "block_size": None,
-    "kv_layout": None,
-    "kv_cache_form": None,
-    "kv_cache_dtype": "auto",
-    "cascade": False,
-    "dcp_size": 1,
-}
+_OF_PAGES: Mapping[str, Any] = {item.name: item.neutral for item in FIELDS.values() if item.of_pages}
 """What only a paged KV cache has, with the values that request nothing."""
 
 
@@ -109,7 +103,7 @@ def _options(candidate: Candidate, request: Request, name: str) -> tuple[Any, ..
             *_ordered(constraint, wanted),
             *_rule_values(candidate, name, constraint),
         ]
-    values.append(neutral(name, request.facts))
+    values.append(FIELDS[name].neutral_for(request.facts.__getitem__))
     return tuple(dict.fromkeys(v for v in values if v != wanted and (v is not None or FIELDS[name].is_optional())))
 
 

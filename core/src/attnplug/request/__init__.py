@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Final
 from attnplug._lazy import lazy
 
 if TYPE_CHECKING:
-    from attnplug.request.device import ComputeCapability as ComputeCapability
+    from attnplug.errors import near as near
+    from attnplug.request.capability import ComputeCapability as ComputeCapability
     from attnplug.request.device import Device as Device
+    from attnplug.request.domains import GRAPH_LEVELS as GRAPH_LEVELS
+    from attnplug.request.domains import Flag as Flag
+    from attnplug.request.domains import Integer as Integer
+    from attnplug.request.domains import Level as Level
+    from attnplug.request.domains import Name as Name
+    from attnplug.request.domains import Names as Names
+    from attnplug.request.domains import Number as Number
+    from attnplug.request.domains import Table as Table
+    from attnplug.request.domains import Text as Text
+    from attnplug.request.domains import Word as Word
+    from attnplug.request.field import Field as Field
     from attnplug.request.fields import FIELDS as FIELDS
-    from attnplug.request.fields import GRAPH_LEVELS as GRAPH_LEVELS
-    from attnplug.request.fields import Field as Field
-    from attnplug.request.fields import Flag as Flag
-    from attnplug.request.fields import Integer as Integer
-    from attnplug.request.fields import Level as Level
-    from attnplug.request.fields import Name as Name
-    from attnplug.request.fields import Names as Names
-    from attnplug.request.fields import Number as Number
-    from attnplug.request.fields import Table as Table
-    from attnplug.request.fields import Text as Text
-    from attnplug.request.fields import Word as Word
     from attnplug.request.fields import fields_of as fields_of
-    from attnplug.request.fields import near as near
     from attnplug.request.requirements import Requirements as Requirements
     from attnplug.request.settings import PREFIX as PREFIX
     from attnplug.request.settings import BackendNames as BackendNames
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from attnplug.request.settings import parse_toml as parse_toml
 
 _MODULES: Final = {
-    "attnplug.request.device": "ComputeCapability Device",
-    "attnplug.request.fields": (
-        "Field FIELDS fields_of Flag GRAPH_LEVELS Integer Level Name Names near Number Table Text Word"
-    ),
+    "attnplug.errors": "near",
+    "attnplug.request.capability": "ComputeCapability",
+    "attnplug.request.device": "Device",
+    "attnplug.request.domains": "Flag GRAPH_LEVELS Integer Level Name Names Number Table Text Word",
+    "attnplug.request.field": "Field",
+    "attnplug.request.fields": "FIELDS fields_of",
     "attnplug.request.requirements": "Requirements",
     "attnplug.request.settings": "BackendNames Options parse_toml PREFIX Settings",
 }

@@ -1,16 +1,11 @@
-"""
-Devices, and CUDA compute capabilities: numbers that are only partly ordered.
-
-``9.0`` names hardware. ``9.0a`` names code that runs on exactly that hardware, ``10.0f`` code that runs on its family
-(same major number, same or newer minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Targets".
-"""
+"""Devices, as far as a selection depends on them; and the one that this process would use."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +13,9 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.errors import DeviceError, shown
+from attnplug.request.capability import HARDWARE, ComputeCapability, parse_capability
+from attnplug.request.domains import MOST, Capability, Integer, Text, Word
+from attnplug.request.field import declared, fields_in
 from attnplug.request.torch_values import cuda_index, is_torch_device, refuse_meta
 
 if TYPE_CHECKING:
@@ -26,86 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_FORM = re.compile(r"([0-9]{1,3})\.([0-9])([af]?)")
-
-MOST: Final = 2**31 - 1
-"""The largest number of a request: kernels and index tensors are int32."""
-
-
-@frozen(cache_hash=True)
-class ComputeCapability:
-    """
-    One compute capability.
-
-    Capabilities are not ordered: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges in
-    a manifest compare `number`, because there the author has written both ends down.
-    """
-
-    major: int
-    minor: int
-    suffix: str = ""
-
-    @property
-    def number(self) -> tuple[int, int]:
-        """(major, minor), what ranges compare."""
-        return self.major, self.minor
-
-    def runs(self, hardware: ComputeCapability) -> bool:
-        """Whether code built for this capability runs on `hardware`."""
-        if self.suffix == "f":
-            return hardware.major == self.major and hardware.minor >= self.minor
-        return hardware.number == self.number
-
-    def is_whole(self) -> bool:
-        """Whether its parts have their types, and are small: whoever constructs it may pass anything."""
-        numbers = all(type(part) is int and 0 <= part < 1000 for part in (self.major, self.minor))
-        return numbers and type(self.suffix) is str
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}{self.suffix}"
-
-
-def parse_capability(value: object) -> ComputeCapability:
-    """
-    Read ``"9.0"``, ``"9.0a"``, ``"10.0f"`` or a (major, minor) pair.
-
-    Raises:
-        ValueError: `value` has none of these forms.
-    """
-    text = value
-    if isinstance(value, ComputeCapability):
-        text = f"{value.major}.{value.minor}{value.suffix}" if value.is_whole() else None
-    elif isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value):
-        text = f"{value[0]}.{value[1]}" if all(0 <= part < 1000 for part in value) else None
-    match = _FORM.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        msg = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
-        raise ValueError(msg)
-    if isinstance(value, ComputeCapability):
-        return value
-    return ComputeCapability(int(match[1]), int(match[2]), match[3])
-
-
-HARDWARE: Final = tuple(
-    ComputeCapability(*number)
-    for number in (
-        (7, 0),
-        (7, 2),
-        (7, 5),
-        (8, 0),
-        (8, 6),
-        (8, 7),
-        (8, 9),
-        (9, 0),
-        (10, 0),
-        (10, 3),
-        (11, 0),
-        (12, 0),
-        (12, 1),
-    )
-)
-"""The existing hardware, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
-
+fact = partial(declared, "device")
 
 _PLAIN_TYPES: Final = frozenset({"cpu", "cuda", "xpu"})  # they need no second look
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
@@ -143,12 +62,31 @@ class Device:
         arch: For AMD devices, the LLVM target, such as ``"gfx942"``.
     """
 
-    type: str = "cpu"
-    vendor: str | None = field()
-    name: str | None = None
-    compute_capability: ComputeCapability | None = field(default=None, converter=_to_capability)
-    num_multiprocessors: int | None = None
-    arch: str | None = None
+    type: str = field(
+        default="cpu",
+        metadata=fact(Word(), "device type, as torch names it", name="device_type", required=True, neutral=None),
+    )
+    vendor: str | None = field(
+        metadata=fact(
+            Word(),
+            "the device's manufacturer; undeclared, a variant for cuda admits NVIDIA only",
+            required=False,
+            neutral=None,
+            neutral_words="nvidia",
+        )
+    )
+    name: str | None = field(
+        default=None, metadata=fact(Text(), "the device's product name", name="device_name", open=True)
+    )
+    compute_capability: ComputeCapability | None = field(
+        default=None, converter=_to_capability, metadata=fact(Capability(), "CUDA compute capability")
+    )
+    num_multiprocessors: int | None = field(
+        default=None, metadata=fact(Integer(), "streaming multiprocessors", open=True)
+    )
+    arch: str | None = field(
+        default=None, metadata=fact(Word(), "the LLVM target of an AMD device, such as gfx942", open=True)
+    )
 
     @vendor.default
     def _default_vendor(self) -> str | None:
@@ -229,14 +167,7 @@ class Device:
 
     def facts(self) -> dict[str, Any]:
         """Return the device's fields under the names that requirements, manifests and rules use."""
-        return {
-            "device_type": self.type,
-            "vendor": self.vendor,
-            "compute_capability": self.compute_capability,
-            "device_name": self.name,
-            "num_multiprocessors": self.num_multiprocessors,
-            "arch": self.arch,
-        }
+        return {item.name: getattr(self, name) for item, name in FACTS}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -278,9 +209,15 @@ class Device:
         return f"{self.type}{capability}" + (f" ({product})" if product else "")
 
 
+FACTS: Final = tuple(
+    sorted(zip(fields_in(Device), attrs.fields_dict(Device), strict=True), key=lambda pair: pair[0].open)
+)
+"""The fields of a device, closed ones first, each with the name of its attribute."""
+
+
 def _fill(device: Device, found: Device) -> None:
     """Set what a `torch.device` is, and leave what was given beside it."""
-    for name in ("type", "vendor", "name", "compute_capability", "num_multiprocessors", "arch"):
+    for _, name in FACTS:
         if name == "type" or getattr(device, name) is None:
             object.__setattr__(device, name, getattr(found, name))
 

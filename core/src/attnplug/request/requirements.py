@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import attrs
 from attrs import field, frozen
 from attrs.converters import optional
 
-from attnplug.errors import RequirementsError, shown
-from attnplug.request.field_docs import document
-from attnplug.request.fields import FIELDS, LATE, Field, Name, fields_of, near
+from attnplug.errors import RequirementsError, near, shown
+from attnplug.request.contradictions import refuse_contradictions
+from attnplug.request.domains import (
+    ATTENTION_TYPES,
+    CACHE_DTYPE,
+    CACHE_FORMS,
+    DTYPE,
+    ENCODERS,
+    FEATURE,
+    GRAPH_LEVELS,
+    LAYOUT,
+    QUANTIZED,
+    Flag,
+    Integer,
+    Level,
+    Name,
+    Names,
+    Number,
+    Table,
+)
+from attnplug.request.field import Field, Follows, declared, documented, fields_in
 from attnplug.request.torch_values import dtype_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _C = TypeVar("_C", bound=type)
+
+model, engine = partial(declared, "model"), partial(declared, "engine")
 
 _OUT_OF_SCOPE = {
     "dropout": "attention dropout is a training feature",
@@ -49,7 +68,7 @@ def _named_fields_only(cls: _C) -> _C:
             _check_known(name)
         late = given.get("late", ())
         bound_later = late if isinstance(late, (tuple, list, set, frozenset)) else ()
-        for item in _REQUESTED:
+        for item in _FIELDS:
             if item.required and item.name not in given and item.name not in bound_later:
                 raise RequirementsError(
                     f"no {item.name!r} was given",
@@ -71,10 +90,9 @@ def _check_known(name: str) -> None:
             f"leave {name!r} out, and keep the model's own attention where it is needed",
         )
     if name not in _NAMES:
-        known = [item.name for item in _REQUESTED]
         raise RequirementsError(
-            f"the requirement {shown(name)} was given{near(name, known)}",
-            f"the requirements are {', '.join(known)}",
+            f"the requirement {shown(name)} was given{near(name, _NAMES)}",
+            f"the requirements are {', '.join(_NAMES)}",
             "use one of these names; an open feature goes into features=('vendor.name',)",
         )
 
@@ -98,42 +116,168 @@ class Requirements:
         RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
     """
 
-    head_size: int
-    num_q_heads: int = field(default=None)  # required, unless late; None while it is not bound
-    num_kv_heads: int = field(default=None)  # likewise
-    dtype: str = field(converter=dtype_text)
-    head_size_v: int | None = None
-    sliding_window: int | None = None
-    attention_chunk: int | None = None
-    logits_soft_cap: float | None = None
-    alibi: str | None = None
-    sinks: bool = False
-    attn_type: str = "decoder"
-    causal: bool | None = None
-    block_sparse: Mapping[str, Any] | None = None
-    custom_mask: bool = False
-    attn_bias: bool = False
-    kv_sharing: bool = False
+    head_size: int = field(metadata=model(Integer(), "elements of one query and key head", in_layer=True))
+    # Required unless late, and None while they are not bound.
+    num_q_heads: int = field(
+        default=None,
+        metadata=model(Integer(), "query heads on this rank", required=True, open=True, in_layer=True, has_ranges=True),
+    )
+    num_kv_heads: int = field(
+        default=None,
+        metadata=model(
+            Integer(), "key and value heads on this rank", required=True, open=True, in_layer=True, has_ranges=True
+        ),
+    )
+    dtype: str = field(converter=dtype_text, metadata=model(DTYPE, "dtype of query, key, value and output"))
+    head_size_v: int | None = field(
+        default=None,
+        metadata=model(
+            Integer(),
+            "elements of one value head; None is head_size",
+            follows=Follows(("head_size",), "head_size"),
+            neutral_words="head_size_v = head_size",
+            in_layer=True,
+        ),
+    )
+    sliding_window: int | None = field(
+        default=None,
+        metadata=model(
+            Integer(),
+            "tokens that a token attends to, itself included; left = w - 1, right = 0",
+            in_layer=True,
+            has_ranges=True,
+        ),
+    )
+    attention_chunk: int | None = field(
+        default=None,
+        metadata=model(Integer(), "chunked-local attention: tokens per chunk", in_layer=True, has_ranges=True),
+    )
+    logits_soft_cap: float | None = field(
+        default=None,
+        metadata=model(
+            Number(), "scaled scores become cap * tanh(score / cap); in their unit", in_layer=True, has_ranges=True
+        ),
+    )
+    alibi: str | None = field(
+        default=None, metadata=model(Name(values=("linear", "sqrt")), "ALiBi slopes, and the form of their distance")
+    )
+    sinks: bool = field(
+        default=False, metadata=model(Flag(), "one learned logit per query head joins the softmax denominator")
+    )
+    attn_type: str = field(
+        default="decoder",
+        metadata=model(Name(values=ATTENTION_TYPES), "which attention of the model this is", in_layer=True),
+    )
+    causal: bool | None = field(
+        default=None,
+        metadata=model(
+            Flag(),
+            "a token attends to no later token; neutral is true for decoders, false otherwise",
+            neutral=True,
+            follows=Follows(("attn_type",), "true for decoders, false otherwise", lambda kind: kind == "decoder"),
+            neutral_words="the attention type's own mask",
+        ),
+    )
+    block_sparse: Mapping[str, Any] | None = field(
+        default=None, metadata=model(Table(), "a block-sparse pattern: its parameters", in_layer=True)
+    )
+    custom_mask: bool = field(default=False, metadata=model(Flag(), "each call has an arbitrary mask"))
+    attn_bias: bool = field(
+        default=False, metadata=model(Flag(), "each call has an additive mask, for contiguous K/V only")
+    )
+    kv_sharing: bool = field(default=False, metadata=model(Flag(), "the layer reads the KV cache of an earlier layer"))
 
-    paged: bool | None = None
-    phases: tuple[str, ...] = ("prefill", "decode")
-    block_size: int | None = None
-    kv_layout: str | None = None
-    kv_cache_form: str | None = None
-    kv_cache_dtype: str = field(default="auto", converter=dtype_text)
-    cudagraph: str = "never"
-    cascade: bool = False
-    return_lse: bool = False
-    decode_query_len: int = 1
-    dcp_size: int = 1
-    batch_invariant: bool = False
-    seq_lens_cpu_kind: str = "exact"
-    query_lens_cpu_kind: str = "exact"
-    kv_in_cache: bool = False
-    per_head_scales: bool = False
-    output_quant: str | None = field(default=None, converter=optional(dtype_text))
-    features: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
+    paged: bool | None = field(
+        default=None,
+        metadata=engine(
+            Flag(),
+            "keys and values are in a paged KV cache; otherwise each call has contiguous K/V",
+            neutral=False,
+            follows=Follows(
+                ("attn_type", "attn_bias"),
+                "true, but false for encoders and with attn_bias",
+                lambda kind, is_biased: kind not in ENCODERS and not is_biased,
+                requests=True,
+            ),
+        ),
+    )
+    phases: tuple[str, ...] = field(
+        default=("prefill", "decode"),
+        metadata=engine(
+            Names(each=Name(values=("prefill", "decode")), empty=False), "the phases that the backend has to serve"
+        ),
+    )
+    block_size: int | None = field(
+        default=None, metadata=engine(Integer(), "tokens per KV-cache block", free=True, of_pages=True)
+    )
+    kv_layout: str | None = field(
+        default=None, metadata=engine(LAYOUT, "order of tokens and heads inside a block", free=True, of_pages=True)
+    )
+    kv_cache_form: str | None = field(
+        default=None,
+        metadata=engine(Name(values=CACHE_FORMS), "where values are, seen from their keys", free=True, of_pages=True),
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        converter=dtype_text,
+        metadata=engine(
+            CACHE_DTYPE,
+            "dtype of the KV cache; auto is the dtype",
+            follows=Follows(("dtype",), "the dtype"),
+            neutral_words="the dtype",
+            of_pages=True,
+        ),
+    )
+    cudagraph: str = field(
+        default="never",
+        metadata=engine(Level(values=GRAPH_LEVELS), "least CUDA graph level that the engine needs"),
+    )
+    cascade: bool = field(
+        default=False,
+        metadata=engine(Flag(), "attention over a prefix shared by all requests is computed once", of_pages=True),
+    )
+    return_lse: bool = field(default=False, metadata=engine(Flag(), "the log-sum-exp is returned too"))
+    decode_query_len: int = field(
+        default=1, metadata=engine(Integer(), "longest query of a decode, in tokens", has_ranges=True)
+    )
+    dcp_size: int = field(default=1, metadata=engine(Integer(), "ranks of decode context parallelism", of_pages=True))
+    batch_invariant: bool = field(
+        default=False, metadata=engine(Flag(), "results do not depend on what else is in the batch")
+    )
+    seq_lens_cpu_kind: str = field(
+        default="exact",
+        metadata=engine(
+            Name(values=("exact", "upper_bound", "absent")), "CPU sequence lengths: exact, an upper bound, or absent"
+        ),
+    )
+    query_lens_cpu_kind: str = field(
+        default="exact",
+        metadata=engine(
+            Name(values=("exact", "absent")),
+            "CPU query lengths: exact, or absent: then each build reads all lengths from the device",
+            open=True,
+        ),
+    )
+    kv_in_cache: bool = field(
+        default=False,
+        metadata=engine(Flag(), "a call may come without K/V: those of its rows are in the KV cache already"),
+    )
+    per_head_scales: bool = field(default=False, metadata=engine(Flag(), "quantization scales are per head"))
+    output_quant: str | None = field(
+        default=None,
+        converter=optional(dtype_text),
+        metadata=engine(QUANTIZED, "the output is quantized to this dtype"),
+    )
+    features: tuple[str, ...] = field(default=(), metadata=engine(Names(each=FEATURE), "open features, by dotted name"))
+    late: tuple[str, ...] = field(
+        default=(),
+        metadata=declared(
+            "selection",
+            Names(each=Name(values=("block_size", "num_q_heads", "num_kv_heads"))),
+            "fields that are bound after the selection, with `Selection.bind`",
+            free=True,
+        ),
+    )
 
     _key: tuple[Any, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
@@ -142,25 +286,19 @@ class Requirements:
     def __attrs_post_init__(self) -> None:
         put = object.__setattr__  # of a frozen class; values are canonical before anything compares or hashes them
         late = self.late
-        if late != ():
-            put(self, "late", late := _canonical(LATE, late, ()))
-        for item in _REQUESTED:
+        if type(late) is not tuple or late:
+            put(self, "late", late := _canonical(_LATE, late, ()))
+        for item in _FIELDS:
             put(self, item.name, _canonical(item, getattr(self, item.name), late))
-        for name, settle in _DEPENDENT.items():
-            if getattr(self, name) in (None, "auto"):
-                put(self, name, settle(self))
-        _refuse_contradictions(self)
-        put(self, "_key", tuple(getattr(self, item.name) for item in _REQUESTED))
+        get = partial(getattr, self)
+        for item, follows in _FOLLOWING:
+            if getattr(self, item.name) in (None, "auto"):
+                put(self, item.name, follows.value(get))
+        refuse_contradictions(self)
+        put(self, "_key", tuple(getattr(self, item.name) for item in _FIELDS))
         put(self, "_hash", hash(self._key))
-        put(
-            self,
-            "_requested",
-            tuple(
-                (item.name, value)
-                for item, value in zip(_REQUESTED, self._key, strict=True)
-                if _is_requested(self, item, value)
-            ),
-        )
+        pairs = zip(_FIELDS, self._key, strict=True)
+        put(self, "_requested", tuple((item.name, value) for item, value in pairs if _is_requested(item, value, get)))
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Requirements) else NotImplemented
@@ -175,7 +313,8 @@ class Requirements:
     @property
     def gqa_ratio(self) -> int:
         """Query heads per key and value head; None where a head count is late."""
-        return cast("int", None if _has_late_heads(self) else self.num_q_heads // self.num_kv_heads)
+        heads = self.num_q_heads, self.num_kv_heads
+        return cast("int", None if None in heads else heads[0] // heads[1])
 
     def requested(self) -> tuple[tuple[str, Any], ...]:
         """
@@ -186,7 +325,7 @@ class Requirements:
     def facts(self) -> dict[str, Any]:
         """Return every field that a rule can be about, and derived ones, with their values: all but `late`."""
         return {
-            **dict(zip(_FACTS, self._key, strict=False)),
+            **{item.name: value for item, value in zip(_FIELDS, self._key, strict=True) if item is not _LATE},
             "gqa_ratio": self.gqa_ratio,
         }
 
@@ -203,8 +342,8 @@ class Requirements:
         """Return plain JSON values: required fields, and those that differ from their default."""
         return {
             item.name: item.domain.dump(value)
-            for item, value in zip(_REQUESTED, self._key, strict=True)
-            if value != _default(self, item)
+            for item, value in zip(_FIELDS, self._key, strict=True)
+            if value != (item.neutral if item.follows is None else item.follows.value(partial(getattr, self)))
         }
 
     @classmethod
@@ -224,22 +363,8 @@ class Requirements:
         return cls(**data)
 
 
-def neutral(name: str, facts: Mapping[str, Any]) -> Any:
-    """Return the value of a field that requests nothing; some follow from other fields."""
-    if name == "head_size_v":
-        return facts["head_size"]
-    if name == "kv_cache_dtype":
-        return facts["dtype"]
-    if name == "causal":
-        return facts["attn_type"] == "decoder"
-    return FIELDS[name].neutral
-
-
-_OF_TORCH = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
-
-
 def _canonical(item: Field, value: Any, late: tuple[str, ...]) -> Any:
-    if value is None and (item.is_optional() or item.name in _DEPENDENT or item.name in late):
+    if value is None and (item.is_optional() or item.follows is not None or item.name in late):
         return None
     try:
         return item.domain.canonical(value)
@@ -255,123 +380,22 @@ def _fix(item: Field, value: Any) -> str:
     """Return what to write for a name in upper or lower case, or for an object of torch."""
     word = (value if isinstance(value, str) else shown(value)).rpartition(".")[2]
     if isinstance(item.domain, Name):
-        for name in (word, word.lower(), word.upper(), _OF_TORCH.get(word)):
+        for name in (word, word.lower(), word.upper(), item.domain.aliases.get(f"torch.{word}")):
             if name in item.domain.values:
                 return f"write {item.name}={name!r}"
     return f"pass another {item.name}"
 
 
-def _default(requirements: Requirements, item: Field) -> Any:
-    """Return the value of a field that is left out; None for a required field."""
-    settle = _DEPENDENT.get(item.name)
-    return settle(requirements) if settle else _DEFAULTS.get(item.name)
-
-
-def _is_requested(requirements: Requirements, item: Field, value: Any) -> bool:
+def _is_requested(item: Field, value: Any, get: Callable[[str], Any]) -> bool:
     if item.free or value is None:  # a required field is None where it is late
         return False
-    facts = {"head_size": requirements.head_size, "dtype": requirements.dtype, "attn_type": requirements.attn_type}
-    return item.required or bool(value != neutral(item.name, facts))
+    return item.required or bool(value != item.neutral_for(get))
 
 
-def _refuse_contradictions(r: Requirements) -> None:
-    for holds, given, allowed, fix in _CONTRADICTIONS:
-        if holds(r):
-            raise RequirementsError(given(r), allowed, fix)
-
-
-def _is_encoder(r: Requirements) -> bool:
-    return r.attn_type in ("encoder", "encoder_only")
-
-
-def _has_late_heads(r: Requirements) -> bool:
-    return "num_q_heads" in r.late or "num_kv_heads" in r.late
-
-
-_REQUESTED = fields_of("model", "engine", "selection")
-_NAMES = frozenset(item.name for item in _REQUESTED)
-_FACTS = tuple(item.name for item in _REQUESTED if item is not LATE)  # which is the last one
-
-_DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
-    "head_size_v": lambda r: r.head_size,
-    "causal": lambda r: r.attn_type == "decoder",
-    "paged": lambda r: not _is_encoder(r) and not r.attn_bias,
-    "kv_cache_dtype": lambda r: r.dtype,
-}
-
-_CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
-    (
-        lambda r: bool(r.late) and any(getattr(r, name) is not None for name in r.late),
-        lambda r: f"late={r.late} and {', '.join(f'{n}={getattr(r, n)}' for n in r.late)} were given",
-        "what is late has no value yet: Selection.bind gives it one",
-        "leave the value out, or take its name out of late",
-    ),
-    (
-        lambda r: not r.paged and "block_size" in r.late,
-        lambda r: f"paged=False and late={r.late} were given",
-        "only a paged KV cache has a block size to bind later",
-        "take 'block_size' out of late, or request paged=True",
-    ),
-    (
-        lambda r: not (r.late and _has_late_heads(r)) and r.num_q_heads % r.num_kv_heads != 0,
-        lambda r: f"num_q_heads={r.num_q_heads} and num_kv_heads={r.num_kv_heads} were given",
-        "num_q_heads is a multiple of num_kv_heads: each KV head serves a whole group of query heads",
-        "pass the head counts of one tensor-parallel rank",
-    ),
-    (
-        lambda r: bool(r.causal) and r.attn_type != "decoder",
-        lambda r: f"causal=True and attn_type={r.attn_type!r} were given",
-        "encoder and cross attention attend to every key",
-        "leave causal out, or request attn_type='decoder'",
-    ),
-    (
-        lambda r: bool(r.paged) and _is_encoder(r),
-        lambda r: f"paged=True and attn_type={r.attn_type!r} were given",
-        "encoder attention has no KV cache",
-        "leave paged out, or request attn_type='decoder'",
-    ),
-    (
-        lambda r: not r.paged and (r.block_size, r.kv_layout, r.kv_cache_form) != (None, None, None),
-        lambda r: (
-            f"paged=False, block_size={r.block_size}, kv_layout={r.kv_layout!r} and kv_cache_form={r.kv_cache_form!r} "
-            "were given"
-        ),
-        "block size, layout and form describe a paged KV cache",
-        "leave block_size, kv_layout and kv_cache_form out, or request paged=True",
-    ),
-    (
-        lambda r: not r.paged and r.kv_cache_dtype != r.dtype,
-        lambda r: f"paged=False and kv_cache_dtype={r.kv_cache_dtype!r} were given",
-        "only a paged KV cache has another dtype than the layer",
-        "leave kv_cache_dtype out, or request paged=True",
-    ),
-    (
-        lambda r: not r.paged and (r.cascade or r.dcp_size > 1 or r.kv_sharing),
-        lambda r: f"paged=False, cascade={r.cascade}, dcp_size={r.dcp_size} and kv_sharing={r.kv_sharing} were given",
-        "cascade, decode context parallelism and KV sharing need a paged KV cache",
-        "request paged=True",
-    ),
-    (
-        lambda r: bool(r.paged) and r.attn_bias,
-        lambda r: f"paged={r.paged} and attn_bias={r.attn_bias} were given",
-        "an additive mask comes with calls that have contiguous (non-paged) K/V",
-        "request paged=False",
-    ),
-    (
-        lambda r: not r.paged and r.kv_in_cache,
-        lambda r: f"paged=False and kv_in_cache={r.kv_in_cache} were given",
-        "only a paged KV cache can have the K/V of a call already",
-        "request paged=True, or leave kv_in_cache out",
-    ),
-    (
-        lambda r: r.decode_query_len > 1 and "decode" not in r.phases,
-        lambda r: f"decode_query_len={r.decode_query_len} and phases={r.phases} were given",
-        "only the decode phase has a decode query length",
-        "leave decode_query_len out, or add 'decode' to phases",
-    ),
-)
+_FIELDS = fields_in(Requirements)
+_LATE = next(item for item in _FIELDS if item.kind == "selection")
+_NAMES = dict.fromkeys(item.name for item in _FIELDS)
+_FOLLOWING = tuple((item, item.follows) for item in _FIELDS if item.follows is not None)
 
 if Requirements.__doc__:  # without -OO
-    Requirements.__doc__ = document(Requirements.__doc__, _REQUESTED)
-
-_DEFAULTS = {a.name: a.default for a in attrs.fields(Requirements) if a.default is not attrs.NOTHING}
+    Requirements.__doc__ = documented(Requirements.__doc__, _FIELDS)

@@ -14,18 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from attrs import field, fields, frozen
 
-from attnplug.errors import SettingsError
+from attnplug.errors import SettingsError, near
+from attnplug.request.domains import LAYOUT
 from attnplug.request.entries import check_entries, parse_entries, parse_names, validate_entries
-from attnplug.request.fields import FIELDS, near
 from attnplug.request.files import read_text
 from attnplug.request.tables import read_only
-
-if TYPE_CHECKING:
-    from attnplug.request.fields import Name
 
 BackendNames = str | Sequence[str]
 """A backend, or backends in order of preference."""
@@ -33,7 +30,6 @@ BackendNames = str | Sequence[str]
 PREFIX = "ATTNPLUG_"
 OPTION_PREFIX = "ATTNPLUG_OPT_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_LAYOUT = cast("Name", FIELDS["kv_layout"].domain)
 _log = logging.getLogger("attnplug")
 _LARGEST = 2**20  # bytes of a configuration file at most
 _DEEPEST = 32  # parts of a dotted key at most: a parser takes quadratic time for them
@@ -221,10 +217,10 @@ def parse_layout(value: Any, name: str) -> str:
         SettingsError: The layout is invalid.
     """
     try:
-        return str(_LAYOUT.canonical(value))
+        return str(LAYOUT.canonical(value))
     except ValueError as error:
         raise SettingsError(
-            f"{name}={value!r} is set{near(str(value).upper(), _LAYOUT.values)}",
+            f"{name}={value!r} is set{near(str(value).upper(), LAYOUT.values)}",
             f"it is {error}",
             f"set {name}={_meant(value)}, or unset it: each backend then has its own order of layouts",
         ) from None
@@ -232,7 +228,7 @@ def parse_layout(value: Any, name: str) -> str:
 
 def _meant(value: Any) -> str:
     """Return the layout whose name is nearest to what was written."""
-    return next(iter(get_close_matches(str(value).upper(), _LAYOUT.values, n=1)), _LAYOUT.values[0])
+    return next(iter(get_close_matches(str(value).upper(), LAYOUT.values, n=1)), LAYOUT.values[0])
 
 
 _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {

@@ -14,12 +14,12 @@ from attrs import field, frozen
 from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped
 from attnplug._html import block, table
-from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, shown
+from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, near, shown
 from attnplug.negotiation.cache_terms import passing_terms
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.matching import build_request
 from attnplug.negotiation.received import check_received, is_list, is_list_of_texts, is_table, refuse_received
-from attnplug.request.fields import GRAPH_LEVELS, near
+from attnplug.request.domains import GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import describe
 from attnplug.selection.scope import overrides

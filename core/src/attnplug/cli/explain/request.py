@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.commands import complain, escaped
 from attnplug.errors import NoBackendError, RequestError
-from attnplug.request.fields import FIELDS, LATE, Flag, Integer, Name, Names, Number, Table, fields_of
+from attnplug.request.domains import Flag, Integer, Name, Names, Number, Table
+from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import parse_device
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from attnplug.request.device import Device
-    from attnplug.request.fields import Domain, Field
+    from attnplug.request.domains import Domain
+    from attnplug.request.field import Field, Kind
 
 ONE_LAYER: Final = ""
 """The name of the layer that options describe."""
@@ -138,26 +140,27 @@ def read_object(text: str) -> dict[str, Any]:
 # Requirements as options: one for each model and engine field
 
 
-_KINDS: Final = {
+_KINDS: Final[Mapping[Kind, str]] = {
     "model": "what the model requests",
     "engine": "what the engine requests",
     "selection": "what is bound after the selection",
 }
 
 
-def add_field_options(parser: argparse.ArgumentParser, kinds: Sequence[str] = tuple(_KINDS)) -> None:
+def add_field_options(parser: argparse.ArgumentParser, kinds: Sequence[Kind] = tuple(_KINDS)) -> None:
     """
     Add one option for each field of these kinds. One that is not given is not in the parsed arguments.
     """
     for kind in kinds:
         group = parser.add_argument_group(_KINDS[kind])
-        for item in fields_of(kind):  # type: ignore[arg-type]
+        for item in fields_of(kind):
             _add_option(group, item)
 
 
 def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields that were given as options."""
-    return {name: value for name, value in vars(arguments).items() if name in FIELDS or name == LATE.name}
+    known = {item.name for item in fields_of(*_KINDS)}
+    return {name: value for name, value in vars(arguments).items() if name in known}
 
 
 def option_of(name: str) -> str:

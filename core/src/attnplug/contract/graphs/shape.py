@@ -8,8 +8,7 @@ from attrs import frozen
 
 from attnplug.contract.inputs.phase import BatchSplit, uniform_query_lens
 from attnplug.errors import LimitsError, shown
-from attnplug.request.device import MOST
-from attnplug.request.fields import GRAPH_LEVELS
+from attnplug.request.domains import GRAPH_LEVELS, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

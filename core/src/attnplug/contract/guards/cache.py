@@ -15,7 +15,7 @@ from attnplug.contract.guards.memory import share_memory
 from attnplug.contract.inputs.cache_form import TENSOR_EACH, forms_of, misfits, normal_strides
 from attnplug.contract.inputs.kv_cache import CacheSpec, CacheTensor, KVCache
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginContractError
-from attnplug.request.device import MOST
+from attnplug.request.domains import MOST
 
 if TYPE_CHECKING:
     from torch import Tensor

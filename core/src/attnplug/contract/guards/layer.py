@@ -11,6 +11,7 @@ from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.guards.scales import NORMAL_FLOAT32, complete_scales, is_normal_float32
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,17 +23,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
     from attnplug.request.requirements import Requirements
 
-_INHERITED: Final = (
-    "num_q_heads",
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "attn_type",
-    "block_sparse",
-)
+_INHERITED: Final = tuple(item.name for item in FIELDS.values() if item.in_layer)
 
 _WITHOUT_EFFECT: Final = {
     "sinks": "a head without a sink has a large negative one, such as -1e4",

@@ -14,7 +14,7 @@ import torch
 
 from attnplug.contract.inputs.kv_cache import CacheSpec, fill_tensor, in_one_storage
 from attnplug.errors import CacheError
-from attnplug.request.fields import CACHE_FORMS
+from attnplug.request.domains import CACHE_FORMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from attrs import field, frozen
 
 from attnplug.errors import LimitsError, shown
-from attnplug.request.device import MOST
-from attnplug.request.fields import GRAPH_LEVELS
+from attnplug.request.domains import GRAPH_LEVELS, MOST
 
 if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
