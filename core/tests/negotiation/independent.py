@@ -155,15 +155,28 @@ class Variant:
 
     def serves(self, requirements, device):
         """Whether it serves, were all that it requires installed in a version that no rule is about."""
-        facts = facts_of(requirements, device)
-        # Lengths that the host does not have are read from the device, and are exact then.
-        read = {"seq_lens_cpu_kind": "exact", "query_lens_cpu_kind": "exact"}
-        return self.serves_facts(facts) or self.serves_facts(facts | read)
+        return self.settled(requirements, device) is not None
 
-    def serves_facts(self, facts):
-        if not all(self.declares(name, facts) for name in facts if name not in TERMS):
-            return False
-        return any(all(rule_allows(rule, facts | terms) for rule in self.rules) for terms in self.all_terms(facts))
+    def settled(self, requirements, device):
+        """The terms that it agrees to, or None where it does not serve."""
+        facts = facts_of(requirements, device)
+        # Lengths that the host does not have are read from the device, and are exact then: query lengths always.
+        read = facts | {"seq_lens_cpu_kind": "exact", "query_lens_cpu_kind": "exact"}
+        for exact in [facts] * (facts["query_lens_cpu_kind"] == "exact") + [read]:
+            tried = self.all_terms(exact) if self.declares_all(exact) else ()
+            terms = next((terms for terms in tried if self.allows(exact | terms)), None)
+            if terms is not None:
+                levels = [{"cudagraph": level} for level in LEVELS[LEVELS.index(facts["cudagraph"]) :]]
+                served = [each for each in levels if self.declares_all(exact | each)]
+                highest = [each for each in served if self.allows(exact | terms | each)][-1]
+                return {**dict.fromkeys(TERMS), **terms, **highest, "reads_lengths": exact is not facts}
+        return None
+
+    def allows(self, facts):
+        return all(rule_allows(rule, facts) for rule in self.rules)
+
+    def declares_all(self, facts):
+        return all(self.declares(name, facts) for name in facts if name not in TERMS)
 
     def declares(self, name, facts):
         value = facts[name]
@@ -184,18 +197,20 @@ class Variant:
         if not facts["paged"]:
             return [{}]
         matters = any("block_size" in {**rule["when"], **rule.get("need", {})} for rule in self.rules)
-        sizes = [facts["block_size"]] if facts["block_size"] else range(1, 1025)
-        sizes = [size for size in sizes if admits("block_size", self.declared["block_size"], size, facts)]
-        layouts = [facts["kv_layout"]] if facts["kv_layout"] else ["NHD", "HND"]
-        layouts = [layout for layout in layouts if admits("kv_layout", self.declared["kv_layout"], layout, facts)]
-        forms = (
-            [facts["kv_cache_form"]]
-            if facts["kv_cache_form"]
-            else ["joint", "interleaved", "split", "packed", "independent"]
-        )
-        forms = [form for form in forms if admits("kv_cache_form", self.declared["kv_cache_form"], form, facts)]
-        found = product(sizes if matters else sizes[:1], layouts, forms)
-        return [dict(zip(TERMS, terms, strict=True)) for terms in found]
+        known = {"block_size": range(1, 1025), "kv_layout": ["NHD", "HND"]}
+        known["kv_cache_form"] = ["joint", "interleaved", "split", "packed", "independent"]
+        choices = {name: preferred(name, self.declared[name], facts[name], known[name], facts) for name in TERMS}
+        if not matters:
+            choices["block_size"] = choices["block_size"][:1]
+        return [dict(zip(TERMS, terms, strict=True)) for terms in product(*choices.values())]
+
+
+def preferred(name, declared, wanted, values, facts):
+    """The values that are declared: the first of each alternative, then all of them, rising."""
+    values = [wanted] if wanted else values
+    each = [[value for value in values if admits_one(name, part, value, facts)] for part in as_list(declared)]
+    rising = sorted(value for found in each for value in found)
+    return list(dict.fromkeys([*(found[0] for found in each if found), *rising]))
 
 
 ANY = {"any": True}

@@ -152,15 +152,42 @@ def serves_as(raw, requirements, device, lengths):
 
 
 def all_terms(supports, requirements):
+    """Every block size, layout and form that may be agreed on, preferred ones first."""
     if not requirements.paged:
         return [dict.fromkeys(TERMS)]
-    sizes = [requirements.block_size] if requirements.block_size else range(1, 1025)
-    layouts = [requirements.kv_layout] if requirements.kv_layout else ["NHD", "HND"]
-    sizes = [s for s in sizes if "block_size" in supports and admits("block_size", supports["block_size"], s, "")]
-    layouts = [layout for layout in layouts if admits("kv_layout", supports.get("kv_layout", "NHD"), layout, "")]
-    forms = [requirements.kv_cache_form] if requirements.kv_cache_form else FORMS
-    forms = [form for form in forms if admits("kv_cache_form", supports.get("kv_cache_form", "joint"), form, "")]
-    return [dict(zip(TERMS, terms, strict=True)) for terms in product(sizes, layouts, forms)]
+    supports = {"block_size": [], "kv_layout": "NHD", "kv_cache_form": "joint", **supports}
+    values = {"block_size": range(1, 1025), "kv_layout": ["NHD", "HND"], "kv_cache_form": FORMS}
+    choices = []
+    for name in TERMS:
+        wanted = getattr(requirements, name)
+        parts = supports[name] if isinstance(supports[name], list) else [supports[name]]
+        fitting = [[v for v in ([wanted] if wanted else values[name]) if admits(name, part, v, "")] for part in parts]
+        # The first of each alternative, as the manifest lists them; then all, rising.
+        choices.append(dict.fromkeys([*(fits[0] for fits in fitting if fits), *sorted(sum(fitting, []))]))  # noqa: RUF017
+    return [dict(zip(TERMS, terms, strict=True)) for terms in product(*choices)]
+
+
+def settled(raw, requirements, device):
+    """
+    The terms that the only variant of a raw manifest agrees to, or None where it cannot serve: of the preferred block
+    size, layout and form with which it serves the request, the highest graph level. Lengths are read where nothing
+    serves without.
+    """
+    if not serves(raw, requirements, device):
+        return None
+    rest = {name: getattr(requirements, name) for name in (*MODEL, *ENGINE)}
+    levels = LEVELS[LEVELS.index(requirements.cudagraph) :]
+    for lengths in dict.fromkeys((requirements.seq_lens_cpu_kind, "exact")):
+        for terms in all_terms(raw["supports"], requirements):
+            served = [
+                level
+                for level in levels
+                if serves_as(raw, SimpleNamespace(**{**rest, **terms, "cudagraph": level}), device, lengths)
+            ]
+            if requirements.cudagraph in served:
+                reads = lengths != requirements.seq_lens_cpu_kind
+                return {**terms, "cudagraph": served[-1], "reads_lengths": reads}
+    raise AssertionError
 
 
 def allowed(raw, facts):
@@ -321,8 +348,7 @@ def test_negotiation_agrees_with_brute_force(raw, wanted, device):
         outcome = negotiate(offered, Request(requirements, device))
 
         assert (not outcome.objections) == serves(raw, requirements, device), outcome
-        if not outcome.objections and requirements.paged:
-            assert serves(raw, requirements.evolve(**outcome.terms), device)
+        assert (outcome.terms or None) == settled(raw, requirements, device)
 
 
 def engine_requests(raw, requirements):

@@ -26,7 +26,6 @@ from attnplug.errors import (
 )
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.cache_terms import restrict
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
@@ -38,6 +37,7 @@ from core.tests.negotiation.test_brute_force import (
     DECLARATIONS,
     DEVICES,
     ENGINE,
+    LEVELS,
     MODEL,
     manifests,
     requests,
@@ -163,7 +163,7 @@ class TestSet:
     def test_runs_have_exactly_the_members(self, refused, step):
         declared = Constraint(FIELDS["block_size"].domain, (Exact(24), Range(min=2, multiple_of=step)))
 
-        found = restrict(declared, lambda number: number not in refused, limit=64)
+        found = declared.restrict(lambda number: number not in refused, limit=64)
 
         wanted = {number for number in (24, *range(2, 65)) if declared.allows(number) and number not in refused}
         assert {number for number in range(1, 100) if found.allows(number)} == wanted
@@ -498,6 +498,7 @@ def check_bindings_of(requirements, name, device):
         assert bound == wanted
         if late == ("block_size",):
             assert chosen.agreement.block_sizes.allows(values["block_size"]) == (bound is not None)
+            assert not bound or LEVELS.index(bound.cudagraph) >= LEVELS.index(chosen.agreement.cudagraph)
         planned = outcome_of(partial(plan.bind, **values))
         assert (planned and planned["a"].agreement) == bound
 

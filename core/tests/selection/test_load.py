@@ -344,6 +344,7 @@ class TestElsewhere:
         ("change", "message"),
         [
             ({"cudagraph": "always"}, "cudagraph would be 'never', not 'always'"),
+            ({"reads_lengths": True}, "reads_lengths would be False, not True"),
             ({"kv_cache_dtype": "float16"}, "kv_cache_dtype would be 'bfloat16', not 'float16'"),
             ({"kv_cache_form": None}, "block_size and kv_layout and kv_cache_form would be True, not False"),
             ({"kv_layout": None}, "block_size and kv_layout and kv_cache_form would be True, not False"),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.candidate import make_candidate
-from attnplug.negotiation.common_cache import passing_terms, share_terms
+from attnplug.negotiation.candidate import CACHE_TERMS, make_candidate
+from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import evaluate
-from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.matching import Request, negotiate, passing_terms
 from attnplug.request.device import Device
 from attnplug.selection.plan import Plan
 
@@ -163,7 +163,7 @@ offers = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(LAYOUTS)), m
 def test_shared_terms_pass_everywhere_or_none_exist(groups):
     request = Request(attnplug.Requirements(head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32"), Device.cpu())
     offered = [[candidate(f"b{i}", *offer) for i, offer in enumerate(group)] for group in groups]
-    union = [{terms for c in candidates for terms in passing_terms(c, request)} for candidates in offered]
+    union = [{terms for c in candidates for terms in accepted_terms(c, request)} for candidates in offered]
 
     shared = share_terms([[evaluate(c, request) for c in candidates] for candidates in offered])
 
@@ -171,9 +171,15 @@ def test_shared_terms_pass_everywhere_or_none_exist(groups):
         assert not set.intersection(*union) or not _some_choice(offered, request)
     else:
         for picked in shared:
-            pinned = Request(request.requirements.evolve(**picked.terms), Device.cpu())
+            pinned = Request(
+                request.requirements.evolve(**{name: picked.terms[name] for name in CACHE_TERMS}), Device.cpu()
+            )
             assert not negotiate(picked.candidate, pinned).objections
-        assert len({tuple(picked.terms.values()) for picked in shared}) == 1
+        assert len({tuple(map(picked.terms.get, CACHE_TERMS)) for picked in shared}) == 1
+
+
+def accepted_terms(candidate, request):
+    return passing_terms(candidate, request, negotiate(candidate, request).terms)
 
 
 def _some_choice(offered, request):
@@ -181,7 +187,7 @@ def _some_choice(offered, request):
     found = [set()]
     first = True
     for candidates in offered:
-        allowed = [set(passing_terms(c, request)) for c in candidates]
+        allowed = [set(accepted_terms(c, request)) for c in candidates]
         found = allowed if first else [f & a for f in found for a in allowed if f & a]
         first = False
     return any(found)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from attnplug.evidence.ranges import HEADS, RANGES, shown
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.reason import Unverified
 from attnplug.request.domains import Names
 from attnplug.request.fields import FIELDS
@@ -172,7 +172,7 @@ def _needing_evidence(
     facts = {
         **dict(wanted.requested()),
         "paged": wanted.paged,  # calls without pages have separate kernels
-        **{name: getattr(agreement, name) for name in TERMS},
+        **{name: getattr(agreement, name) for name in CACHE_TERMS},
         **device.facts(),
     }
     besides = {"features"}

@@ -15,7 +15,7 @@ from attrs import frozen
 from attnplug.request.domains import Domain, Integer, Names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @frozen
@@ -107,6 +107,22 @@ class Constraint:
             return self.choices()
         rising = sorted({value for a in self.alternatives for value in _up_to(limit, self.domain, a)})
         return tuple(dict.fromkeys((*self.choices(), *rising)))
+
+    def restrict(self, passes: Callable[[int], bool], limit: int = 1024) -> Constraint:
+        """
+        Return the whole numbers that pass, in the same order of preference.
+
+        Args:
+            passes: Decides one.
+            limit: The largest number of a range that is tried.
+        """
+        found: list[Alternative] = []
+        for alternative in self.alternatives:
+            if isinstance(alternative, Exact):
+                found += [alternative] if passes(alternative.value) else []
+            else:
+                found += _runs(Constraint(self.domain, (alternative,)).members(limit), alternative, passes)
+        return Constraint(self.domain, tuple(dict.fromkeys(found)))
 
     def nearest(self, value: Any) -> Any:
         """
@@ -203,6 +219,20 @@ def _up_to(limit: int, domain: Integer, alternative: Alternative) -> Sequence[in
     low = max(domain.min, alternative.min if alternative.min is not None else domain.min)
     high = limit if alternative.max is None else min(limit, alternative.max)
     return range(_up(low, step), high + 1, step)
+
+
+def _runs(numbers: Sequence[int], alternative: Range, passes: Callable[[int], bool]) -> Iterator[Alternative]:
+    """Yield runs of neighboring numbers of a range that pass: three or more as a range again."""
+    run: list[int] = []
+    for number in (*numbers, None):
+        if number is not None and passes(number):
+            run.append(number)
+            continue
+        if len(run) > 2:
+            yield Range(run[0], run[-1], alternative.multiple_of)
+        else:
+            yield from map(Exact, run)
+        run = []
 
 
 def _around(domain: Domain, alternative: Alternative, value: Any) -> list[Any]:

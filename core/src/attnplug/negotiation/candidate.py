@@ -15,17 +15,21 @@ from attnplug.request.domains import GRAPH_LEVELS, Names
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from attnplug.manifest.constraint import Constraint
     from attnplug.negotiation.probe_refusals import ProbeRefusals
 
 Availability = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
 
-TERMS: Final = ("block_size", "kv_layout", "kv_cache_form")
-"""The fields that a negotiation settles where they are left open, in the order in which they are tried."""
+CACHE_TERMS: Final = ("block_size", "kv_layout", "kv_cache_form")
+"""The terms of the KV cache, in the order in which they are tried."""
 
-FREE: Final = frozenset(TERMS)
+TERMS: Final = (*CACHE_TERMS, "cudagraph", "reads_lengths")
+"""What a negotiation settles. The graph level is at least the requested one."""
+
+LENGTHS: Final = ("seq_lens_cpu_kind", "query_lens_cpu_kind")
+"""The fields to which no objection is final: a build can read the lengths that a host lacks from the device."""
 
 _SUPPORTED: Final = Reason("unsupported", "", None, "")
 """Stands for "no objection" among the known ones, where None means "not known yet"."""
@@ -75,13 +79,28 @@ class Candidate:
 
     @cached_property
     def fixed_rules(self) -> tuple[Rule, ...]:
-        """The rules that do not depend on what the negotiation settles."""
-        return tuple(rule for rule in self.rules if not mentions(rule, FREE))
+        """The rules that are not about block size, layout or form."""
+        return tuple(rule for rule in self.rules if not mentions(rule, CACHE_TERMS))
 
     @cached_property
-    def free_rules(self) -> tuple[Rule, ...]:
+    def cache_rules(self) -> tuple[Rule, ...]:
         """The rules about block size, layout or form."""
-        return tuple(rule for rule in self.rules if mentions(rule, FREE))
+        return tuple(rule for rule in self.rules if mentions(rule, CACHE_TERMS))
+
+    @cached_property
+    def graph_rules(self) -> tuple[Rule, ...]:
+        """The rules about the graph level."""
+        return tuple(rule for rule in self.rules if mentions(rule, {"cudagraph"}))
+
+    @cached_property
+    def graph_follows_cache(self) -> bool:
+        """Whether one of these is about block size, layout or form too."""
+        return any(mentions(rule, CACHE_TERMS) for rule in self.graph_rules)
+
+    @cached_property
+    def has_length_rules(self) -> bool:
+        """Whether a rule is about lengths on the CPU."""
+        return any(mentions(rule, LENGTHS) for rule in self.rules)
 
     @cached_property
     def graph_levels(self) -> tuple[str, ...]:
@@ -90,32 +109,22 @@ class Candidate:
         return () if declared is None else tuple(filter(declared.allows, reversed(GRAPH_LEVELS)))
 
     @cached_property
-    def has_graph_rules(self) -> bool:
-        """Whether a rule is about the graph level."""
-        return any(mentions(rule, frozenset({"cudagraph"})) for rule in self.rules)
+    def first_terms(self) -> Mapping[str, Any]:
+        """The preferred terms of the KV cache, None for what is not declared."""
+        declared = ((name, self.supports(name)) for name in CACHE_TERMS)
+        return {name: None if constraint is None else constraint.first() for name, constraint in declared}
 
     @cached_property
-    def terms_to_try(self) -> tuple[tuple[Any, ...], ...]:
-        """The values of each of `TERMS` to try where none is requested, in declared order."""
-        return tuple(map(self._values_to_try, TERMS))
-
-    @cached_property
-    def first_terms(self) -> tuple[Any, ...]:
-        """The value of each of `TERMS` that is tried first, None where none is declared."""
-        return tuple(values[0] if values else None for values in self.terms_to_try)
+    def choices(self) -> Mapping[str, tuple[Any, ...]]:
+        """All values of the same terms, in declared order; None alone where a term is not declared."""
+        declared = ((name, self.supports(name)) for name in CACHE_TERMS)
+        return {name: (None,) if constraint is None else constraint.members() for name, constraint in declared}
 
     @property
     def if_installed(self) -> Candidate:
         """The candidate as it would be with all that it requires installed, in a version that no rule refuses."""
         needed = (c for rule in self.rules for c in rule.need if isinstance(c, IsInstalled))
         return evolve(self, availability="ready", reasons=(), install=(), fix="", installed=frozenset(needed))
-
-    def _values_to_try(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a free field. Those beyond the first of each alternative matter only to rules."""
-        declared = self.supports(name)
-        if declared is None:
-            return ()
-        return declared.members() if self.free_rules else declared.choices()
 
     def objections(self, requested: Iterable[tuple[str, Any]]) -> list[Reason]:
         """
@@ -221,6 +230,6 @@ def _instruction(text: str, variant: Variant) -> str:
     return instruction if is_command(instruction) else f"install {text}: {instruction}"
 
 
-def mentions(rule: Rule, names: frozenset[str]) -> bool:
+def mentions(rule: Rule, names: Collection[str]) -> bool:
     """Whether a rule is about one of these fields."""
     return any(condition.field in names for condition in (*rule.when, *rule.need))

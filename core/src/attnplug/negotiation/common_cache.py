@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.negotiation.cache_terms import CacheTerms, as_facts, passing_terms
-from attnplug.negotiation.evaluation import find_refusal
+from attnplug.negotiation.candidate import CACHE_TERMS
+from attnplug.negotiation.matching import passing_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.evaluation import Evaluation
-    from attnplug.negotiation.matching import Request
+    from attnplug.negotiation.matching import CacheTerms
 
 
 def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
@@ -36,8 +35,7 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
     if not all("block_size" in each.request.requirements.late for each in paged):
         shared = shared[:1] if shared else shared  # one layer's block size is settled now, and holds for the late ones
     # The first of the shared terms is the one that the first request, with most layers, prefers.
-    terms = as_facts(shared[0] if shared else (None, None, None))
-    return [each.with_terms(terms, shared or ()) if each in paged else each for each in evaluations]
+    return [each.with_cache_terms(shared[0], shared) if shared and each in paged else each for each in evaluations]
 
 
 def _search(
@@ -66,21 +64,13 @@ def _narrow(evaluation: Evaluation, shared: tuple[CacheTerms, ...] | None) -> tu
     """Return the terms that this evaluation accepts too."""
     if not evaluation.request.requirements.paged:
         return shared
-    refused = _refused_terms(evaluation.candidate, evaluation.request)
-    passing = passing_terms(evaluation.candidate, evaluation.request)
-    accepted = tuple(terms for terms in passing if terms not in refused)
+    passing = passing_terms(evaluation.candidate, evaluation.request, evaluation.terms or {})
+    agreements = (each.agreement for each in evaluation.candidate.refusals or ())
+    doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
+    accepted = tuple(
+        terms for terms in passing if terms not in doubtful or evaluation.with_cache_terms(terms).refusal is None
+    )
     if shared is None:
         return accepted
     common = set(accepted)
     return tuple(terms for terms in shared if terms in common)
-
-
-def _refused_terms(candidate: Candidate, request: Request) -> frozenset[CacheTerms]:
-    """Return the terms of those agreements on a request that the candidate's probe has refused."""
-    refused = (each.agreement for each in candidate.refusals or ())
-    found = {
-        (agreement.block_size, agreement.kv_layout, agreement.kv_cache_form)
-        for agreement in refused
-        if agreement is not None
-    }
-    return frozenset(terms for terms in found if find_refusal(candidate, request, as_facts(terms)) is not None)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve, frozen
 
-from attnplug.negotiation.cache_terms import agree_unbound
+from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS
 from attnplug.negotiation.fix import find_fix
-from attnplug.negotiation.matching import LENGTHS, QUERY_LENGTHS, Request, agree, negotiate, reads_lengths
+from attnplug.negotiation.matching import Request, agree, negotiate, open_block_size
 from attnplug.negotiation.reason import Fix
 from attnplug.negotiation.verdict import Verdict
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.negotiation.cache_terms import CacheTerms
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.matching import CacheTerms
     from attnplug.negotiation.probe_refusals import ProbeRefusal
     from attnplug.negotiation.reason import Reason, Unverified
     from attnplug.negotiation.verdict import Status
@@ -46,7 +46,7 @@ class Evaluation:
         candidate: The candidate.
         request: The request.
         objections: Everything that refuses the request, rules included.
-        terms: The settled free fields, where nothing does.
+        terms: The settled terms, where nothing does.
         refusal: What the candidate's probe has refused before, and is refused here too.
         evidence: Where to look up what is unverified.
         common: The terms that all layers of a model accept, where their block size is late.
@@ -87,8 +87,8 @@ class Evaluation:
         """The requested features that it emulates, each with what that costs."""
         variant = self.candidate.variant
         read: dict[str, str] = {}
-        if self.request.as_exact is not None and reads_lengths(self.candidate, self.request):
-            read = {name: _READ_LENGTHS for name in (LENGTHS, QUERY_LENGTHS) if name in self.request.requested_names}
+        if self.terms is not None and self.terms["reads_lengths"]:
+            read = {name: _READ_LENGTHS for name in LENGTHS if name in self.request.requested_names}
         if variant is None or not variant.emulates:
             return read
         requested = self.request.requested_names | set(self.request.requirements.features)
@@ -97,11 +97,12 @@ class Evaluation:
     @cached_property
     def agreement(self) -> Agreement | None:
         """What is agreed on, where it can serve."""
-        if not self.serves or self.terms is None:
+        candidate, request, terms = self.candidate, self.request, self.terms
+        if not self.serves or terms is None:
             return None
-        if self.request.requirements.late:
-            return agree_unbound(self.candidate, self.request, self.terms, self.common)
-        return agree(self.candidate, self.request, self.terms)
+        if "block_size" not in request.requirements.late:
+            return agree(candidate, request, terms)
+        return agree(candidate, request, *open_block_size(candidate, request, terms, self.common))
 
     @cached_property
     def fix(self) -> Fix | None:
@@ -120,9 +121,12 @@ class Evaluation:
             return ()
         return self.evidence.find_unverified(self.candidate, self.agreement, self.request.device)
 
-    def with_terms(self, terms: Mapping[str, Any], common: tuple[CacheTerms, ...] = ()) -> Evaluation:
-        """Return it with other terms that pass: those that the layers of a model share."""
-        return evolve(self, terms=terms, common=common)
+    def with_cache_terms(self, terms: CacheTerms, common: tuple[CacheTerms, ...] = ()) -> Evaluation:
+        """Return it with other terms of the KV cache that pass: those that the layers of a model share."""
+        shared = dict(zip(CACHE_TERMS, terms, strict=True))
+        settled = negotiate(self.candidate, self.request, shared).terms
+        refusal = find_refusal(self.candidate, self.request, settled)
+        return evolve(self, terms=settled, refusal=refusal, common=common)
 
     def verdict(self, *, chosen: bool = False) -> Verdict:
         """Return what selection reports of it."""

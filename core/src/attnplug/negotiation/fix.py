@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
-from attnplug.negotiation.candidate import FREE
-from attnplug.negotiation.matching import LENGTHS, QUERY_LENGTHS, Request, negotiate
+from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.reason import Fix
 from attnplug.request.capability import HARDWARE, ComputeCapability
 from attnplug.request.device import Device, default_vendor
@@ -61,14 +61,14 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
 
 def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
     """Return the fields whose values the candidate does not declare, but for lengths, which a build can read."""
-    pairs = (*request.requested, *request.requested_terms)
-    return tuple(pair[0] for pair in pairs if pair[0] not in (LENGTHS, QUERY_LENGTHS) and candidate.objections((pair,)))
+    pairs = (*request.requested, *(pair for pair in request.cache_terms.items() if pair[1] is not None))
+    return tuple(pair[0] for pair in pairs if pair[0] not in LENGTHS and candidate.objections((pair,)))
 
 
 def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
     """Return the other engine fields on which a rule depends."""
     mentioned = {condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need)}
-    if mentioned & FREE:
+    if not mentioned.isdisjoint(CACHE_TERMS):
         mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
     if "decode_query_len" in mentioned:
         mentioned.add("phases")  # only a request that decodes has a decode query length

@@ -1,8 +1,9 @@
 """
-One candidate against one request: everything that refuses it, and the terms where nothing does.
+One candidate against one request: everything that refuses it, or the terms that are agreed on.
 
-The order of work: requested fields against declared ones, rules about them, then the free fields (block size, layout,
-form) in declared order until the remaining rules pass. All objections are collected; nothing stops at the first.
+Requested fields are compared with declared ones, and rules that no term changes decide. What is left are the terms:
+block size, layout and form of the KV cache, the CUDA graph level, and whether lengths are read from the device. The
+first combination that every rule accepts is taken. All objections are collected; nothing stops at the first.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
+from attnplug.manifest.constraint import Constraint, Range
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import FREE, TERMS, Candidate, mentions
+from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS, Candidate, mentions
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import FIELDS
+from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from attnplug.manifest.schema import Condition, Rule
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
 
-_NO_TERMS: Final[Mapping[str, Any]] = dict.fromkeys(TERMS)
-LENGTHS: Final = "seq_lens_cpu_kind"
-"""The field to which no objection is final: a build can read the lengths that a host lacks from the device."""
+CacheTerms = tuple["int | None", "str | None", "str | None"]
+"""A block size, a layout and a form; None for all without a paged cache."""
 
-QUERY_LENGTHS: Final = "query_lens_cpu_kind"
-"""Likewise, and every build reads them: core splits each batch by them."""
+_View = tuple[dict[str, Any], frozenset[str]]
 
+_EXACT: Final = dict.fromkeys(LENGTHS, "exact")
 _NO_SETTINGS: Final = Settings()
 _NO_NAMES: Final[frozenset[str]] = frozenset()
+_NO_TERMS: Final[Mapping[str, Any]] = {}
 
 
 @frozen(eq=False)
@@ -51,9 +53,9 @@ class Request:
         requested: The (field, value) pairs that a candidate has to declare. The phases are always among them: both are
             what everyone serves who declares none, and who declares one serves that one.
         requested_names: The fields that request something.
-        requested_terms: Those of the free fields that are not left open.
+        cache_terms: The terms of the KV cache that are not left open; without a paged cache None for each.
+        requested_terms: Those of them that are requested, as (field, value) pairs.
         unknown: The fields without a value until the host binds its head counts. Rules about them wait until then.
-        as_exact: The same with exact lengths on the CPU, which a build can read from the device; None where they are.
     """
 
     requirements: Requirements
@@ -63,9 +65,10 @@ class Request:
     facts: dict[str, Any] = field(init=False)
     requested: tuple[tuple[str, Any], ...] = field(init=False)
     requested_names: frozenset[str] = field(init=False)
+    cache_terms: Mapping[str, Any] = field(init=False)
     requested_terms: tuple[tuple[str, Any], ...] = field(init=False)
     unknown: frozenset[str] = field(init=False)
-    as_exact: Request | None = field(init=False, default=None)
+    _views: dict[tuple[str, bool], _View] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         device = self.device.facts()
@@ -75,14 +78,31 @@ class Request:
         put(self, "requested_names", frozenset(name for name, _ in requested))
         phases = () if "phases" in self.requested_names else (("phases", self.requirements.phases),)
         put(self, "requested", (*requested, *phases))
-        terms = ((name, self.facts[name]) for name in TERMS)
+        terms = ((name, self.facts[name]) for name in CACHE_TERMS)
         put(self, "requested_terms", tuple(term for term in terms if term[1] is not None))
+        put(self, "cache_terms", dict(self.requested_terms) if self.requirements.paged else dict.fromkeys(CACHE_TERMS))
         late = self.requirements.late
-        heads = frozenset(late) - FREE if late else _NO_NAMES
+        heads = frozenset(late).difference(CACHE_TERMS) if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
-        if LENGTHS in self.requested_names or QUERY_LENGTHS in self.requested_names:
-            exact = self.requirements.evolve(**{LENGTHS: "exact", QUERY_LENGTHS: "exact"})
-            put(self, "as_exact", Request(exact, self.device, self.settings, self.origins))
+
+    def under(self, cudagraph: str, *, reads_lengths: bool) -> _View:
+        """
+        Return every field with its value, and the fields that request something, with these terms.
+
+        Args:
+            cudagraph: The graph level, at least the requested one.
+            reads_lengths: Whether builds read lengths from the device, so that they are exact.
+        """
+        found = self._views.get((cudagraph, reads_lengths))
+        if found is None:
+            facts, requested = {**self.facts, "cudagraph": cudagraph}, self.requested_names
+            if cudagraph != self.requirements.cudagraph:
+                requested |= {"cudagraph"}  # a higher level is never "never"
+            if reads_lengths:
+                facts |= _EXACT
+                requested -= _EXACT.keys()
+            found = self._views[cudagraph, reads_lengths] = (facts, requested)
+        return found
 
 
 def build_request(requirements: Requirements, device: Device, settings: Settings) -> Request:
@@ -106,91 +126,119 @@ class Outcome:
 
     Attributes:
         objections: Everything that refuses it; empty if it can serve.
-        terms: The settled free fields, if it can serve.
+        terms: The settled terms by name, if it can serve.
     """
 
     objections: tuple[Reason, ...]
     terms: Mapping[str, Any] = field(factory=dict, hash=False)
 
 
-def negotiate(candidate: Candidate, request: Request) -> Outcome:
-    """Negotiate with one candidate. What is installed plays no part here but for rules about installed versions."""
-    objections = candidate.objections(request.requested)  # a new list: rules append to it
-    for rule in candidate.fixed_rules if not request.unknown else _known_rules(candidate.fixed_rules, request):
-        _apply(rule, candidate, request, request.facts, objections)
-    terms, objection = _settle(candidate, request)
-    outcome = Outcome((*objections, *objection), terms)
-    if request.as_exact is None or not outcome.objections:
-        return outcome
-    # Lengths that are read from the device serve what needs exact ones, so no objection to them is final.
-    read = negotiate(candidate, request.as_exact)
-    lengths = (LENGTHS, QUERY_LENGTHS)
-    if read.objections and not any(
-        name in lengths for each in outcome.objections for name in each.field.split(" and ")
-    ):
-        return outcome
-    return read
-
-
-def reads_lengths(candidate: Candidate, request: Request) -> bool:
-    """Whether a candidate that can serve the request needs lengths on the CPU that the host does not have there."""
-    if request.as_exact is None:
-        return False
-    if QUERY_LENGTHS in request.requested_names:
-        return True
-    natively = evolve(request)
-    object.__setattr__(natively, "as_exact", None)  # of a frozen class
-    return bool(negotiate(candidate, natively).objections)
-
-
-def agree(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> Agreement:
+def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, Any] = _NO_TERMS) -> Outcome:
     """
-    Return the agreement with a candidate that can serve.
+    Negotiate with one candidate. What is installed plays no part here but for rules about installed versions.
 
     Args:
         candidate: The candidate.
         request: What is requested of it.
-        terms: A block size, a layout and a form that pass; None for all without a paged cache.
+        cache_terms: Terms of the KV cache that another decision has settled.
     """
-    return Agreement(
-        backend=candidate.backend,
-        variant=candidate.id.partition("/")[2],
-        requirements=request.requirements,
-        **terms,
-        kv_cache_dtype=request.requirements.kv_cache_dtype,
-        cudagraph=graph_level(candidate, request),
-        options=candidate.manifest.options_under(request.settings) if candidate.manifest else {},
-        reads_lengths=reads_lengths(candidate, request),
-    )
+    unsupported = candidate.objections(request.requested)
+    refusals: list[list[Reason]] = []
+    for reads_lengths in _length_choices(candidate, request, unsupported):
+        terms, refused = _settle(candidate, request, cache_terms, reads_lengths=reads_lengths)
+        if reads_lengths:
+            unsupported = [reason for reason in unsupported if reason.field not in LENGTHS]
+        if not unsupported and not refused:
+            return Outcome((), with_highest_level(candidate, request, terms))
+        refusals.append([*unsupported, *refused])
+    # No objection to lengths is final where they can be read.
+    return Outcome(tuple(refusals[-1 if len(refusals) > 1 and any(map(_is_about_lengths, refusals[0])) else 0]))
 
 
-def graph_level(candidate: Candidate, request: Request) -> str:
-    """Return the highest CUDA graph level that a candidate, able to serve the request, supports for it."""
-    # An engine that requested less may still capture graphs at a higher level, so the highest one is agreed on.
+def _is_about_lengths(reason: Reason) -> bool:
+    return any(name in LENGTHS for name in reason.field.split(" and "))
+
+
+def _length_choices(candidate: Candidate, request: Request, unsupported: Sequence[Reason]) -> tuple[bool, ...]:
+    """Return whether builds read lengths from the device: the choices in order of preference."""
+    if request.requested_names.isdisjoint(LENGTHS):
+        return (False,)
+    # Every build needs query lengths, because core splits each batch by them.
+    if "query_lens_cpu_kind" in request.requested_names or any(reason.field in LENGTHS for reason in unsupported):
+        return (True,)
+    # Each build waits for such a read, so no layout and no graph level is preferred to doing without.
+    return (False, True) if candidate.has_length_rules else (False,)
+
+
+def _settle(
+    candidate: Candidate, request: Request, cache_terms: Mapping[str, Any], *, reads_lengths: bool
+) -> tuple[Mapping[str, Any], list[Reason]]:
+    """Return the first terms that every rule accepts, and why none does: the objections to the first combination."""
+    level = request.requirements.cudagraph
+    facts, requested = request.under(level, reads_lengths=reads_lengths)
+    fixed = _objections(_known(candidate.fixed_rules, request), candidate, facts, requested)
+    given, pairs = request.cache_terms, request.requested_terms
+    if cache_terms:
+        given = {**given, **cache_terms}
+        pairs = tuple(pair for pair in given.items() if pair[1] is not None)
+    unsupported = candidate.objections(pairs)
+    live = live_rules(candidate, request, facts, requested) if candidate.cache_rules else []
+    names = [] if unsupported or not live else _names_in(live, given)
+    terms = {**candidate.first_terms, **given, "cudagraph": level, "reads_lengths": reads_lengths}
+    first: list[Reason] = []
+    for values in product(*(candidate.choices[name] for name in names)) if names else ((),):
+        terms.update(zip(names, values, strict=True))
+        refused = unsupported
+        if live:
+            refused = [*refused, *_objections(live, candidate, {**facts, **terms}, requested)]
+        if not refused:
+            return terms, fixed
+        first = first or refused
+    return {}, [*fixed, *first]
+
+
+def _names_in(live: Sequence[Rule], given: Collection[str]) -> list[str]:
+    """Return the open terms of the KV cache that rules mention: only these need more than their first choice."""
+    return [name for name in CACHE_TERMS if name not in given and any(mentions(rule, {name}) for rule in live)]
+
+
+def with_highest_level(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return terms that pass at the requested graph level with the highest level at which they do."""
+    # An engine that requested less may still capture graphs at a higher level.
     for level in candidate.graph_levels:
-        if not candidate.has_graph_rules or _serves_level(candidate, request, level):
-            return level
-    return request.requirements.cudagraph
+        if level == request.requirements.cudagraph:
+            break
+        facts, requested = request.under(level, reads_lengths=terms["reads_lengths"])
+        raised = {**terms, "cudagraph": level}
+        if candidate.graph_follows_cache:
+            facts = {**facts, **raised}
+        if not _objections(_known(candidate.graph_rules, request), candidate, facts, requested):
+            return raised
+    return terms
 
 
-def _serves_level(candidate: Candidate, request: Request, level: str) -> bool:
-    return not negotiate(candidate, Request(request.requirements.evolve(cudagraph=level), request.device)).objections
+def _objections(
+    rules: Sequence[Rule], candidate: Candidate, facts: Mapping[str, Any], requested: frozenset[str]
+) -> list[Reason]:
+    """Evaluate rules. Every evaluation of a rule by a negotiation is one turn of this loop."""
+    objections: list[Reason] = []
+    installed = candidate.installed
+    for rule in rules:
+        for condition in rule.when:  # `all_hold`, without a call for each rule of each candidate
+            if not condition.holds(facts, requested, installed, absent=False):
+                break  # the rule is about other requests
+        else:
+            if not rule.need:
+                objections.append(_refusal(rule, facts))
+            objections += [
+                Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
+                for condition in rule.need
+                if not condition.holds(facts, requested, installed, absent=True)
+            ]
+    return objections
 
 
-def _apply(rule: Rule, candidate: Candidate, request: Request, facts: dict[str, Any], objections: list[Reason]) -> None:
-    for condition in rule.when:
-        if not condition.holds(facts, request.requested_names, candidate.installed, absent=False):
-            return  # the rule is about other requests
-    if not rule.need:
-        objections.append(_refusal(rule, facts))
-    objections.extend(
-        Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
-        for condition in rule.need
-        if not condition.holds(facts, request.requested_names, candidate.installed, absent=True)
-    )
-
-
-def _needed(condition: Condition, facts: dict[str, Any]) -> str:
+def _needed(condition: Condition, facts: Mapping[str, Any]) -> str:
     """Return what a rule needs, in words."""
     if isinstance(condition, IsInstalled):
         return " or ".join(condition.requirements)
@@ -202,94 +250,121 @@ def _needed(condition: Condition, facts: dict[str, Any]) -> str:
     return f"another {condition.field}" if facts[condition.field] else condition.field
 
 
-def _refusal(rule: Rule, facts: dict[str, Any]) -> Reason:
+def _refusal(rule: Rule, facts: Mapping[str, Any]) -> Reason:
     fields = " and ".join(condition.field for condition in rule.when)
     wanted = [_plain(condition, facts) for condition in rule.when]
     return Reason("rule", fields, wanted[0] if len(wanted) == 1 else tuple(wanted), "", rule.because)
 
 
-def _plain(condition: Condition, facts: dict[str, Any]) -> Any:
+def _plain(condition: Condition, facts: Mapping[str, Any]) -> Any:
     if isinstance(condition, IsInstalled):
         return " or ".join(condition.requirements)
     value = facts.get(condition.field)
     return None if value is None else FIELDS[condition.field].domain.dump(value)
 
 
-def _settle(candidate: Candidate, request: Request) -> tuple[Mapping[str, Any], list[Reason]]:
-    """Return the first terms that pass, or the objections to the first ones."""
-    rules = live_rules(candidate, request)
-    if not rules:  # then the first terms pass if any do: only requested terms can be refused
-        objections = candidate.objections(request.requested_terms)
-        return ({} if objections else _first_terms(candidate, request)), objections
-    first: list[Reason] | None = None
-    for terms in _all_terms(candidate, request):
-        objections = _judge(candidate, request, terms, rules)
-        if not objections:
-            return terms, []
-        first = objections if first is None else first
-    return {}, first or []
-
-
-def judge_terms(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> list[Reason]:
-    """
-    Return the objections of a candidate to settled terms: a block size, a layout and a form, or None for all without a
-    paged cache.
-    """
-    if request.as_exact is not None and reads_lengths(candidate, request):
-        request = request.as_exact
-    return _judge(candidate, request, terms, live_rules(candidate, request))
-
-
-def _judge(candidate: Candidate, request: Request, terms: Mapping[str, Any], rules: Sequence[Rule]) -> list[Reason]:
-    objections = candidate.objections(term for term in terms.items() if term[1] is not None)
-    if rules:
-        facts = {**request.facts, **terms}
-        for rule in rules:
-            _apply(rule, candidate, request, facts, objections)
-    return objections
-
-
-def live_rules(candidate: Candidate, request: Request) -> list[Rule]:
-    """Return the rules about free fields that apply under some terms: whose other conditions hold."""
-    rules = candidate.free_rules if not request.unknown else _known_rules(candidate.free_rules, request)
-    return [rule for rule in rules if _is_live(rule, candidate, request)]
-
-
-def _known_rules(rules: Sequence[Rule], request: Request) -> list[Rule]:
-    """Return the rules that are about nothing unknown."""
-    return [rule for rule in rules if not mentions(rule, request.unknown)]
-
-
-def _is_live(rule: Rule, candidate: Candidate, request: Request) -> bool:
-    for condition in rule.when:
-        if condition.field not in FREE and not condition.holds(
-            request.facts, request.requested_names, candidate.installed, absent=False
-        ):
+def all_hold(
+    when: Sequence[Condition],
+    facts: Mapping[str, Any],
+    requested: frozenset[str],
+    installed: frozenset[IsInstalled] = frozenset(),
+    besides: Collection[str] = (),
+) -> bool:
+    """Whether all conditions hold but those on the fields `besides`; other arguments as for `Holds.holds`."""
+    for condition in when:
+        if condition.field not in besides and not condition.holds(facts, requested, installed, absent=False):
             return False
     return True
 
 
-def _first_terms(candidate: Candidate, request: Request) -> Mapping[str, Any]:
-    """Return the first of `_all_terms`, which is most of what a decision without rules about them does."""
-    wanted = request.requirements
-    if not wanted.paged:
-        return _NO_TERMS
-    size, layout, form = candidate.first_terms
-    return {
-        "block_size": size if wanted.block_size is None else wanted.block_size,
-        "kv_layout": layout if wanted.kv_layout is None else wanted.kv_layout,
-        "kv_cache_form": form if wanted.kv_cache_form is None else wanted.kv_cache_form,
-    }
+def live_rules(
+    candidate: Candidate, request: Request, facts: Mapping[str, Any], requested: frozenset[str]
+) -> list[Rule]:
+    """Return the rules about block size, layout or form that apply under some of these: whose other conditions hold."""
+    rules = _known(candidate.cache_rules, request)
+    return [rule for rule in rules if all_hold(rule.when, facts, requested, candidate.installed, besides=CACHE_TERMS)]
 
 
-def _all_terms(candidate: Candidate, request: Request) -> Iterator[Mapping[str, Any]]:
-    """Yield terms in declared order."""
-    wanted = request.requirements
-    if not wanted.paged:
-        yield _NO_TERMS
-        return
-    known = (wanted.block_size, wanted.kv_layout, wanted.kv_cache_form)
-    open_terms = candidate.terms_to_try
-    choices = [to_try or (None,) if one is None else (one,) for one, to_try in zip(known, open_terms, strict=True)]
-    for size, layout, form in product(*choices):
-        yield {"block_size": size, "kv_layout": layout, "kv_cache_form": form}
+def _known(rules: Sequence[Rule], request: Request) -> Sequence[Rule]:
+    """Return the rules that are about nothing unknown."""
+    return [rule for rule in rules if not mentions(rule, request.unknown)] if request.unknown else rules
+
+
+def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> tuple[CacheTerms, ...]:
+    """
+    Return every (block size, layout, form) that a candidate accepts for a request that it can serve, best first.
+
+    Block sizes beyond 1024 tokens are considered only where the manifest names them.
+
+    Args:
+        candidate: The candidate.
+        request: What is requested of it.
+        terms: The terms of `negotiate`: lengths are read, or not, as there.
+    """
+    if not request.requirements.paged:
+        return ()
+    given = request.cache_terms
+    facts, requested = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
+    live = live_rules(candidate, request, facts, requested)
+    places = [place for place, name in enumerate(CACHE_TERMS) if any(mentions(rule, {name}) for rule in live)]
+    accepted: dict[tuple[Any, ...], bool] = {}  # by the terms that rules mention
+    found = []
+    for values in product(*((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)):
+        key = tuple(values[place] for place in places)
+        if key not in accepted:
+            cache = zip(CACHE_TERMS, values, strict=True)
+            accepted[key] = not _objections(live, candidate, {**facts, **dict(cache)}, requested)
+        if accepted[key]:
+            found.append(values)
+    return tuple(found)
+
+
+def open_block_size(
+    candidate: Candidate, request: Request, terms: Mapping[str, Any], common: Sequence[CacheTerms]
+) -> tuple[Mapping[str, Any], Constraint]:
+    """
+    Return terms whose block size is left open, and the block sizes for which they hold.
+
+    Args:
+        candidate: The candidate.
+        request: What is requested of it.
+        terms: The terms of `negotiate`.
+        common: The terms that all layers of a model accept; empty where they are not planned together.
+    """
+    declared = candidate.supports("block_size") or Constraint(FIELDS["block_size"].domain, (Range(min=1),))
+    least = {**terms, "cudagraph": request.requirements.cudagraph}
+    view = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
+    sizes = None
+    if not common and not live_rules(candidate, request, *view):
+        whole = (Range(min=1) if each == Range() else each for each in declared.alternatives)
+        sizes = Constraint(declared.domain, tuple(whole))
+        if not any(mentions(rule, {"block_size"}) for rule in candidate.graph_rules):
+            return {**terms, "block_size": None}, sizes
+    first: dict[int | None, CacheTerms] = {}
+    for values in common or passing_terms(candidate, request, terms):
+        first.setdefault(values[0], values)
+    each = [
+        with_highest_level(candidate, request, {**least, **dict(zip(CACHE_TERMS, values, strict=True))})
+        for values in first.values()
+    ]
+    # What depends on the block size is open too, but for the graph level: the lowest holds for all of them.
+    same = {name: each[0][name] if len({one[name] for one in each}) == 1 else None for name in CACHE_TERMS[1:]}
+    level = min((one["cudagraph"] for one in each), key=GRAPH_LEVELS.index)
+    settled = {**terms, **same, "block_size": None, "cudagraph": level}
+    # A rule can refuse any block size, so the set is found by trial, and stated as far as it was tried.
+    return settled, sizes or declared.restrict(lambda size: size in first)
+
+
+def agree(
+    candidate: Candidate, request: Request, terms: Mapping[str, Any], block_sizes: Constraint | None = None
+) -> Agreement:
+    """Return the agreement with a candidate on the terms that were settled."""
+    return Agreement(
+        backend=candidate.backend,
+        variant=candidate.id.partition("/")[2],
+        requirements=request.requirements,
+        **terms,
+        kv_cache_dtype=request.requirements.kv_cache_dtype,
+        options=candidate.manifest.options_under(request.settings) if candidate.manifest else {},
+        block_sizes=block_sizes,
+    )

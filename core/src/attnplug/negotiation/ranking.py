@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
+from attnplug.negotiation.matching import all_hold
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -165,7 +167,10 @@ def _place(candidate: Candidate, names: Sequence[str]) -> int:
 
 
 def _default_order(request: Request, orders: Sequence[DefaultOrder]) -> tuple[str, ...]:
-    return next((item.order for item in orders if _all_hold(item.when, request)), ())
+    return next(
+        (item.order for item in orders if all_hold(item.when, request.facts, request.requested_names)),
+        (),
+    )
 
 
 def _preferred(candidate: Candidate, request: Request) -> int:
@@ -174,15 +179,7 @@ def _preferred(candidate: Candidate, request: Request) -> int:
     only.
     """
     for preference in candidate.manifest.prefer if candidate.manifest else ():
-        if _all_hold(preference.when, request, candidate):
+        if all_hold(preference.when, request.facts, request.requested_names, candidate.installed):
             variant = candidate.variant.name if candidate.variant else ""
             return preference.order.index(variant) if variant in preference.order else len(preference.order)
     return 0
-
-
-def _all_hold(when: Sequence[Condition], request: Request, candidate: Candidate | None = None) -> bool:
-    installed = candidate.installed if candidate else frozenset()
-    for condition in when:  # noqa: SIM110 - evaluated for every candidate of every decision; a generator costs more
-        if not condition.holds(request.facts, request.requested_names, installed, absent=False):
-            return False
-    return True

@@ -8,8 +8,7 @@ from attrs import evolve
 
 from attnplug.errors import NotNegotiatedError, RequirementsError
 from attnplug.manifest.constraint import Constraint, Range
-from attnplug.negotiation.cache_terms import restrict
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request
@@ -82,7 +81,7 @@ def _evaluate_bound(selection: Selection, given: Mapping[str, int]) -> Evaluatio
     own = {name: value for name, value in given.items() if name in selection.late}
     wanted, agreed = selection.requirements, selection.agreement
     if not wanted.late:  # a decision among late ones holds them to its terms
-        completed = wanted.evolve(**{name: getattr(agreed, name) for name in TERMS})
+        completed = wanted.evolve(**{name: getattr(agreed, name) for name in CACHE_TERMS})
     else:
         completed = wanted.evolve(**own, late=[name for name in wanted.late if name not in own])
     settings = Settings(options={selection.backend: dict(agreed.options)} if agreed.options else {})
@@ -129,7 +128,7 @@ def _others(evaluation: Evaluation, own: Mapping[str, int]) -> Iterator[str]:
         domain = FIELDS[name].domain
         declared = candidate.supports(name) or Constraint(domain, (Range(min=1),))
         limit = 1024 if name == "block_size" else _MOST_HEADS
-        found = restrict(declared, lambda value, name=name: passes(name, value), limit)  # type: ignore[misc]
+        found = declared.restrict(lambda value, name=name: passes(name, value), limit)  # type: ignore[misc]
         if found.alternatives:
             yield f"{name} to one of: {found}"
 
@@ -139,7 +138,7 @@ def _nothing_common(
 ) -> NotNegotiatedError:
     bound = ", ".join(f"{name}={value}" for name, value in given.items())
     terms = {
-        f"{each.id}: {', '.join(f'{name}={getattr(e.request.requirements, name)}' for name in TERMS)}"
+        f"{each.id}: {', '.join(f'{name}={getattr(e.request.requirements, name)}' for name in CACHE_TERMS)}"
         for each, e in zip(selections, evaluations, strict=True)
         if e.request.requirements.paged
     }

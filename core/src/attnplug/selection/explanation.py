@@ -9,7 +9,7 @@ from attrs import frozen
 from attnplug._columns import wrapped
 from attnplug._escape import escaped
 from attnplug._html import block, folded, table
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.ranking import why_behind
 from attnplug.negotiation.reason import Fix
 
@@ -225,7 +225,7 @@ def detail(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps) 
 def terms_of(terms: Agreement) -> Iterator[str]:
     """Yield what was agreed on, in a line, and in another one what is left to bind."""
     if terms.requirements.paged:
-        values = {name: getattr(terms, name) for name in (*TERMS, "kv_cache_dtype", "cudagraph")}
+        values = {name: getattr(terms, name) for name in (*CACHE_TERMS, "kv_cache_dtype", "cudagraph")}
         yield assigned({name: value for name, value in values.items() if value is not None})
     if terms.requirements.late:
         yield f"left to bind: {', '.join(_left_to_bind(terms))}"

@@ -24,8 +24,8 @@ from attnplug.errors import (
     RequirementsError,
     SettingsError,
 )
-from attnplug.negotiation.candidate import TERMS
-from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
+from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
@@ -37,6 +37,7 @@ from attnplug.selection.select import context, select
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from attnplug.contract.backend import Backend
@@ -239,18 +240,14 @@ def _same_plugin(selection: Selection) -> Plugin:
         refusal = candidate.refusals.find(selection.agreement, selection.device)
         if refusal is not None:
             raise _refused(selection, refusal)
-    request = Request(selection.requirements, selection.device)
-    terms = {name: getattr(selection.agreement, name) for name in TERMS}
-    reasons = (
-        *candidate.reasons,
-        *negotiate(candidate, request).objections,
-        *judge_terms(candidate, request, terms),
-    )
+    agreed = {name: getattr(selection.agreement, name) for name in CACHE_TERMS}
+    outcome = negotiate(candidate, Request(selection.requirements, selection.device), agreed)
+    reasons = (*candidate.reasons, *outcome.objections)
     if reasons:
         raise PluginLoadError(
             f"{selection.id!r} cannot serve here: {'; '.join(map(str, reasons))}", "", "select again in this process"
         )
-    _check_terms(selection, candidate, request)
+    _check_terms(selection, candidate, outcome.terms)
     return plugin
 
 
@@ -287,10 +284,9 @@ def same_candidate(selection: Selection) -> tuple[Plugin, Candidate]:
     return plugin, candidate
 
 
-def _check_terms(selection: Selection, candidate: Candidate, request: Request) -> None:
+def _check_terms(selection: Selection, candidate: Candidate, terms: Mapping[str, Any]) -> None:
     """Check that the candidate would agree here to exactly what was agreed on there."""
     agreed, wanted = selection.agreement, selection.requirements
-    agreed_terms = {name: getattr(agreed, name) for name in TERMS}
     origins = dict.fromkeys(agreed.options, "the decision")
     try:
         options = candidate.manifest.read_options(agreed.options, origins) if candidate.manifest else {}
@@ -298,18 +294,18 @@ def _check_terms(selection: Selection, candidate: Candidate, request: Request) -
         raise PluginLoadError(
             f"{selection.id!r} cannot be loaded here: {error.problem}", error.expected, error.fix
         ) from error
+    all_of_cache = " and ".join(CACHE_TERMS)
     here = {
-        " and ".join(TERMS): bool(wanted.paged),
-        **{name: getattr(wanted, name) or getattr(agreed, name) for name in TERMS},
+        all_of_cache: bool(wanted.paged),
+        **terms,
+        **{name: getattr(wanted, name) or terms[name] for name in CACHE_TERMS},
         "kv_cache_dtype": wanted.kv_cache_dtype,
-        "cudagraph": graph_level(candidate, request),
         "options": options,
     }
     there = {
-        " and ".join(TERMS): None not in agreed_terms.values(),
-        **agreed_terms,
+        all_of_cache: None not in (agreed.block_size, agreed.kv_layout, agreed.kv_cache_form),
+        **{name: getattr(agreed, name) for name in TERMS},
         "kv_cache_dtype": agreed.kv_cache_dtype,
-        "cudagraph": agreed.cudagraph,
         "options": dict(agreed.options),
     }
     differing = [f"{name} would be {here[name]!r}, not {there[name]!r}" for name in here if here[name] != there[name]]

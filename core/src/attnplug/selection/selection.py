@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from attnplug._escape import escaped
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
@@ -122,8 +122,8 @@ class Selection:
     def __str__(self) -> str:
         terms = self.agreement
         size = terms.block_size if terms.block_sizes is None else f"({terms.block_sizes})"
-        values = {name: getattr(terms, name) for name in (*TERMS, "kv_cache_dtype", "cudagraph")}
-        shown = {**values, "block_size": size}.items() if size is not None else list(values.items())[len(TERMS) :]
+        values = {name: getattr(terms, name) for name in (*CACHE_TERMS, "kv_cache_dtype", "cudagraph")}
+        shown = {**values, "block_size": size}.items() if size is not None else list(values.items())[len(CACHE_TERMS) :]
         return f"{self.id} on {self.device}: {' '.join(f'{name}={value}' for name, value in shown)}"
 
     def to_dict(self) -> dict[str, Any]:

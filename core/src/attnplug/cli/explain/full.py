@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attnplug.cli.explain.fixes import steps_of
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import STYLES, abbreviated, wrapped
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.selection.explanation import NOT_INSTALLED, assigned, lines_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _plan(result: Result) -> Iterator[str]:
             yield from wrapped(line.lstrip(), " " * (len(line) - len(line.lstrip())))
         return
     found = result.plan
-    terms = assigned({name: getattr(found, name) for name in (*TERMS, "cudagraph")})
+    terms = assigned({name: getattr(found, name) for name in (*CACHE_TERMS, "cudagraph")})
     yield from wrapped(f"plan on {result.device}: {terms}")
     if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
         yield f"    the graph level is that of {found.weakest.selection.id}"

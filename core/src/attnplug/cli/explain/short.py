@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from attnplug.cli.explain.fixes import steps_of
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import STYLES, abbreviated, escaped, shortened, width, wrapped
-from attnplug.negotiation.candidate import TERMS
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.reason import most_important
 from attnplug.selection.explanation import assigned, terms_of
 
@@ -199,7 +199,9 @@ def _plan(result: Result) -> list[Line]:
     found = result.plan
     levels = {group.selection.agreement.cudagraph for group in found.groups}
     weakest = f"; the graph level is that of {found.weakest.selection.id}" if len(levels) > 1 else ""
-    return _indented("plan: ", f"{assigned({name: getattr(found, name) for name in (*TERMS, 'cudagraph')})}{weakest}")
+    return _indented(
+        "plan: ", f"{assigned({name: getattr(found, name) for name in (*CACHE_TERMS, 'cudagraph')})}{weakest}"
+    )
 
 
 # The other candidates

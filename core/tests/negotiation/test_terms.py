@@ -1,0 +1,157 @@
+"""The terms of an agreement: block size, layout and form of the KV cache, graph level, and whether lengths are read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+
+from attnplug.negotiation import matching
+from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
+from attnplug.negotiation.evaluation import evaluate
+from attnplug.negotiation.matching import Request, negotiate
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+from core.tests.negotiation.test_brute_force import (
+    CONDITIONS,
+    DEVICES,
+    LEVELS,
+    ask,
+    candidate,
+    manifests,
+    plain_requests,
+    requests,
+    settled,
+    tables,
+)
+
+SUPPORTS = {
+    "head_size": {"min": 1},
+    "dtype": "bfloat16",
+    "device_type": "cpu",
+    "block_size": {"multiple_of": 16},
+    "kv_layout": ["NHD", "HND"],
+    "cudagraph": {"max": "uniform_batch"},
+    "features": ["paged"],
+}
+NHD_HAS_NO_GRAPHS = {"when": {"kv_layout": "NHD", "cudagraph": True}, "because": "the strides change"}
+WANTED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")
+
+
+def terms_of(offered, **wanted):
+    return negotiate(offered, Request(WANTED.evolve(**wanted), Device.cpu())).terms
+
+
+def offer(*rules, **supports):
+    return candidate({"supports": {**SUPPORTS, **supports}, "rules": list(rules)})
+
+
+class TestLevel:
+    """The graph level is as high as it goes for a layout, and a layout is as preferred as it goes for a level."""
+
+    def test_without_a_level_the_preferred_layout_stays(self):
+        terms = terms_of(offer(NHD_HAS_NO_GRAPHS))
+
+        assert (terms["kv_layout"], terms["cudagraph"]) == ("NHD", "never")
+
+    @pytest.mark.parametrize("level", ["single_token_decode", "uniform_batch"])
+    def test_a_level_that_is_named_takes_the_layout_that_admits_it(self, level):
+        terms = terms_of(offer(NHD_HAS_NO_GRAPHS), cudagraph=level)
+
+        assert (terms["kv_layout"], terms["cudagraph"]) == ("HND", "uniform_batch")
+
+    def test_lengths_are_not_read_for_a_higher_level(self):
+        rule = {"when": {"cudagraph": True}, "need": {"seq_lens_cpu_kind": "exact"}, "because": "fixed sizes"}
+        offered = offer(rule, seq_lens_cpu_kind="upper_bound")
+
+        terms = terms_of(offered, seq_lens_cpu_kind="upper_bound")
+        assert (terms["cudagraph"], terms["reads_lengths"]) == ("never", False)
+        terms = terms_of(offered, seq_lens_cpu_kind="upper_bound", cudagraph="uniform_batch")
+        assert (terms["cudagraph"], terms["reads_lengths"]) == ("uniform_batch", True)
+
+    def test_lengths_are_not_read_for_a_preferred_layout(self):
+        rule = {"when": {"kv_layout": "NHD"}, "need": {"seq_lens_cpu_kind": "exact"}, "because": "a reason"}
+
+        terms = terms_of(offer(rule, seq_lens_cpu_kind="upper_bound"), seq_lens_cpu_kind="upper_bound")
+
+        assert (terms["kv_layout"], terms["reads_lengths"]) == ("HND", False)
+
+    def test_a_late_block_size_names_the_level_that_all_of_them_have(self):
+        rule = {"when": {"block_size": {"max": 32}, "cudagraph": True}, "because": "small blocks"}
+        request = Request(WANTED.evolve(late=("block_size",)), Device.cpu())
+
+        agreed = evaluate(offer(rule), request).agreement
+
+        assert (str(agreed.block_sizes), agreed.cudagraph) == ("multiples of 16", "never")
+        assert terms_of(offer(rule), block_size=48)["cudagraph"] == "uniform_batch"
+        graphs = Request(WANTED.evolve(late=("block_size",), cudagraph="uniform_batch"), Device.cpu())
+        assert str(evaluate(offer(rule), graphs).agreement.block_sizes) == "multiples of 16 from 48 up to 1024"
+
+
+def test_terms_that_no_rule_mentions_have_one_choice(monkeypatch):
+    tried = []
+    evaluated = matching._objections
+    monkeypatch.setattr(matching, "_objections", lambda rules, *rest: tried.append(rules) or evaluated(rules, *rest))
+    refused = [{"when": {"kv_layout": layout}, "because": "a reason"} for layout in ("NHD", "HND")]
+
+    assert not terms_of(offer(*refused))
+
+    assert len([rules for rules in tried if rules]) == 2
+
+
+# --- random manifests whose rules are about terms ---
+
+ABOUT_TERMS = {name: CONDITIONS[name] for name in (*CACHE_TERMS, "cudagraph")}
+
+
+@st.composite
+def manifests_about_terms(draw):
+    raw = draw(manifests())
+    supports = raw["supports"]
+    # So that most requests are served, and terms decide.
+    supports |= {name: SUPPORTS[name] for name in ("head_size", "block_size")}
+    supports |= {"device_type": ["cpu", "cuda"], "dtype": ["bfloat16", "float16", "float32"]}
+    supports |= {
+        "kv_layout": draw(st.permutations(["NHD", "HND"])),
+        "cudagraph": {"max": draw(st.sampled_from(LEVELS))},
+    }
+    supports.pop("compute_capability", None)
+    supports["features"] = sorted({*supports["features"], "paged"} - {"cudagraph"})
+    for _ in range(draw(st.integers(1, 3))):
+        rule = {"when": draw(tables(ABOUT_TERMS, 2)), "because": "a reason"}
+        if draw(st.booleans()):
+            rule["need"] = draw(tables(ABOUT_TERMS, 2))
+        raw["rules"].append(rule)
+    return raw
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    manifests_about_terms(),
+    st.lists(plain_requests | requests, min_size=1, max_size=4),
+    st.sampled_from(DEVICES),
+    st.booleans(),
+)
+@example(
+    {"supports": SUPPORTS, "rules": [NHD_HAS_NO_GRAPHS]}, [{"head_size": 64, "dtype": "bfloat16"}], Device.cpu(), False
+)
+def test_what_is_agreed_on_can_be_requested_by_name(raw, wanted, device, late):
+    offered = candidate(raw)
+    for values in wanted:
+        requirements = ask(values)
+        if late and requirements.paged and requirements.block_size is None:
+            requirements = requirements.evolve(late=("block_size",))
+        agreed = evaluate(offered, Request(requirements, device)).agreement
+        event("refused" if agreed is None else agreed.cudagraph)
+        if not requirements.late:
+            found = agreed and {name: getattr(agreed, name) for name in TERMS}
+            assert found == settled(raw, requirements, device)
+        if agreed is None:
+            continue
+        names = [name for name in (*CACHE_TERMS, "cudagraph") if getattr(agreed, name) is not None]
+
+        named = requirements.evolve(**{name: getattr(agreed, name) for name in names})
+        again = evaluate(offered, Request(named, device)).agreement
+
+        assert again is not None
+        assert {name: getattr(again, name) for name in names} == {name: getattr(agreed, name) for name in names}
