@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,10 @@ from attnplug.negotiation import matching
 from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
 from attnplug.negotiation.evaluation import evaluate
 from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
+from attnplug.selection.explanation import detail
 from core.tests.negotiation.test_brute_force import (
     CONDITIONS,
     DEVICES,
@@ -59,6 +63,16 @@ class TestLevel:
         terms = terms_of(offer(NHD_HAS_NO_GRAPHS), cudagraph=level)
 
         assert (terms["kv_layout"], terms["cudagraph"]) == ("HND", "uniform_batch")
+
+    def test_a_preferred_layout_that_costs_the_level_says_so(self):
+        found = evaluate(offer(NHD_HAS_NO_GRAPHS), Request(WANTED, Device.cpu()))
+
+        text = "kv_layout=NHD keeps cudagraph at never: request cudagraph=uniform_batch to get kv_layout=HND"
+        assert text in list(detail(found.verdict()))
+        assert Verdict.from_dict(json.loads(json.dumps(found.verdict().to_dict()))).level_cost == text
+        assert not evaluate(offer(), Request(WANTED, Device.cpu())).level_cost
+        named = Request(WANTED.evolve(kv_layout="HND"), Device.cpu())
+        assert not evaluate(offer(NHD_HAS_NO_GRAPHS), named).level_cost
 
     def test_lengths_are_not_read_for_a_higher_level(self):
         rule = {"when": {"cudagraph": True}, "need": {"seq_lens_cpu_kind": "exact"}, "because": "fixed sizes"}

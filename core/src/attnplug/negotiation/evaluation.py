@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve, frozen
@@ -120,6 +121,24 @@ class Evaluation:
         if self.agreement is None or self.evidence is None:
             return ()
         return self.evidence.find_unverified(self.candidate, self.agreement, self.request.device)
+
+    @cached_property
+    def level_cost(self) -> str:
+        """How a preferred term of the KV cache lowers the graph level, in words; empty where none does."""
+        agreed = self.agreement
+        if agreed is None:
+            return ""
+        for level in takewhile(lambda level: level != agreed.cudagraph, self.candidate.graph_levels):
+            wanted = self.request.requirements.evolve(cudagraph=level)
+            terms = negotiate(self.candidate, Request(wanted, self.request.device)).terms
+            names = [name for name in CACHE_TERMS if getattr(agreed, name) not in (None, terms.get(name))]
+            if names and terms and terms["reads_lengths"] == agreed.reads_lengths:
+                kept, other = (
+                    ", ".join(f"{name}={values(name)}" for name in names)
+                    for values in (partial(getattr, agreed), terms.__getitem__)
+                )
+                return f"{kept} keeps cudagraph at {agreed.cudagraph}: request cudagraph={level} to get {other}"
+        return ""
 
     def with_cache_terms(self, terms: CacheTerms, common: tuple[CacheTerms, ...] = ()) -> Evaluation:
         """Return it with other terms of the KV cache that pass: those that the layers of a model share."""

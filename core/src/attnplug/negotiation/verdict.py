@@ -31,6 +31,10 @@ class Details(Protocol):
     def unverified(self) -> tuple[Unverified, ...]:
         """What no evidence covers, where it is chosen or eligible."""
 
+    @property
+    def level_cost(self) -> str:
+        """How a preferred term of the KV cache lowers the graph level."""
+
 
 @frozen
 class RecordedDetails:
@@ -39,6 +43,7 @@ class RecordedDetails:
     agreement: Agreement | None = None
     fix: Fix | None = None
     unverified: tuple[Unverified, ...] = ()
+    level_cost: str = ""
 
 
 @frozen
@@ -80,6 +85,11 @@ class Verdict:
         """What is requested and no evidence covers on this device, where it is chosen or eligible. Decides nothing."""
         return self._details.unverified
 
+    @property
+    def level_cost(self) -> str:
+        """How a preferred term of the KV cache lowers the graph level, in words; empty where none does."""
+        return self._details.level_cost
+
     def __repr__(self) -> str:
         count = len(self.reasons)
         reasons = f" for {count} reason{'s' * (count != 1)}" if count else ""
@@ -96,6 +106,7 @@ class Verdict:
             "distribution": self.distribution,
             "fix": self.fix.to_dict() if self.fix else None,
             "unverified": [item.to_dict() for item in self.unverified],
+            "level_cost": self.level_cost,
         }
 
     @classmethod
@@ -118,6 +129,7 @@ class Verdict:
                 Agreement.from_dict(data["agreement"]) if data["agreement"] is not None else None,
                 Fix.from_dict(data["fix"]) if data["fix"] is not None else None,
                 tuple(Unverified.from_dict(item) for item in data["unverified"]),
+                data["level_cost"],
             ),
         )
 
@@ -134,4 +146,5 @@ _CHECKS = {
     "distribution": is_text,
     "fix": is_table_or_none,
     "unverified": is_list,
+    "level_cost": is_text,
 }

@@ -212,6 +212,8 @@ def detail(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps) 
     """Yield a verdict's terms, emulations, what is unverified, reasons, and the steps of its fix, a line each."""
     if verdict.agreement is not None:
         yield from terms_of(verdict.agreement)
+    if verdict.level_cost:
+        yield verdict.level_cost
     for name, text in verdict.emulated.items():
         yield f"emulates {name}: {text}"
     for item in verdict.unverified:

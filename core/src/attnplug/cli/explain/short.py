@@ -129,7 +129,8 @@ def _decision(group: LayerGroup) -> list[Line]:
     if not indent:
         lines += [(line,) for text in terms_of(chosen.agreement) for line in wrapped(text, "  ")]
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
-    costs = [f"emulates {name}: {text}" for name, text in verdict.emulated.items()]
+    costs = [verdict.level_cost] if verdict.level_cost else []
+    costs += [f"emulates {name}: {text}" for name, text in verdict.emulated.items()]
     costs += [f"unverified on this device: {_and_more(verdict.unverified)}"] if verdict.unverified else []
     lines += [(shortened(f"{indent}  {text}", width()),) for text in costs]
     return [*lines, *_indented(f"{indent}runner-up: ", _runner_up(explanation))]
