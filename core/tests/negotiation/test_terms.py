@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from attnplug.errors import DecisionError
 from attnplug.negotiation import matching
+from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
 from attnplug.negotiation.evaluation import evaluate
 from attnplug.negotiation.matching import Request, negotiate
@@ -111,6 +113,18 @@ def test_terms_that_no_rule_mentions_have_one_choice(monkeypatch):
     assert not terms_of(offer(*refused))
 
     assert len([rules for rules in tried if rules]) == 2
+
+
+@pytest.mark.parametrize("version", [None, 1, 3, "2"])
+def test_terms_of_another_version_are_refused_by_name(version):
+    data = evaluate(offer(), Request(WANTED, Device.cpu())).agreement.to_dict()
+    assert Agreement.from_dict(data).to_dict() == data
+    changed = {**data, "version": version}
+    if version is None:
+        del changed["version"]  # as before there was one
+
+    with pytest.raises(DecisionError, match=rf"terms of version {version or 1!r} was received"):
+        Agreement.from_dict(changed)
 
 
 # --- random manifests whose rules are about terms ---

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.errors import ManifestError, shown
+from attnplug.errors import DecisionError, ManifestError, shown
 from attnplug.manifest.supports import parse_constraint
 from attnplug.negotiation.received import (
     are_options,
@@ -23,9 +24,10 @@ from attnplug.request.requirements import Requirements
 from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnplug.manifest.constraint import Constraint
+
+_VERSION: Final = 2
+"""Of the terms, in saved decisions. Version 1 could name a graph level that the candidate refuses with its layout."""
 
 
 @frozen
@@ -42,7 +44,8 @@ class Agreement:
         kv_cache_form: Where a block's values are, seen from its keys: ``"joint"``, ``"interleaved"``, ``"split"``,
             ``"packed"`` or ``"independent"``; None as `kv_layout` is.
         kv_cache_dtype: Dtype of the KV cache, canonical.
-        cudagraph: The highest graph level that is supported, at least the requested one.
+        cudagraph: The highest graph level that is supported with the other terms, at least the requested one; while the
+            block size is late, for each of `block_sizes`.
         options: The plugin's own settings, complete.
         block_sizes: The block sizes that it holds for while the block size is late, most preferred first; None
             otherwise. ``str`` of it is ``"16, multiples of 32"``, `Constraint.alternatives` the same as data.
@@ -80,6 +83,7 @@ class Agreement:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
+            "version": _VERSION,
             "backend": self.backend,
             "variant": self.variant,
             "requirements": self.requirements.to_dict(),
@@ -99,15 +103,23 @@ class Agreement:
         Read what `to_dict` wrote.
 
         Raises:
-            DecisionError: A value has another type. Loading checks the terms themselves.
+            DecisionError: A value has another type, or the terms another version. Loading checks the terms themselves.
             RequirementsError: The requirements are invalid.
         """
+        version = data.get("version", 1) if isinstance(data, Mapping) else _VERSION
+        if version != _VERSION:
+            raise DecisionError(
+                f"a decision with terms of version {shown(version)} was received",
+                f"this attnplug reads version {_VERSION}",
+                "decide again, or use the same attnplug in both processes",
+            )
         check_received("the agreement", data, _CHECKS)
         requirements = Requirements.from_dict(data["requirements"])
         sizes = None if data["block_sizes"] is None else _read_block_sizes(data["block_sizes"])
         if (sizes is not None) != ("block_size" in requirements.late) or None not in (sizes, data["block_size"]):
             refuse_received(f"block_size={data['block_size']} and block_sizes={shown(data['block_sizes'])}")
-        return cls(**{**data, "requirements": requirements, "block_sizes": sizes})
+        values = {**data, "requirements": requirements, "block_sizes": sizes}
+        return cls(**{name: value for name, value in values.items() if name != "version"})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Agreement.from_dict, (self.to_dict(),)  # a read-only view does not pickle
@@ -124,6 +136,7 @@ def _read_block_sizes(data: Any) -> Constraint:
 
 
 _CHECKS = {
+    "version": lambda version: version == _VERSION,
     "backend": is_name,
     "variant": is_name,
     "requirements": is_table,
