@@ -18,7 +18,8 @@ from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS, Candidate, mentions
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from attnplug.request.domains import GRAPH_LEVELS
+from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
