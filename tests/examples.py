@@ -13,7 +13,6 @@ def examples(count: int) -> int:
     """
     Return the number of examples to try of a property that a developer's run tries `count` of.
 
-    For counts of 100 and more; fewer are as many as their test needs. What hypothesis ever found stays as an explicit
-    example, which every run tries.
+    At least ten. Bugs that hypothesis found stay as explicit examples, which every run tries.
     """
     return max(10, round(count * SCALE))

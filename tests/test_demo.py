@@ -92,7 +92,7 @@ def models(document):
     return document["models"]
 
 
-@pytest.mark.unmeasured
+@pytest.mark.slow
 def test_every_architecture_agrees_token_for_token():
     done = command(COLUMNS="120")
 
@@ -130,6 +130,7 @@ def test_every_architecture_agrees_token_for_token():
         assert words in shown
 
 
+@pytest.mark.slow
 def test_json_has_a_decision_for_each_device(document):
     decisions = document["decisions"]
     assert [one["label"].split()[0] for one in decisions] == ["cpu", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
@@ -142,6 +143,7 @@ def test_json_has_a_decision_for_each_device(document):
         assert one["runner_up"] != one["chosen"]
 
 
+@pytest.mark.slow
 def test_json(models):
     assert [found["name"] for found in models] == [example.name for example in EXAMPLES]
     assert [found["num_tokens"] for found in models] == [320] * 5 + [64, 96]
@@ -153,6 +155,7 @@ def test_json(models):
     assert (required.sinks, required.sliding_window, required.paged) == (True, 16, True)
 
 
+@pytest.mark.slow
 def test_json_has_the_counters_of_the_engine(models):
     engines = [found["engine"] for found in models]
     assert [found["replay"] for found in models[5:]] == [None] * 2
@@ -173,6 +176,7 @@ def test_json_has_the_counters_of_the_engine(models):
     assert engines[0]["peak_blocks"] <= engines[0]["num_blocks"] == 18
 
 
+@pytest.mark.slow
 def test_json_has_the_type_of_each_layer(models):
     bert, whisper = models[5:]
     assert set(kinds(bert).values()) == {"encoder_only"}
@@ -190,21 +194,20 @@ def decisions(found):
     return {name: Selection.from_dict(layer) for name, layer in found["layers"].items()}
 
 
-@pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("Mistral", "window"),
-        ("Gemma 2", "window"),
-        ("Gemma 2", "logits_soft_cap"),
-        ("gpt-oss", "sinks"),
-        ("Llama", "slots"),
-        ("Llama", "prefix"),
+        pytest.param("Mistral", "window", marks=pytest.mark.slow),
+        pytest.param("Gemma 2", "window", marks=pytest.mark.slow),
+        pytest.param("Gemma 2", "logits_soft_cap", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", "sinks", marks=pytest.mark.slow),
+        pytest.param("Llama", "slots", marks=pytest.mark.slow),
+        pytest.param("Llama", "prefix", marks=pytest.mark.slow),
         ("Llama", "pages"),
-        ("Qwen3", "length"),
+        pytest.param("Qwen3", "length", marks=pytest.mark.slow),
         ("BERT", "borders"),
-        ("Whisper", "borders"),
-        ("Whisper", "cross"),
+        pytest.param("Whisper", "borders", marks=pytest.mark.slow),
+        pytest.param("Whisper", "cross", marks=pytest.mark.slow),
     ],
 )
 def test_a_faulty_backend_is_detected(name, fault, faulty):
@@ -229,7 +232,7 @@ def test_a_host_that_attends_to_padding_is_detected(monkeypatch):
     assert not outcome.distance.is_small
 
 
-@pytest.mark.unmeasured
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["graphs", "padding"])
 def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(fault, faulty):
     faulty(fault)
@@ -240,6 +243,7 @@ def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(fault, faulty):
     assert not outcome.agrees
 
 
+@pytest.mark.slow
 def test_the_same_backend_without_a_fault_agrees(text, faulty, capsys):
     faulty("")
 
@@ -276,6 +280,7 @@ def test_json_of_a_wrong_backend(text, faulty, few, capsys):
     assert [found["name"] for found in document["models"] if not found["agrees"]] == ["BERT", "Whisper"]
 
 
+@pytest.mark.slow
 def test_a_named_backend_is_used(models):
     chosen = [selection for found in models for selection in decisions(found).values()]
     assert {(selection.id, selection.provenance["backend"]) for selection in chosen} == {("torch/sdpa", "--backend")}

@@ -45,11 +45,14 @@ class Model(nn.Module):
 STEPS = [([1, 6], [3, 6]), ([1, 1], [3, 5]), ([1], [9]), ([1, 4], [6, 4]), ([3], [3])]
 
 
-NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="on the CPU inductor compiles with g++")
+COMPILES = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="on the CPU inductor compiles with g++"),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on the way to its compilers
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=NEEDS_CXX)])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=COMPILES)])
 def test_a_compiled_model_serves_every_step(compiler):
     """One graph without a break; other metadata does not compile again, and writes into the cache are seen."""
     backend = make_backend(return_lse=True)

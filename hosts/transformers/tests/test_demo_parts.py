@@ -196,6 +196,7 @@ def test_a_replay_has_to_agree_too(capsys):
     assert describe(wrong)["replay"] == {"num_captured": 3, "num_equal": 1, "tokens": [[1, 7]]}
 
 
+@pytest.mark.slow
 def test_no_replay_where_a_backend_has_no_graphs(host):
     assert compare.decode(LLAMA, TEXT).replay is not None
 

@@ -258,6 +258,7 @@ def test_a_model_that_no_backend_supports(host, plain_only):
         logits(made, ids, mask)
 
 
+@pytest.mark.slow
 def test_a_compiled_decoding_step(host):
     made = model("mistral")
     ids, mask = prompts(13, 8)
@@ -271,6 +272,7 @@ def test_a_compiled_decoding_step(host):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_the_dense_function_compiles_around_itself(host):
     made = model("mistral")
     ids, mask = prompts(13, 8)

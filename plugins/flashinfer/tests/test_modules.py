@@ -15,6 +15,7 @@ from attnplug.contract import Batch, GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
 from plugins.flashinfer.tests.agreements import agreed
 from tests.backends.harness import BLOCK, Harness
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,7 +145,7 @@ def loaded(journal: Any) -> set[str]:
     return names
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers())
 def test_warm_up_and_profiling_load_the_modules_of_all_steps(
     load_fake: Any, journal: Any, layer: tuple[str, str, dict[str, Any]]

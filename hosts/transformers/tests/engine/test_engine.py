@@ -17,6 +17,7 @@ from attnplug_transformers.engine.sampling import sample
 from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
 from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_learned_positions_and_chunks(open_engine, name):
 
 
 @pytest.mark.unmeasured
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     name=st.sampled_from(NAMES),
     block_size=st.sampled_from([1, 3, 8, 16, 32]),

@@ -134,8 +134,8 @@ def test_tokens_of_a_small_vocabulary_are_drawn_in_proportion(row: list[float], 
         assert probability > 0 or not counts[token]
 
 
-@pytest.mark.parametrize("size", [127, 128, 129, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [129, *(pytest.param(size, marks=pytest.mark.slow) for size in (127, 128, 1000))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampling",
     [
