@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
 from attnplug.contract import Layer
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from attnplug.request import FIELDS
 from core.tests.contract.world import make_backend, make_layer, refused
 
 HEADS = 4
@@ -22,6 +24,12 @@ def test_a_layer_inherits_what_was_agreed():
     assert (layer.logits_soft_cap, layer.attention_chunk, layer.attn_type) == (30.0, 8, "decoder")
     assert layer.block_sparse == (("stride", 2),)
     assert layer.scale == 8**-0.5
+
+
+def test_every_inherited_field_is_in_a_layer():
+    inherited = {item.name for item in FIELDS.values() if item.in_layer}
+
+    assert inherited <= {item.name for item in attrs.fields(Layer)}
 
 
 def test_a_layer_may_repeat_what_was_agreed():

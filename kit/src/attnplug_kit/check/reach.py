@@ -86,13 +86,12 @@ def values_of(name: str, variant: Variant) -> Constraint | None:
 
 def _neutral(name: str, variant: Variant) -> tuple[Alternative, ...]:
     """Return the values that request nothing."""
-    followed = {"head_size_v": "head_size", "kv_cache_dtype": "dtype"}.get(name)
-    if followed:
-        source = variant.supports.get(followed)
-        return source.alternatives if source else ()
-    if name == "causal":
-        return Exact(value=True), Exact(value=False)
     item = FIELDS[name]
+    if item.follows is not None and not item.follows.requests:
+        if isinstance(item.domain, Flag):
+            return Exact(value=True), Exact(value=False)
+        source = variant.supports.get(item.follows.names[0])
+        return source.alternatives if source else ()
     return () if item.neutral is None or item.required else (Exact(item.neutral),)
 
 
@@ -108,7 +107,7 @@ def _may_be_absent(name: str, variant: Variant) -> bool:
     if name == "compute_capability":
         types = variant.supports.get("device_type")
         return types is None or types.alternatives != (Exact("cuda"),)
-    return name not in ("head_size_v", "gqa_ratio") and not item.required and item.neutral is None
+    return not (item.required or item.follows or item.kind == "derived") and item.neutral is None
 
 
 def _covers(constraint: Constraint, part: Alternative) -> bool:

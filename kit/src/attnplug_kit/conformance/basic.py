@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import plain, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, needs, over
+from attnplug_kit.fields import tested
 from attnplug_kit.oracle import materialize
 
 if TYPE_CHECKING:
@@ -16,15 +17,11 @@ if TYPE_CHECKING:
 
 
 def _declared_by_all(subject: Subject) -> Any:
-    return field_values_of(subject).of(
-        "dtype", "head_size", "gqa_ratio", "paged", "block_size", "kv_layout", "kv_cache_form"
-    )
+    return field_values_of(subject).of(*tested("plain"))
 
 
 def _declared_by_some(subject: Subject) -> Any:
-    return field_values_of(subject).of(
-        "sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "return_lse"
-    )
+    return field_values_of(subject).of(*tested("scores"))
 
 
 class Basic(Tier):

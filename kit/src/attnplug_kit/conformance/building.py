@@ -14,6 +14,7 @@ from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
+from attnplug_kit.fields import tested
 from attnplug_kit.oracle import SceneRunner, materialize
 from attnplug_kit.oracle.padding import with_inexact_lens, with_wider_table
 from attnplug_kit.oracle.rounding import as_bytes
@@ -52,7 +53,7 @@ def _query_lens_cpu_kinds(subject: Subject) -> Mapping[str, RequestSpec]:
 
 def _layer_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return a plain request, and one for each input that is a layer's own."""
-    own = field_values_of(subject).of("alibi", "sinks", "kv_cache_dtype", "per_head_scales")
+    own = field_values_of(subject).of(*tested("layers"))
     return {"plain": plain(subject), **own}
 
 

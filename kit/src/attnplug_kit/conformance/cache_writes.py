@@ -13,6 +13,7 @@ from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
+from attnplug_kit.fields import tested
 from attnplug_kit.oracle import (
     CANARY,
     Paged,
@@ -35,20 +36,11 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
 
-_FIELDS: Final = (
-    "kv_layout",
-    "kv_cache_form",
-    "kv_cache_dtype",
-    "block_size",
-    "head_size_v",
-    "per_head_scales",
-    "dtype",
-)
 _OUTER: Final = {"NHD": "tokens", "HND": "heads"}
 
 
 def _caches(subject: Subject) -> Mapping[str, RequestSpec]:
-    specs = field_values_of(subject).of(*_FIELDS)
+    specs = field_values_of(subject).of(*tested("cache"))
     return {name: spec for name, spec in specs.items() if spec.fields.get("paged")}
 
 

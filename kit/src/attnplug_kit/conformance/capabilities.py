@@ -16,6 +16,7 @@ from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_specs
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, needs, over
+from attnplug_kit.fields import CUTS, ROWS, tested
 from attnplug_kit.oracle import Paged, SceneRunner, limits_of, materialize
 
 if TYPE_CHECKING:
@@ -29,23 +30,7 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
 
-_TESTED_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
-_WITH_MANY_KEYS: Final = (
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "kv_cache_dtype",
-    "return_lse",
-    "paged",
-    "block_sparse",
-)
-_SPLIT_BY: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "sliding_window", "phases")
-"""Fields for which kernels may split keys differently."""
-
 _HEADS: Final = 8
-_CUTS: Final = {"sliding_window": (100, 1024, 4096), "attention_chunk": (100, 512, 2048)}
 _SPARE_BLOCKS: Final = (300, 33000)
 _LARGEST_POOL: Final = 2**25  # numbers of the keys: 128 MiB in float32
 
@@ -58,7 +43,7 @@ _LIMITS: Final = Limits(max_num_reqs=48, max_num_tokens=1024, max_seq_len=2048) 
 
 def _capabilities(subject: Subject) -> Mapping[str, RequestSpec]:
     declared = field_values_of(subject)
-    names = [n for n in declared.values() if FIELDS[n].kind != "device" and n not in _TESTED_ELSEWHERE]
+    names = [n for n in declared.values() if FIELDS[n].kind != "device" and n not in tested("elsewhere")]
     return declared.of(*names)
 
 
@@ -67,7 +52,7 @@ def _pairs(subject: Subject) -> Mapping[str, RequestSpec]:
 
 
 def _long(subject: Subject) -> Mapping[str, RequestSpec]:
-    specs = field_values_of(subject).of(*_WITH_MANY_KEYS)
+    specs = field_values_of(subject).of(*tested("long"))
     return {name: spec for name, spec in specs.items() if "attn_type" not in spec.fields}
 
 
@@ -92,7 +77,7 @@ def _many(subject: Subject) -> Mapping[str, RequestSpec]:
     if subject.is_interpreted:
         return {"plain": plain(subject)}
     found = {"plain": declared.spec(num_kv_heads=_HEADS) or plain(subject)}
-    for name in _WITH_MANY_KEYS:
+    for name in tested("long"):
         specs = [each for each in declared.of(name).items() if "attn_type" not in each[1].fields]
         found.update(specs[len(specs) // 2 :][:1])
     return found
@@ -101,7 +86,7 @@ def _many(subject: Subject) -> Mapping[str, RequestSpec]:
 def _cuts(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return requests for large windows and chunks."""
     declared = field_values_of(subject)
-    found = {f"{name}={size}": declared.spec(**{name: size}) for name, sizes in _CUTS.items() for size in sizes}
+    found = {f"{name}={size}": declared.spec(**{name: size}) for name in CUTS for size in ROWS[name].large}
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
@@ -120,7 +105,7 @@ def _batch_invariant(subject: Subject) -> Mapping[str, RequestSpec]:
     if not declared.of("batch_invariant"):
         return {}
     names: dict[RequestSpec | None, str] = {}
-    fields = {str(item): {item.field: item.value} for item in declared.specs if item.field in _SPLIT_BY}
+    fields = {str(item): {item.field: item.value} for item in declared.specs if item.field in tested("splits")}
     for name, own in {"plain": {}, **fields}.items():
         names.setdefault(declared.spec(batch_invariant=True, **own), name)
     return {name: spec for spec, name in names.items() if spec is not None}
@@ -158,7 +143,7 @@ class Capabilities(Tier):
     def test_beyond_cuts(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Sequences longer than a large window or chunk give the oracle's output."""
         spec = draw(point, keep=("kv_cache_dtype",))  # FP8 tolerances are wide, and its oracle is slow
-        size = spec.fields.get("sliding_window") or spec.fields["attention_chunk"]
+        size = next(spec.fields[name] for name in CUTS if name in spec.fields)
         lens: dict[str, Any] = {"query_lens": (1, 12, 1), "context_lens": (size + size // 2, size - 5, size)}
         if (phases := spec.fields.get("phases")) is not None:
             keep = slice(1, 2) if phases == ("prefill",) else slice(None, None, 2)

@@ -10,6 +10,7 @@ from attrs import frozen
 from attnplug.manifest import Holds, Range
 from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
 from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
+from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
 from attnplug_kit.oracle.rounding import INT8_DTYPES
 
@@ -20,34 +21,10 @@ if TYPE_CHECKING:
     from attnplug.negotiation import Reason
     from attnplug_kit.conformance.subject import Subject
 
-_SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
-    "head_size": (64, 128, 80, 40),
-    "head_size_v": (24, 128),
-    "num_kv_heads": (2, 1),
-    "block_size": (16, 1, 12),
-    "sliding_window": (7, 1, 64),
-    "attention_chunk": (16, 5),
-    "logits_soft_cap": (2.0, 30.0),
-    "decode_query_len": (2, 5),
-}
-"""Values that are requested of a range, besides its ends."""
-
 _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
-_UNREACHABLE: Final[dict[str, str]] = {
-    "dcp_size": "the kit runs in one process, and decode context parallelism needs several ranks",
-    "output_quant": "the oracle's outputs are not quantized",
-}
 _OPEN_FEATURE: Final = "its backend defines what an open feature means: test it beside the kit"
 _REQUESTED_FEATURE: Final = f"every request has it, and it must not change attention; beyond that, {_OPEN_FEATURE}"
-_PATTERNS: Final[tuple[dict[str, Any], ...]] = (
-    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 1, "vert_stride": 3},
-    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 0, "vert_stride": 2},
-    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 2, "vert_stride": 3, "homo_head": True},
-    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 1, "vert_stride": 4, "homo_head_group": True},
-    {"max_seqlen": 4096, "block_size": 64, "local_blocks": 2, "vert_stride": 8},
-)
-_ALWAYS: Final = {"gqa_ratio": (1, 2, 4, 7, 8), "num_kv_heads": (2,), "paged": (True, False)}
 
 
 @frozen
@@ -149,13 +126,13 @@ def field_values_of(subject: Subject) -> FieldValues:
 
 
 def _declared(subject: Subject) -> Iterator[Capability]:
-    names = dict.fromkeys((*subject.supports, *_ALWAYS))
+    names = {*subject.supports, *(name for name, row in ROWS.items() if row.always)}
     for name in (item for item in FIELDS if item in names):
         constraint = subject.supports.get(name)
         if constraint is not None and FIELDS[name].kind == "device":
             yield from _of_devices(subject, name, constraint)
             continue
-        values = _ALWAYS.get(name, ()) if constraint is None or name == "paged" else _values(name, constraint)
+        values = ROWS[name].always if constraint is None or name == "paged" else _values(name, constraint)
         for value in values:
             if name != "paged" or not value or constraint is not None:
                 yield Capability(name, value)
@@ -174,11 +151,11 @@ def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
     """Return every value of a list; of ranges their ends, and some between."""
     domain = FIELDS[name].domain
     if name == "block_sparse":
-        patterns = (*constraint.choices(), *map(domain.canonical, _PATTERNS))
+        patterns = (*constraint.choices(), *map(domain.canonical, ROWS[name].samples))
         return tuple(dict.fromkeys(pattern for pattern in patterns if constraint.allows(pattern)))
     if isinstance(domain, (Integer, Number)):
         highest = [part.max for part in constraint.alternatives if isinstance(part, Range) and part.max is not None]
-        samples = [value for value in _SAMPLES.get(name, ()) if constraint.allows(value)]
+        samples = [value for value in ROWS[name].samples if constraint.allows(value)]
         found = (*constraint.choices(), *map(constraint.nearest, highest), *samples)
         return tuple(dict.fromkeys(value for value in found if value != FIELDS[name].neutral))
     if isinstance(domain, Names):
@@ -202,7 +179,7 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
         return f"the oracle rounds to {', '.join((*FP8_DTYPES, *INT8_DTYPES))} only"
     if name == "block_sparse" and not has_known_parameters(dict(value)):
         return f"the oracle has patterns of {', '.join(REQUIRED)}, homo_head and homo_head_group only"
-    return _UNREACHABLE.get(name, "")
+    return ROWS[name].unreachable
 
 
 def _plainest(subject: Subject, capability: Capability) -> RequestSpec | None:

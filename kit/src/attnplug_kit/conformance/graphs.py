@@ -14,6 +14,7 @@ from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.stepping import decoded
 from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.fields import tested
 from attnplug_kit.oracle import check_replays, check_replays_without_build, check_shared_state, materialize
 from attnplug_kit.oracle.replaying import check_advanced_replays
 from attnplug_kit.oracle.running import longest_of
@@ -27,20 +28,6 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
 
-_FEATURES: Final = (
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "custom_mask",
-    "kv_cache_dtype",
-    "per_head_scales",
-    "kv_layout",
-    "kv_cache_form",
-    "return_lse",
-    "block_sparse",
-)
 _TOGETHER: Final[dict[str, dict[str, Any]]] = {
     "sinks and LSE": {"sinks": True, "return_lse": True},
     "window and LSE": {"sliding_window": 7, "return_lse": True},
@@ -53,7 +40,6 @@ _WITH_MANY_KEYS: Final[dict[str, dict[str, Any]]] = {
 }
 """Fields for which kernels may split many keys differently."""
 
-_SIZES: Final = ("num_kv_heads", "gqa_ratio", "head_size", "block_size")
 _SHAPES: Final = ((5, 300), (9, 140), (20, 75))
 """Requests of a captured shape, and its longest context."""
 
@@ -80,7 +66,7 @@ def _levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
     highest = list(found.values())[-1:]
     for level, _ in highest:
         for item in declared.specs:
-            if item.field in _FEATURES:
+            if item.field in tested("graphs"):
                 spec = declared.spec(cudagraph=level, **{item.field: item.value})
                 found |= {} if spec is None else {f"{item} cudagraph={level}": (level, spec)}
         for name, fields in _TOGETHER.items():
@@ -129,9 +115,10 @@ def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestS
     plain = declared.spec(**fields)
     if plain is None or not plain.fields.get("paged", True):
         return {}
+    names = {*tested("graphs"), *tested("sizes")}
     found: dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]] = {}
     for name, values in declared.values().items():
-        for value in dict.fromkeys((*values[1:2], values[-1])) if name in (*_FEATURES, *_SIZES) else ():
+        for value in dict.fromkeys((*values[1:2], values[-1])) if name in names else ():
             other = declared.spec(**{**fields, name: value})
             found |= {} if other is None else {str(Capability(name, value)): (level, (plain, other))}
     return found

@@ -11,6 +11,7 @@ from attrs import evolve
 from attnplug_kit.conformance.field_values import field_values_of, is_served
 from attnplug_kit.conformance.serving import load_for, require, runner_for
 from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.fields import tested
 from attnplug_kit.oracle import SceneRunner, materialize, tolerance
 from attnplug_kit.oracle.attention import FULL_PATTERN
 
@@ -25,17 +26,6 @@ if TYPE_CHECKING:
     from attnplug_kit.oracle import Scene
 
 _LENGTHS: Final[dict[str, Any]] = {"query_lens": (1, 12), "context_lens": (45, 20)}
-_FEATURES: Final = (
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "causal",
-    "custom_mask",
-    "attn_bias",
-    "block_sparse",
-)
 _WITHOUT: Final = {"block_sparse": tuple(sorted(FULL_PATTERN.items()))}  # a backend may serve patterns only
 _UNDRAWN: Final[dict[str, Any]] = {  # the same in both requests
     "shared_blocks": 0,
@@ -104,7 +94,7 @@ def _inputs(subject: Subject) -> dict[str, Any]:
 def _features(subject: Subject) -> dict[str, Any]:
     """Return each request for a feature that changes attention, beside the same request without it."""
     specs = field_values_of(subject).specs.items()
-    shown = {item: spec for item, spec in specs if item.field in _FEATURES and _is_visible(item.value)}
+    shown = {item: spec for item, spec in specs if item.field in tested("effect") and _is_visible(item.value)}
     without = {item: _without(spec, item.field) for item, spec in shown.items()}
     return {str(item): (item.field, spec, without[item]) for item, spec in shown.items()}
 

@@ -9,6 +9,7 @@ from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import needs_no_other_kernel
 from attnplug_kit.conformance.serving import serve
 from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.fields import CUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,7 +86,7 @@ class Models(Tier):
         """A layer gives the oracle's output where its window or chunk hides a part of the sequence."""
         point = draw(point, keep=("kv_cache_dtype",))  # a layer fixes all but pages, and what hosts do
         fields = point.fields
-        longest = max(_LONGEST, *(_BEYOND + fields.get(name, 0) for name in ("sliding_window", "attention_chunk")))
+        longest = max(_LONGEST, *(_BEYOND + fields.get(name, 0) for name in CUTS))
         lens = {"decode": ((1, 1), (longest, 300)), "prefill": ((_PREFILL,), (longest - _PREFILL,))}
         parts = [lens[phase] for phase in ("decode", "prefill") if phase in fields.get("phases", lens)]
         query_lens, context_lens = (sum(each, ()) for each in zip(*parts, strict=True))

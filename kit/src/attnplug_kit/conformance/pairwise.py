@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.request import FIELDS
 from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
 from attnplug_kit.conformance.request_spec import RequestSpec
+from attnplug_kit.fields import ROWS, tested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,26 +23,13 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
 
 _SEED: Final = 20
-_TESTED_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
 _BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every request has these
 _DRAWN_ONLY: Final = {"kv_in_cache"}  # drawing adds it, and writes K/V before the calls of requests that have it
 _Pair = frozenset[tuple[str, Any]]
 
 # What a kernel is compiled for: a value of each field, or whether it has one. A compilation takes seconds to minutes.
-_COMPILED_FOR: Final = (
-    "dtype",
-    "head_size",
-    "head_size_v",
-    "kv_cache_dtype",
-    "attn_type",
-    "causal",
-    "alibi",
-    "sinks",
-    "custom_mask",
-    "attn_bias",
-    "block_sparse",
-)
-_COMPILED_WITH: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")
+_COMPILED_FOR: Final = tuple(name for name, row in ROWS.items() if row.compiled == "value")
+_COMPILED_WITH: Final = tuple(name for name, row in ROWS.items() if row.compiled == "presence")
 _Kernel = tuple[Any, ...]
 
 
@@ -77,7 +65,7 @@ def refused_pairs(subject: Subject) -> tuple[RequestSpec, ...]:
 
 
 def _pairs_of(specs: Mapping[Capability, RequestSpec]) -> Iterator[tuple[Capability, Capability]]:
-    served = [item for item in specs if FIELDS[item.field].kind != "device" and item.field not in _TESTED_ELSEWHERE]
+    served = [item for item in specs if FIELDS[item.field].kind != "device" and item.field not in tested("elsewhere")]
     yield from (pair for pair in combinations(served, 2) if pair[0].field != pair[1].field)
 
 

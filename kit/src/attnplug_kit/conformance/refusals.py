@@ -17,6 +17,7 @@ from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.pairwise import refused_pairs
 from attnplug_kit.conformance.serving import plain, require, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
+from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle import Paged, materialize
 
 if TYPE_CHECKING:
@@ -27,17 +28,6 @@ if TYPE_CHECKING:
     from attnplug.manifest import Constraint, Rule
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.subject import Subject
-
-_ODD: Final[dict[str, tuple[Any, ...]]] = {
-    "head_size_v": (24,),
-    "sliding_window": (7,),
-    "attention_chunk": (16,),
-    "logits_soft_cap": (30.0,),
-    "block_sparse": ({"kit": 1},),
-    "decode_query_len": (2, 64),
-    "dcp_size": (2,),
-    "features": (("kit.nobody_has_this",),),
-}
 
 
 def _refused(subject: Subject) -> dict[str, Any]:
@@ -57,7 +47,7 @@ def _undeclared(name: str, constraint: Constraint | None) -> Iterator[Any]:
     item = FIELDS[name]
     if constraint is None and item.open:
         return
-    for value in dict.fromkeys(_candidates(name, constraint)) if name != "block_sparse" else _ODD[name]:
+    for value in dict.fromkeys(_candidates(name, constraint)) if name != "block_sparse" else ROWS[name].odd:
         canonical = item.domain.canonical(value)
         if canonical != item.neutral and not (constraint is not None and constraint.allows(canonical)):
             yield value
@@ -71,7 +61,7 @@ def _candidates(name: str, constraint: Constraint | None) -> tuple[Any, ...]:
         return (True, False)
     if isinstance(domain, Name):
         return tuple(value for value in domain.values if value != "auto")
-    return _ODD.get(name, ())
+    return ROWS[name].odd
 
 
 def _around(constraint: Constraint) -> Iterator[Any]:
@@ -120,6 +110,12 @@ def _applies(rule: Rule, requirements: Requirements, subject: Subject) -> bool:
     return all(one.holds(request.facts, request.requested_names, installed, absent=False) for one in rule.when)
 
 
+def _of_a_layer(subject: Subject) -> dict[str, str]:
+    """Return what a layer may have beyond its agreement, as far as plain requests are without it."""
+    odd = [name for name, row in ROWS.items() if FIELDS[name].in_layer and row.odd]
+    return {name: name for name in (*odd, *_OF_A_LAYER) if not _is_in_plain_requests(subject, name)}
+
+
 class Refusals(Tier):
     """Requests for undeclared values, and layers and batches with features that were not negotiated."""
 
@@ -163,14 +159,15 @@ class Refusals(Tier):
             silent = [reason for reason in reasons if reason.code == "rule" and not reason.because]
             require(reasons and not silent, f"{subject}: {spec} is refused without a reason")
 
-    @over(lambda subject: {name: name for name in _OF_A_LAYER if not _is_in_plain_requests(subject, name)})
+    @over(_of_a_layer)
     def test_layer_feature_not_negotiated(self, subject: Subject, draw: Draw, point: Any) -> None:
         """A layer with a feature that is not in its agreement is refused, and the refusal names it."""
         spec = draw(plain(subject))
         case = spec.case(71)
         backend = subject.load(case.requirements(**spec.engine))
         heads = torch.ones(case.num_q_heads, device=backend.device)
-        layer = Layer(name="layer", **{point: _OF_A_LAYER[point](heads)})
+        value = _OF_A_LAYER[point](heads) if point in _OF_A_LAYER else ROWS[point].odd[0]
+        layer = Layer(name="layer", **{point: value})
         _require_refused(lambda: backend.make_impl(layer), point, f"{subject}: a layer with {point}")
 
     @needs(sinks=True)
@@ -207,14 +204,7 @@ class Refusals(Tier):
 _OF_A_LAYER: Final[dict[str, Callable[[Tensor], Any]]] = {
     "sinks": lambda heads: heads,
     "alibi_slopes": lambda heads: heads,
-    "sliding_window": lambda _: 5,
-    "attention_chunk": lambda _: 16,
-    "logits_soft_cap": lambda _: 5.0,
     "kv_sharing_target": lambda _: "another",
-    "attn_type": lambda _: "encoder_only",
-    "head_size": lambda _: 7,
-    "num_q_heads": lambda _: 13,
-    "block_sparse": lambda _: {"kit": 1},
     "output_scale": lambda heads: heads[:1],
     "extra": lambda _: {"kit.nobody_has_this": 1},
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 from attrs import field, frozen
 
 from attnplug.errors import RequestError
 from attnplug.request import FIELDS, Requirements
+from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle import Case
+from attnplug_kit.oracle.case import OF_LAYER
 from attnplug_kit.oracle.rounding import INT8_DTYPES
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 FP8_DTYPES: Final = ("fp8_e4m3", "fp8_e5m2")
 """The FP8 cache dtypes whose rounding the oracle has."""
 
-_CASE_FIELDS: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
+_CASE_FIELDS: Final = {*OF_LAYER} - {"num_q_heads"}
 _FP8_SCALES: Final = {
     "fp8_e4m3": ((0.3, 0.004), (0.004, 0.7)),
     "fp8_e5m2": ((0.3, 3e-5), (3e-5, 0.7)),
@@ -32,7 +33,7 @@ _SHIFTED_SIZE: Final = 16
 _LARGEST_BLOCK: Final = 512
 """Requests have more than one block up to this size: steps have sequences of 1,024 tokens at most."""
 
-_OF_PAGES: Final = ("block_size", "kv_layout", "kv_cache_form")
+_OF_PAGES: Final = tuple(item.name for item in FIELDS.values() if item.free)
 
 
 @frozen
@@ -125,7 +126,7 @@ def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -
     found["strides"] = source.choice(("packed", "rows", "heads"))
     found["shared_blocks"] = source.choice((0, 1)) if fields.get("paged", True) else 0
     shift = source.choice((0.0, 0.0, 100.0, -100.0))
-    own = {"sinks", "logits_soft_cap"} & set(fields) or fields.get("kv_cache_dtype") in INT8_DTYPES
+    own = any(ROWS[name].absolute for name in fields) or fields.get("kv_cache_dtype") in INT8_DTYPES
     found["score_shift"] = 0.0 if own or size < _SHIFTED_SIZE else shift
     if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
         found |= dict(zip(("k_scale", "v_scale"), source.choice(_FP8_SCALES[fields["kv_cache_dtype"]]), strict=True))

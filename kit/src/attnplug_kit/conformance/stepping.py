@@ -11,6 +11,7 @@ from attrs import evolve
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import runner_for
 from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.fields import CUTS, tested
 from attnplug_kit.oracle import materialize
 from attnplug_kit.oracle.running import step_of
 
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Paged, Scene, SceneRunner
-
-_FEATURES: Final = (
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "kv_cache_dtype",
-    "per_head_scales",
-    "return_lse",
-)
-
-_CUTS: Final = ("sliding_window", "attention_chunk")
 
 _CHUNKS: Final = (16, 1, 9, 19)
 """New tokens of a prompt in each step of chunked prefill; decodes have one in each."""
@@ -52,14 +40,14 @@ _CASCADES: Final[dict[str, dict[str, Any]]] = {
 
 
 def _features(subject: Subject) -> Mapping[str, RequestSpec]:
-    specs = field_values_of(subject).of(*_FEATURES)
+    specs = field_values_of(subject).of(*tested("steps"))
     return {name: spec for name, spec in specs.items() if spec.fields.get("paged")}
 
 
 def _decodes(subject: Subject) -> dict[str, RequestSpec]:
     """Return requests for decodes: plain ones, with bounds on lengths, and one for each value of a feature."""
     declared = field_values_of(subject)
-    features = {str(item): {item.field: item.value} for item in declared.specs if item.field in _FEATURES}
+    features = {str(item): {item.field: item.value} for item in declared.specs if item.field in tested("steps")}
     bounds = {"seq_lens_cpu_kind=upper_bound": {"seq_lens_cpu_kind": "upper_bound"}}
     found = {
         name: declared.spec(paged=True, phases=("decode",), **fields)
@@ -70,7 +58,7 @@ def _decodes(subject: Subject) -> dict[str, RequestSpec]:
 
 def _cut_decodes(subject: Subject) -> dict[str, RequestSpec]:
     """Return the plain one of these requests, and those that hide keys."""
-    return {name: spec for name, spec in _decodes(subject).items() if name.startswith(("plain", *_CUTS))}
+    return {name: spec for name, spec in _decodes(subject).items() if name.startswith(("plain", *CUTS))}
 
 
 def _cascades(subject: Subject) -> dict[str, RequestSpec]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 
-from attnplug.request import Requirements
+from attnplug.request import FIELDS, Requirements
+from attnplug_kit.fields import ROWS
 
 if TYPE_CHECKING:
     import random
@@ -17,20 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-FEATURES: Final = (
-    "attn_type",
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "head_size_v",
-    "causal",
-    "custom_mask",
-    "kv_sharing",
-    "decode_query_len",
-    "kv_cache_dtype",
-)
+FEATURES: Final = tuple(name for name, row in ROWS.items() if row.drawn)
 """The fields that `random_case` varies only if they are named in `features`."""
 
 
@@ -174,28 +162,8 @@ class Case:
         paged = engine.get("paged", self.may_be_paged)
         blocks = {"block_size": self.block_size} if paged else {}
         engine = {"cascade": self.common_prefix_len > 0, **blocks, **engine}
-        return Requirements(
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            dtype=self.dtype,
-            attn_type=self.attn_type,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
-            attention_chunk=self.attention_chunk,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi=self.alibi,
-            sinks=self.sinks,
-            custom_mask=self.custom_mask,
-            attn_bias=self.attn_bias,
-            block_sparse=self.block_sparse,  # type: ignore[arg-type] # pairs are taken as well
-            kv_sharing=self.kv_sharing,
-            decode_query_len=self.decode_query_len,
-            kv_cache_dtype=self.kv_cache_dtype,
-            per_head_scales=self.per_head_scales,
-            **engine,
-        )
+        own = {name: getattr(self, name) for name in OF_LAYER}
+        return Requirements(**own, **engine)
 
     def reordered(self, first: int = 1) -> Case:
         """Return the case with the requests from `first` to the last but one behind the last one."""
@@ -218,6 +186,10 @@ class Case:
         lens = zip(self.query_lens, self.context_lens, strict=True)
         context_lens = tuple(context + length if query else context for query, context in lens)
         return evolve(self, context_lens=context_lens, common_prefix_len=length)
+
+
+OF_LAYER: Final = tuple(item.name for item in fields(Case) if item.name in FIELDS and item.name != "block_size")
+"""The fields of requests that a case has; its block size is of the KV cache."""
 
 
 class Draw(Protocol):
@@ -292,25 +264,9 @@ def _lengths(draw: Draw, decode_query_len: int) -> tuple[tuple[int, ...], tuple[
     return query_lens, context_lens
 
 
-_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
-    "attn_type": ("decoder", "encoder", "encoder_only", "encoder_decoder"),
-    "sliding_window": (None, 1, 3, 17, 64),
-    "attention_chunk": (None, 16, 32, 5),
-    "logits_soft_cap": (None, 2.0, 30.0),
-    "alibi": (None, "linear", "sqrt"),
-    "sinks": (False, True),
-    "head_size_v": (None, 8, 24),
-    "causal": (True, False),
-    "custom_mask": (False, True),
-    "kv_sharing": (False, True),
-    "decode_query_len": (1, 2, 5),
-    "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
-}
-
-
 def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> dict[str, Any]:
     """Return values that are compatible: encoders are not causal, and have no cache."""
-    drawn = {name: draw.among(_CHOICES[name]) for name in FEATURES if name in features and name not in fixed}
+    drawn = {name: draw.among(ROWS[name].drawn) for name in FEATURES if name in features and name not in fixed}
     attn_type = {**drawn, **fixed}.get("attn_type", "decoder")
     if attn_type != "decoder":
         drawn["causal"] = False

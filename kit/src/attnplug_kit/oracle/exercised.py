@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
+from attnplug.request import FIELDS
+from attnplug_kit.fields import CUTS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -14,10 +17,6 @@ if TYPE_CHECKING:
     from attnplug_kit.oracle.scene import Scene
 
     Observer = Callable[[Backend, Scene], None]
-
-_HEADS: Final = ("num_q_heads", "num_kv_heads", "gqa_ratio")
-_CUTS: Final = ("sliding_window", "attention_chunk")
-"""Fields without an effect on sequences that are no longer than their value."""
 
 _observers: Final[list[Observer]] = []
 
@@ -61,7 +60,7 @@ class Exercised:
 
     def has_effect(self, name: str, value: Any) -> bool:
         """Whether a value of a field can have changed a result: a window or a chunk that is in its range."""
-        if name not in _CUTS:
+        if name not in CUTS:
             return True
         ends = self.ranges.get(name)
         return ends is not None and bool(ends[0] <= value <= ends[1])
@@ -98,13 +97,12 @@ def _of_batch(scene: Scene) -> Iterator[tuple[str, int]]:
 
 def _of_request(backend: Backend, scene: Scene) -> Iterator[tuple[str, float]]:
     case, wanted = scene.case, backend.agreement.requirements
-    yield from ((name, getattr(wanted, name)) for name in _HEADS)
     longest = max((keys for _, keys in _running(scene)), default=0)
-    yield from ((name, value) for name in _CUTS if (value := getattr(wanted, name)) is not None and longest > value)
-    if wanted.logits_soft_cap is not None:
-        yield "logits_soft_cap", wanted.logits_soft_cap
-    if wanted.decode_query_len in case.query_lens:
-        yield "decode_query_len", wanted.decode_query_len
+    for name, value in wanted.facts().items():
+        if not FIELDS[name].has_ranges or value is None:
+            continue
+        if (name not in CUTS or longest > value) and (name != "decode_query_len" or value in case.query_lens):
+            yield name, value
     for row, keys in enumerate(case.key_lens if wanted.paged else ()):
         if case.query_lens[row] and keys > 0:
             yield "block_number", int(scene.block_table[row, : -(-keys // case.block_size)].max())

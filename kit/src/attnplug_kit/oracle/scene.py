@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from attnplug.contract import PAD_SLOT_ID, Batch, KVCache, Layer
 from attnplug.errors import NotNegotiatedError
 from attnplug_kit.oracle.attention import OracleResult, attend
+from attnplug_kit.oracle.case import OF_LAYER
 from attnplug_kit.oracle.host_memory import bind_pool
 from attnplug_kit.oracle.padding import with_inexact_lens, with_strides
 from attnplug_kit.oracle.rounding import (
@@ -34,6 +36,8 @@ CANARY: Final = 12288.0
 _POISONED_BYTE: Final = 99
 
 _RESULTS: Final = ("output", "lse", "lse_with_sink", "spread", "peak")
+
+_OF_ORACLE: Final = tuple(name for name in signature(attend).parameters if name in OF_LAYER)
 
 _SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
@@ -144,22 +148,16 @@ class Scene:
 
     def _expected(self, request: int, keys: Tensor, values: Tensor) -> OracleResult:
         case, int8 = self.case, self.int8_rounding
-        return attend(
-            self.queries[request] if int8 is None else int8.rows(self.queries[request]),
-            keys,
-            values,
-            scale=self.scale,
-            causal=case.causal,
-            window=case.window,
-            attention_chunk=case.attention_chunk,
-            logits_soft_cap=case.logits_soft_cap,
-            alibi=case.alibi,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            custom_mask=None if self.masks is None else self.masks[request],
-            attn_bias=None if self.biases is None else self.biases[request],
-            block_sparse=None if case.block_sparse is None else dict(case.block_sparse),
-        )
+        own = {
+            "window": case.window,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "custom_mask": None if self.masks is None else self.masks[request],
+            "attn_bias": None if self.biases is None else self.biases[request],
+            "block_sparse": None if case.block_sparse is None else dict(case.block_sparse),
+        }
+        queries = self.queries[request] if int8 is None else int8.rows(self.queries[request])
+        return attend(queries, keys, values, scale=self.scale, **{**{n: getattr(case, n) for n in _OF_ORACLE}, **own})
 
     def layer(
         self,
