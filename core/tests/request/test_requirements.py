@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError, RequirementsError
+from attnplug.request.domains import Flag, Integer, Name, Names, Number, Table
 from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 
@@ -21,26 +22,27 @@ def requirements_of(**values):
     return Requirements(**{**BASE, **values})
 
 
-optional = st.fixed_dictionaries(
-    {},
-    optional={
-        "sliding_window": st.none() | st.integers(1, 9999),
-        "logits_soft_cap": st.none() | st.floats(0.5, 100, allow_nan=False),
-        "alibi": st.sampled_from([None, "linear", "sqrt"]),
-        "sinks": st.booleans(),
-        "attn_type": st.sampled_from(["decoder", "encoder", "encoder_only", "encoder_decoder"]),
-        "causal": st.sampled_from([None, True, False]),
-        "paged": st.sampled_from([None, True, False]),
-        "block_size": st.sampled_from([None, 16, 128]),
-        "kv_layout": st.sampled_from([None, "NHD", "HND"]),
-        "kv_cache_form": st.sampled_from([None, "joint", "interleaved", "split", "packed", "independent"]),
-        "kv_cache_dtype": st.sampled_from(["auto", "fp8", "int8", "bf16", "acme.int3"]),
-        "cudagraph": st.sampled_from(["never", "always"]),
-        "phases": st.sampled_from([("prefill", "decode"), ("decode", "prefill"), ["decode"]]),
-        "block_sparse": st.none() | st.just({"block_size": 64, "local_blocks": 16, "homo_head": False}),
-        "features": st.sampled_from([(), ("acme.x",), ["b.y", "a.x"]]),
-        "dcp_size": st.sampled_from([1, 2]),
-    },
+def values_of(domain):
+    if isinstance(domain, Names):
+        each = st.sampled_from([*domain.each.values, *(() if domain.each.values else ("acme.x", "b.y"))])
+        return st.lists(each, min_size=0 if domain.empty else 1, max_size=2)
+    if isinstance(domain, Name):
+        return st.sampled_from([*domain.values, *domain.aliases, *(["acme.int3"] if domain.open else [])])
+    kinds = {
+        Flag: st.booleans(),
+        Integer: st.integers(1, 9999),
+        Number: st.floats(0.5, 100),
+        Table: st.just({"block_size": 64, "local_blocks": 16, "homo_head": False}),
+    }
+    return kinds[type(domain)]
+
+
+VALUES = {
+    item.name: values_of(item.domain) | st.none() if item.is_optional() else values_of(item.domain)
+    for item in fields_of("model", "engine")
+}
+some = st.lists(st.sampled_from(sorted(VALUES)), max_size=5).flatmap(
+    lambda names: st.fixed_dictionaries({name: VALUES[name] for name in names})
 )
 
 
@@ -51,7 +53,7 @@ def valid(values):
         return None
 
 
-requests = optional.map(valid).filter(lambda r: r is not None)
+requests = some.map(valid).filter(lambda r: r is not None)
 
 
 @given(requests)
