@@ -217,7 +217,8 @@ ANY = {"any": True}
 
 
 def facts_of(requirements, device):
-    facts = {name: getattr(requirements, name) for name in REQUESTED}
+    names = [name for name in requirements.__slots__ if not name.startswith("_") and name != "late"]
+    facts = {name: getattr(requirements, name) for name in names}
     capability = device.compute_capability
     return facts | {
         "device_type": device.type,
@@ -225,44 +226,6 @@ def facts_of(requirements, device):
         "compute_capability": (capability.major, capability.minor) if capability else None,
         "gqa_ratio": requirements.num_q_heads // requirements.num_kv_heads,
     }
-
-
-REQUESTED = [
-    "head_size",
-    "num_q_heads",
-    "num_kv_heads",
-    "dtype",
-    "head_size_v",
-    "sliding_window",
-    "attention_chunk",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "attn_type",
-    "causal",
-    "block_sparse",
-    "custom_mask",
-    "attn_bias",
-    "kv_sharing",
-    "paged",
-    "phases",
-    "block_size",
-    "kv_layout",
-    "kv_cache_form",
-    "kv_cache_dtype",
-    "cudagraph",
-    "cascade",
-    "return_lse",
-    "decode_query_len",
-    "dcp_size",
-    "batch_invariant",
-    "seq_lens_cpu_kind",
-    "query_lens_cpu_kind",
-    "kv_in_cache",
-    "per_head_scales",
-    "output_quant",
-    "features",
-]
 
 
 def is_requested(name, facts):
