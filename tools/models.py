@@ -16,6 +16,7 @@ from attnplug.models.description import describe_model
 from attnplug.models.fields import LIBRARY
 from attnplug.models.parallel import cache_bytes, shard
 from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 from attnplug.selection import process
 from tools.capabilities import manifests
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 FIXTURES: Final = "core/tests/models/configurations.json"
 DEVICES: Final = {"8.0": "cuda:8.0", "9.0": "cuda:9.0", "10.0": "cuda:10.0", "CPU": "cpu"}
-_SHOWN: Final = {
+_WORDS: Final = {
+    "head_size_v": "values of size {}",
     "sliding_window": "window {}",
     "attention_chunk": "chunks of {}",
     "logits_soft_cap": "soft cap {:g}",
@@ -139,8 +141,11 @@ def _attention(model: ModelDescription) -> str:
 
 
 def _group(wanted: Requirements, count: int) -> str:
+    requested = [(FIELDS[name], value) for name, value in wanted.requested() if name != "attn_type"]
     shown = [
-        text.format(value) for name, text in _SHOWN.items() if (value := getattr(wanted, name)) not in (None, False)
+        _WORDS.get(item.name, f"{item.name}={{}}").format(value)
+        for item, value in requested
+        if item.kind == "model" and not item.required
     ]
     kind = [_KINDS[wanted.attn_type]] if wanted.attn_type in _KINDS else []
     cache = [f"KV cache {wanted.kv_cache_dtype}"] if wanted.kv_cache_dtype != wanted.dtype else []
