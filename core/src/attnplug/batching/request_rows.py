@@ -11,7 +11,8 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.batching.step_tensors import as_int32
-from attnplug.contract.guards._format import describe, extremes
+from attnplug.contract.guards._format import describe
+from attnplug.contract.inputs.exact import extremes
 from attnplug.errors import BatchError, shown
 
 Vector = Tensor | list[Any]

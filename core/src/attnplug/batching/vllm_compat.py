@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.contract.guards.normalize import without_padding
+from attnplug.contract.inputs.exact import AS_GIVEN, exact_batch
 from attnplug.contract.inputs.phase import count_decodes
 from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError, LayerError
@@ -66,9 +66,7 @@ def split_decodes_and_prefills(batch: Batch, decode_threshold: int = 1, *, requi
             "a decode has at least one query token",
             "pass the agreed decode_query_len",
         )
-    if type(batch.num_padded_reqs) is not int or batch.num_padded_reqs:
-        batch = without_padding(batch)
-    lengths = _query_lens(batch)
+    lengths = _query_lens(exact_batch(batch, AS_GIVEN)[0])
     num_decodes = _count(lengths, decode_threshold, require_uniform=require_uniform)
     tokens = sum(lengths[:num_decodes])
     return Split(num_decodes, len(lengths) - num_decodes, tokens, sum(lengths) - tokens)
@@ -295,7 +293,7 @@ def local_chunk_batch(batch: Batch, attn_chunk_size: int, block_size: int) -> Ba
     """
     _check_chunkable(batch)
     if batch.num_padded_reqs:
-        batch = without_padding(batch)
+        batch, _ = exact_batch(batch, AS_GIVEN)
     starts, lengths, table = batch.query_start_loc_cpu, batch.seq_lens_cpu, batch.block_table
     if starts is None or lengths is None or table is None:
         raise BatchError(

@@ -15,8 +15,8 @@ from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
-from attnplug.contract.guards.normalize import cut_alike, keep_lengths
 from attnplug.contract.inputs.batch import with_fields
+from attnplug.contract.inputs.exact import exact_batch, forget, with_lengths
 from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.guards.batch import Checked
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.limits import Limits, Parallel
     from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.metadata import Metadata
@@ -273,11 +273,15 @@ class MetadataBuilder:
             return assemble(self, split, self.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
         # Before anything is written: a refused batch leaves the buffers as they were.
-        checked = self._guard.check_for_graph(batch, in_place=graph.host_owned_inputs)
-        _check_covered(self, graph, checked)
-        split = graph.take(checked, self)
+        split = self._guard.check(batch, in_place=graph.host_owned_inputs)
+        taken, (_, lengths) = split.batch, exact_batch(split.batch, self._guard.terms)
+        _check_covered(self, graph, taken, lengths)
+        if graph.host_owned_inputs:
+            taken = with_lengths(batch, self._guard.terms)
+            forget(batch, self._guard.terms)  # the host writes its tensors again, for the next replay
+        split = graph.take(taken, lengths, split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        metadata = graph.seal(assemble(self, split, fields, graph), self, checked.given)
+        metadata = graph.seal(assemble(self, split, fields, graph), self, taken)
         if not graph.prepares_itself(self):
             self.prepare_in_graph(metadata)
         return metadata
@@ -320,9 +324,7 @@ class MetadataBuilder:
 
         Lengths that the agreement reads from the device are read here, once, and `build` reads them no more.
         """
-        return not batch.common_prefix_len and self.covers(
-            self._guard.with_exact_numbers(batch, longest=self._decides_on_captures)
-        )
+        return self.covers(*self.exact(batch))
 
     @final
     def update_block_table(
@@ -356,13 +358,15 @@ class MetadataBuilder:
                 "a graph reads its own buffers, and each builder has separate ones",
                 "build(batch, graph=graph) with the other group's block table",
             )
+        before, lengths = self.exact(metadata.batch, is_read=True)
         given = {"block_table": (block_table, block_table_cpu), "slot_mapping": (slot_mapping, slot_mapping_cpu)}
         fields: dict[str, Any] = {}
         for name, (tensor, cpu) in given.items():
             copy = tensor if cpu is None and tensor is not None and tensor.is_cpu else cpu
-            fields[name] = cut_alike(metadata.batch, name, tensor)
-            fields[f"{name}_cpu"] = fields[name] if copy is tensor else cut_alike(metadata.batch, name, copy)
-        batch: Batch = keep_lengths(with_fields(metadata.batch, **fields), self.agreement)
+            fields[name] = lengths.cut_alike(before, name, tensor)
+            fields[f"{name}_cpu"] = fields[name] if copy is tensor else lengths.cut_alike(before, name, copy)
+        batch = with_fields(before, **fields)
+        batch.derived[self._guard.terms] = lengths  # of the same requests
         split = self._guard.check(batch)
         return assemble(self, split, self.replan_block_table(metadata, split.batch, split))
 
@@ -406,9 +410,9 @@ class MetadataBuilder:
                 "a later build has overwritten the tensors of the graph that it reads",
                 "pass what the last build returned",
             )
-        before = metadata.batch if graph is None else graph.given(self)
-        batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
-        batch = keep_lengths(batch, self.agreement)
+        before, lengths = self.exact(metadata.batch if graph is None else graph.given(self), is_read=True)
+        batch = next_decode_batch(before, lengths, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
+        self.exact(batch, is_read=True)
         count = batch.num_actual_tokens
         if tokens is not None:
             tokens.check(count)
@@ -423,28 +427,22 @@ class MetadataBuilder:
 
     # --- machinery ---
 
-    @property
-    def _decides_on_captures(self) -> bool:
-        return type(self).can_capture is not MetadataBuilder.can_capture
+    def exact(self, batch: Batch, *, is_read: bool = False) -> tuple[Batch, Lengths]:
+        """Return a batch as plugins see it, and its lengths; see `exact_batch`."""
+        return exact_batch(batch, self._guard.terms, is_read=is_read)
 
-    def covers(self, batch: Batch, query_len: int | None = None) -> bool:
-        """Whether a batch with exact numbers can be replayed from a graph; see `runs_at`."""
+    def covers(self, batch: Batch, lengths: Lengths) -> bool:
+        """Whether an exact batch can be replayed from a graph; see `runs_at`."""
         longest = self.agreement.requirements.decode_query_len
-        return runs_at(self.graph_level, batch, longest, query_len) and self.can_capture(batch)
+        return (
+            not batch.common_prefix_len
+            and runs_at(self.graph_level, lengths.query_len, longest)
+            and self.can_capture(batch)
+        )
 
-    def seen_by_graphs(self, batch: Batch, shortest: int) -> tuple[Batch, Batch]:
-        """
-        Return a batch as a graph of the host's own inputs sees it, and as all others do: with exact numbers.
-
-        Args:
-            batch: The batch, which was not checked.
-            shortest: The smallest `GraphBuffers.max_seq_len`: up to it the longest sequence does not matter.
-
-        Raises:
-            ContractError: As `State.find_graph` says.
-        """
-        longest = self._decides_on_captures or batch.max_seq_len > shortest
-        return self._guard.read(batch), self._guard.with_exact_numbers(batch, longest=longest)
+    def given_to_graphs(self, batch: Batch) -> Batch:
+        """Return a batch as a graph of the host's own inputs sees it: padded, with the lengths that were read."""
+        return with_lengths(batch, self._guard.terms)
 
 
 def check_supports_graphs(builder: MetadataBuilder) -> None:
@@ -482,10 +480,9 @@ def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
         )
 
 
-def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, checked: Checked) -> None:
+def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, batch: Batch, lengths: Lengths) -> None:
     """Check that a checked batch may run in a graph; the plugin decides too (`can_capture`)."""
-    batch = checked.split.batch
-    if batch.common_prefix_len or not builder.covers(batch, checked.query_len):
+    if not builder.covers(batch, lengths):
         raise BatchError(
             f"a batch with queries of up to {batch.max_query_len} tokens was given for the graph {graph.key}",
             f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",

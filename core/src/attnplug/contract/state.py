@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.limits import Limits
     from attnplug.contract.metadata import Metadata
     from attnplug.negotiation.agreement import Agreement
@@ -167,16 +168,15 @@ class State:
             batches: One step's batch of each builder.
 
         Raises:
-            ContractError: The number of padded requests is invalid, a row behind the last token has a slot, or a bound
-                does not hold.
+            ContractError: The number of padded requests is invalid, or a bound does not hold.
         """
         if not self._graphs:
             return None
-        shortest = min([graph.max_seq_len for graph in self._graphs.values()])
-        seen = {builder: builder.seen_by_graphs(batch, shortest) for builder, batch in batches.items()}
-        if not all(not exact.common_prefix_len and builder.covers(exact) for builder, (_, exact) in seen.items()):
+        seen = {builder: builder.exact(batch) for builder, batch in batches.items()}
+        # Batches that contradict themselves fit nowhere: `build` refuses them.
+        if not all(lengths.query_lens is not None and b.covers(exact, lengths) for b, (exact, lengths) in seen.items()):
             return None
-        found = [graph for graph in self._graphs.values() if _serves(graph, seen)]
+        found = [graph for graph in self._graphs.values() if _serves(graph, batches, seen)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
     @final
@@ -348,12 +348,17 @@ class State:
             return self._graphs[key]
 
 
-def _serves(graph: GraphBuffers, seen: Mapping[MetadataBuilder, tuple[Batch, Batch]]) -> bool:
-    """Whether a graph takes the batches: as the host gave them where it owns the inputs, else with exact numbers."""
-    return all(
-        graph.is_captured(builder) and graph.takes(given if graph.host_owned_inputs else exact)
-        for builder, (given, exact) in seen.items()
-    )
+def _serves(
+    graph: GraphBuffers,
+    batches: Mapping[MetadataBuilder, Batch],
+    seen: Mapping[MetadataBuilder, tuple[Batch, Lengths]],
+) -> bool:
+    """Whether a graph takes the batches: as the host gave them where it owns the inputs, else made exact."""
+    for builder, (exact, lengths) in seen.items():
+        batch = builder.given_to_graphs(batches[builder]) if graph.host_owned_inputs else exact
+        if not (graph.is_captured(builder) and graph.takes(batch, lengths)):
+            return False
+    return True
 
 
 def _refuse(max_batch_size: int, expected: str) -> NoReturn:

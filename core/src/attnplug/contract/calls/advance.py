@@ -15,6 +15,7 @@ from attnplug.errors import BatchError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.exact import Lengths
     from attnplug.negotiation.agreement import Agreement
 
 
@@ -57,7 +58,7 @@ class DecodeInputs:
 
 
 def next_decode_batch(
-    before: Batch, agreement: Agreement, num_queries: int | None, *, prefills_to_decodes: bool
+    before: Batch, lengths: Lengths, agreement: Agreement, num_queries: int | None, *, prefills_to_decodes: bool
 ) -> Batch:
     """
     Return the batch of the next step; `before` is left alone.
@@ -66,7 +67,8 @@ def next_decode_batch(
     block table; all others are padding. Nothing is read from the device.
 
     Args:
-        before: The batch of the step before.
+        before: The exact batch of the step before.
+        lengths: Its lengths.
         agreement: What was negotiated.
         num_queries: Requests that go on; None is all that have a query.
         prefills_to_decodes: Whether requests may have had several query tokens.
@@ -77,10 +79,10 @@ def next_decode_batch(
             that is spread over ranks.
     """
     _check_kind(before, agreement)
-    count = _check_queries(before, num_queries, prefills_to_decodes=prefills_to_decodes)
+    count = _check_queries(lengths, num_queries, prefills_to_decodes=prefills_to_decodes)
     reqs, device = before.num_reqs, before.seq_lens.device
     starts = torch.arange(reqs + 1, dtype=torch.int32).clamp_(max=count)
-    longest, lens_cpu = _longest(before, count)
+    longest, lens_cpu = _longest(before, lengths, count)
     _check_room(before, agreement, longest)
     slots = _next_slots(before, agreement, count)
     host = before.block_table_cpu if device.type == "cpu" else None
@@ -115,10 +117,10 @@ def _check_kind(before: Batch, agreement: Agreement) -> None:
             )
 
 
-def _check_queries(before: Batch, num_queries: int | None, *, prefills_to_decodes: bool) -> int:
-    assert before.query_start_loc_cpu is not None  # noqa: S101 - the guard has seen it
-    lens: list[int] = before.query_start_loc_cpu.diff().tolist()
-    running = sum(length > 0 for length in lens)
+def _check_queries(lengths: Lengths, num_queries: int | None, *, prefills_to_decodes: bool) -> int:
+    assert lengths.query_lens is not None  # noqa: S101 - the guard has seen it
+    lens: list[int] = lengths.query_lens.tolist()
+    running = len(lens) - lens.count(0)
     if 0 in lens[:running]:
         raise BatchError(
             f"a batch whose request {lens.index(0)} is padding, before others, was given to advance_step",
@@ -141,13 +143,13 @@ def _check_queries(before: Batch, num_queries: int | None, *, prefills_to_decode
     return count
 
 
-def _longest(before: Batch, count: int) -> tuple[int, Tensor | None]:
+def _longest(before: Batch, lengths: Lengths, count: int) -> tuple[int, Tensor | None]:
     """Return the longest sequence of the next step, and the host's lengths, as exact as they were."""
     bound = before.max_seq_len + (0 if before.dummy else 1)
-    if before.seq_lens_cpu is None:
+    if before.seq_lens_cpu is None or lengths.seq_range is None:
         return bound, None
     lens = _grown(before, before.seq_lens_cpu, count)
-    if int(before.seq_lens_cpu.amax()) < before.max_seq_len:
+    if lengths.seq_range[1] < before.max_seq_len:
         return bound, lens
     return int(lens.amax()), lens
 

@@ -10,11 +10,10 @@ from attrs import evolve
 from attnplug.contract.graphs.invariants import changed_fields, snapshots
 from attnplug.contract.graphs.masks import GraphMask
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
-from attnplug.contract.graphs.shape import query_range, split_of_shape
-from attnplug.contract.guards.normalize import with_exact_counts
+from attnplug.contract.graphs.shape import split_of_shape
 from attnplug.contract.inputs.batch import with_fields
+from attnplug.contract.inputs.exact import AS_GIVEN, exact_batch
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
-from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
-    from attnplug.contract.guards.batch import Checked
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
@@ -90,36 +89,46 @@ class GraphBuffers:
         inputs; `max_seq_len` counts as it is.
 
         Raises:
-            BatchError: The number of padded requests is invalid, or a row behind the last token has a slot.
+            BatchError: The number of padded requests is invalid.
             TensorError: A tensor has not one entry for each request.
         """
-        return self.takes(batch if self.host_owned_inputs else with_exact_counts(batch))
+        exact, lengths = exact_batch(batch, AS_GIVEN)
+        return self.takes(batch if self.host_owned_inputs else exact, lengths)
 
     # --- machinery ---
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: Batch, lengths: Lengths) -> bool:
         """Whether a batch with the numbers that `take` sees fits this shape."""
         # Most shapes of a state are too small: that is compared first, and alone.
-        return batch.num_reqs <= self.key.num_reqs and next(_misfits(self, batch), None) is None
+        return batch.num_reqs <= self.key.num_reqs and next(_misfits(self, batch, lengths), None) is None
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into these buffers."""
         return ("captured", builder) in self._kept
 
-    def take(self, checked: Checked, builder: MetadataBuilder) -> BatchSplit:
+    def take(self, batch: Batch, lengths: Lengths, split: BatchSplit, builder: MetadataBuilder) -> BatchSplit:
         """
         Return a checked batch as the graph sees it, with the split of the graph's shape. `MetadataBuilder.build` calls
         it.
 
+        Args:
+            batch: The exact batch; the host's own, padding included, where it owns the inputs.
+            lengths: The lengths of the exact batch.
+            split: Its split.
+            builder: Whose it is.
+
         Raises:
             BatchError: The batch does not fit the shape, or its tensors moved though the host owns them.
         """
-        batch = checked.given
-        if not _fits_plainly(self, batch, checked.query_len):
-            _check_fits(self, batch)
+        for given, expected in _misfits(self, batch, lengths):
+            raise BatchError(
+                f"a batch with {given} was given for the graph {self.key}",
+                expected,
+                "pass a batch that fits the graph (State.find_graph finds one), or build with graph=None",
+            )
         self._outdate(builder)
         seen = self._as_seen(batch, builder)
-        return split_of_shape(self.key, checked.split, seen, builder.agreement.requirements)
+        return split_of_shape(self.key, split, seen, builder.agreement.requirements)
 
     def mark(self) -> frozenset[Hashable]:
         """Return the names of what is kept here now, for `roll_back`."""
@@ -216,53 +225,18 @@ class GraphBuffers:
         return cast("Batch", self._kept["given", builder])
 
 
-def _fits_plainly(graph: GraphBuffers, batch: Batch, query_len: int | None) -> bool:
-    """Whether a checked batch fits without a doubt, as nearly every one does: no texts are made for it."""
-    key = graph.key
-    return (
-        batch.num_reqs <= key.num_reqs
-        and batch.num_actual_tokens <= key.num_tokens
-        and batch.max_seq_len <= graph.max_seq_len
-        and (key.query_len is None or key.query_len == query_len)
-        and not batch.common_prefix_len
-        and batch.custom_mask is None
-        and not batch.extra
-        and batch.encoder_seq_lens is None
-        and batch.key_start_loc is None
-        and (
-            not graph.host_owned_inputs
-            or (batch.num_reqs, _num_slots(batch)) == (key.num_reqs, _captured_slots(key, batch))
-        )
-    )
-
-
-def _check_fits(graph: GraphBuffers, batch: Batch) -> None:
-    """
-    Check a batch against the shape of a graph.
-
-    Raises:
-        BatchError: It cannot be padded to it.
-    """
-    for given, expected in _misfits(graph, batch):
-        raise BatchError(
-            f"a batch with {given} was given for the graph {graph.key}",
-            expected,
-            "pass a batch that fits the graph (State.find_graph finds one), or build with graph=None",
-        )
-
-
-def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
+def _misfits(graph: GraphBuffers, batch: Batch, lengths: Lengths) -> Iterator[tuple[str, str]]:
     """Yield what the batch has, and what the graph takes in its place."""
     key = graph.key
-    for name, most in (
-        ("num_reqs", key.num_reqs),
-        ("num_actual_tokens", key.num_tokens),
-        ("max_seq_len", graph.max_seq_len),
+    for name, count, most in (
+        ("num_reqs", batch.num_reqs, key.num_reqs),
+        ("num_actual_tokens", batch.num_actual_tokens, key.num_tokens),
+        ("max_seq_len", batch.max_seq_len, graph.max_seq_len),
     ):
-        if getattr(batch, name) > most:
-            yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
-    if key.query_len is not None:
-        yield from _query_misfits(key.query_len, batch)
+        if count > most:
+            yield f"{name}={count}", f"it takes up to {most}"
+    if key.query_len is not None and not (lengths.query_len == key.query_len and lengths.is_packed):
+        yield _query_misfit(key.query_len, lengths)
     if batch.common_prefix_len:
         yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
     if batch.custom_mask is not None and key.query_len is None:
@@ -273,9 +247,19 @@ def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
         yield from _encoder_misfits(graph, batch)
     if batch.key_start_loc is not None:
         yield "a key_start_loc", "graphs read K/V from a paged cache"
-    slots = _captured_slots(key, batch)
-    if graph.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
-        yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+    shape = (batch.num_reqs, _num_slots(batch))
+    if graph.host_owned_inputs and shape != (key.num_reqs, _captured_slots(key, batch)):
+        yield f"num_reqs={shape[0]} and {shape[1]} slots", "the host pads its own tensors to the shape"
+
+
+def _query_misfit(query_len: int, lengths: Lengths) -> tuple[str, str]:
+    """Return the same for queries of other lengths, or in another order."""
+    if lengths.query_len == query_len:
+        expected = "padded requests come last: a graph computes the rows of each from its index"
+        return "a padded request before others", expected
+    lens = [] if lengths.query_lens is None else [length for length in lengths.query_lens.tolist() if length]
+    found = min(lens, default=0), max(lens, default=0)
+    return f"queries of {found} tokens at least and at most", f"every query has {query_len}"
 
 
 def _captured_slots(key: GraphShape, batch: Batch) -> int:
@@ -296,26 +280,6 @@ def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, s
 
 def _num_slots(batch: Batch) -> int:
     return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
-
-
-def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
-    found = query_range(batch)
-    if found != (query_len, query_len):
-        yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
-    elif _has_padding_within(batch):
-        yield (
-            "a padded request before others",
-            "padded requests come last: a graph computes the rows of each from its index",
-        )
-
-
-def _has_padding_within(batch: Batch) -> bool:
-    """Whether a request without a query comes before one with a query, given that all queries have one length."""
-    host = batch.query_start_loc_cpu
-    if host is None or batch.num_reqs - batch.num_padded_reqs <= 1 or uniform_query_lens(batch) is not None:
-        return False
-    host = host[: -batch.num_padded_reqs] if batch.num_padded_reqs else host
-    return int(host.diff().diff().amax()) > 0
 
 
 def _refuse_changed(builder: MetadataBuilder, changed: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from attrs import frozen
 
-from attnplug.contract.inputs.phase import BatchSplit, uniform_query_lens
+from attnplug.contract.inputs.phase import BatchSplit
 from attnplug.errors import LimitsError, shown
 from attnplug.request.domains import GRAPH_LEVELS, MOST
 
@@ -91,21 +91,18 @@ def graph_level(agreement: Agreement, limits: Limits) -> str:
     return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
 
 
-def runs_at(level: str, batch: Batch, decode_query_len: int, query_len: int | None = None) -> bool:
+def runs_at(level: str, query_len: int | None, decode_query_len: int) -> bool:
     """
     Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing.
 
     Args:
         level: The graph level.
-        batch: The batch.
+        query_len: The query length of all its requests; None where they differ.
         decode_query_len: The longest query of a decode.
-        query_len: What all queries are known to be long; None compares them.
     """
     if level in {"never", "always"}:
         return level == "always"
-    shortest, longest = query_range(batch) if query_len is None else (query_len, query_len)
-    most = 1 if level == "single_token_decode" else decode_query_len
-    return shortest == longest <= most
+    return query_len is not None and query_len <= (1 if level == "single_token_decode" else decode_query_len)
 
 
 def allows_graphs(agreements: Iterable[Agreement], limits: Limits) -> bool:
@@ -154,15 +151,3 @@ def _refuse(key: GraphShape, expected: str) -> None:
         expected,
         "request a smaller shape, or select and set limits for larger ones",
     )
-
-
-def query_range(batch: Batch) -> tuple[int, int]:
-    """Return the shortest and the longest query of the requests that have one."""
-    host = batch.query_start_loc_cpu
-    if host is None:
-        return 0, batch.max_query_len
-    if uniform_query_lens(batch) is not None:
-        return batch.max_query_len, batch.max_query_len
-    lens = (host[: -batch.num_padded_reqs] if batch.num_padded_reqs else host).diff()
-    shortest, longest = (int(end) for end in lens.aminmax())
-    return (int(lens[lens > 0].amin()) if shortest == 0 < longest else shortest), longest

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Below so many elements Python finds the ends of a list before torch has launched an operation.
-_FEW: Final = 16
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
@@ -95,15 +91,6 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
             f"leave {name}_cpu out where {name} is on the CPU",
         )
     return host
-
-
-def extremes(tensor: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest element of an integer tensor on the CPU that is not empty."""
-    if tensor.numel() <= _FEW and tensor.ndim == 1:
-        values = tensor.tolist()
-        return min(values), max(values)
-    low, high = torch.aminmax(tensor)
-    return int(low), int(high)
 
 
 def duplicate_of(values: Tensor) -> int | None:

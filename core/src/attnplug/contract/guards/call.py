@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import is_grad_enabled, is_inference_mode_enabled
 
-from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes, refuse_slot_of_two
+from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, refuse_slot_of_two
 from attnplug.contract.guards.cache import refuse_cache
 from attnplug.contract.guards.memory import (
     are_apart,
@@ -18,6 +18,7 @@ from attnplug.contract.guards.memory import (
     overlaps,
     storage_span,
 )
+from attnplug.contract.inputs.exact import extremes
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES, KVCache
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 

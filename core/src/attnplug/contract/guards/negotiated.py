@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 
-def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+def check_negotiated(
+    batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str, *, is_exact: bool
+) -> None:
     """
     Check that the batch has what was requested beyond lengths and pages, and nothing else.
 
@@ -28,6 +30,7 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
         agreement: What was negotiated.
         query_lens: ``(num_reqs,)`` int32 on the CPU.
         device_type: Where its tensors belong.
+        is_exact: Whether its CPU sequence lengths are exact.
 
     Raises:
         BatchError: A value contradicts the batch or the agreement.
@@ -35,8 +38,6 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
         TensorError: A tensor has the wrong shape, dtype or device.
     """
     requested = agreement.requirements
-    if _is_plain(batch, requested):
-        return
     if batch.causal is not requested.causal:
         refuse_unrequested(
             f"a batch with causal={batch.causal!r}",
@@ -46,26 +47,32 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
     if batch.common_prefix_len:
         _check_prefix(batch, agreement, query_lens)
     if batch.encoder_seq_lens is not None or requested.attn_type == "encoder_decoder":
-        _check_encoder(batch, agreement, device_type)
+        _check_encoder(batch, requested, device_type, is_exact=is_exact)
     if batch.dcp_local_seq_lens is not None or requested.dcp_size > 1:
-        _check_local(batch, agreement, device_type)
+        _check_local(batch, requested, device_type, is_exact=is_exact)
     _refuse_unread(batch, requested)
     if batch.custom_mask is not None or requested.custom_mask:
-        _check_mask(batch, agreement, query_lens, device_type)
+        _check_mask(batch, requested, query_lens if is_exact else None, device_type)
     if batch.attn_bias is not None or requested.attn_bias:
-        _check_bias(batch, agreement, query_lens, device_type)
+        _check_bias(batch, requested, query_lens if is_exact else None, device_type)
     if batch.extra:
         check_extra("a batch", batch.extra, agreement)
 
 
-def _is_plain(batch: Batch, requested: Requirements) -> bool:
-    """Whether a batch has pages, lengths and nothing else, and nothing else was requested, as nearly always."""
+def requests_plain(requested: Requirements) -> bool:
+    """Whether batches have pages and lengths, and may have nothing else, as nearly always."""
     return (
-        batch.causal is requested.causal
-        and requested.paged is True
+        requested.paged is True
         and requested.dcp_size == 1
-        and not (batch.common_prefix_len or batch.extra or requested.custom_mask or requested.attn_bias)
+        and not (requested.custom_mask or requested.attn_bias)
         and requested.attn_type != "encoder_decoder"
+    )
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether a batch has nothing beyond pages and lengths."""
+    return (
+        not (batch.common_prefix_len or batch.extra)
         and batch.custom_mask is None
         and batch.attn_bias is None
         and batch.key_start_loc is None
@@ -78,9 +85,8 @@ def _is_plain(batch: Batch, requested: Requirements) -> bool:
     )
 
 
-def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
+def _check_encoder(batch: Batch, requested: Requirements, device_type: str, *, is_exact: bool) -> None:
     """Check the encoder's lengths, which paged cross attention needs and nothing else has."""
-    requested = agreement.requirements
     if batch.encoder_seq_lens is None:
         if requested.paged:
             raise BatchError(
@@ -96,8 +102,7 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
             f"attn_type={attn_type!r}, paged={paged} was negotiated; dense calls have key_start_loc",
             "attn_type='encoder_decoder' and paged=True",
         )
-    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    host = _check_lens("encoder_seq_lens", batch, device_type, exact=exact, needed=exact)
+    host = _check_lens("encoder_seq_lens", batch, device_type, exact=is_exact, needed=is_exact)
     given = batch.max_encoder_seq_len
     if host is None:
         if given is None:
@@ -108,7 +113,7 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
             )
         return
     longest = int(host.amax())
-    if given is None or given < longest or (exact and given != longest):
+    if given is None or given < longest or (is_exact and given != longest):
         raise BatchError(
             f"max_encoder_seq_len={given} was given",
             f"the longest encoder has {longest} tokens",
@@ -116,9 +121,8 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
         )
 
 
-def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
+def _check_local(batch: Batch, requested: Requirements, device_type: str, *, is_exact: bool) -> None:
     """Check the lengths of this rank's share of each sequence, which decode context parallelism alone has."""
-    requested = agreement.requirements
     if batch.dcp_local_seq_lens is None:
         raise BatchError(
             "no dcp_local_seq_lens was given",
@@ -128,9 +132,8 @@ def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
     if requested.dcp_size == 1:
         found = f"dcp_local_seq_lens of {describe(batch.dcp_local_seq_lens)}"
         refuse_unrequested(found, "dcp_size=1 was negotiated", "dcp_size=...")
-    exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=exact, needed=False)
-    if host is not None and exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
+    host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=is_exact, needed=False)
+    if host is not None and is_exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
         raise BatchError(
             "dcp_local_seq_lens with a value beyond seq_lens was given",
             "a rank holds a part of each sequence",
@@ -228,31 +231,32 @@ def _check_prefix_is_computed(batch: Batch, running: Tensor, query_lens: Tensor)
         )
 
 
-def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
-    if not agreement.requirements.custom_mask:
+def _check_mask(batch: Batch, requested: Requirements, query_lens: Tensor | None, device_type: str) -> None:
+    mask = batch.custom_mask
+    if not requested.custom_mask:
         refuse_unrequested("a batch with a custom_mask", "custom_mask was not requested", "custom_mask=True")
-    if batch.custom_mask is None:
+    if mask is None:
         raise BatchError(
             "no custom_mask was given", "custom_mask was negotiated: each batch has its mask", "pass custom_mask=..."
         )
-    size = batch.custom_mask.numel()
-    is_exact = agreement.requirements.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    if batch.seq_lens_cpu is not None and is_exact:
-        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
-    check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)
+    check_index("custom_mask", mask, (_mask_size(batch, query_lens, mask.numel()),), torch.bool, device_type)
 
 
-def _check_bias(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
-    requested, bias = agreement.requirements, batch.attn_bias
+def _check_bias(batch: Batch, requested: Requirements, query_lens: Tensor | None, device_type: str) -> None:
+    bias = batch.attn_bias
     if not requested.attn_bias:
         refuse_unrequested("a batch with an attn_bias", "attn_bias was not requested", "attn_bias=True")
     if bias is None:
         raise BatchError(
             "no attn_bias was given", "attn_bias was negotiated: each batch has its bias", "pass attn_bias=..."
         )
-    size = bias.shape[-1] if bias.ndim else 0
-    is_exact = requested.seq_lens_cpu_kind == "exact" or agreement.reads_lengths
-    if batch.seq_lens_cpu is not None and is_exact:
-        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    size = _mask_size(batch, query_lens, bias.shape[-1] if bias.ndim else 0)
     heads = 1 if bias.ndim and bias.shape[0] == 1 else requested.num_q_heads
     check_index("attn_bias", bias, (heads, size), TORCH_DTYPES[requested.dtype], device_type)
+
+
+def _mask_size(batch: Batch, query_lens: Tensor | None, given: int) -> int:
+    """Return the pairs of a query and a key, where the CPU has exact lengths; else what was given."""
+    if query_lens is None or batch.seq_lens_cpu is None:
+        return given
+    return int((batch.seq_lens_cpu.long() * query_lens.long()).sum())

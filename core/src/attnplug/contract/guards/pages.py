@@ -10,11 +10,11 @@ from attnplug.contract.guards._format import (
     check_index,
     check_mirror,
     duplicate_of,
-    extremes,
     refuse_slot_of_two,
     refuse_unrequested,
 )
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.exact import extremes
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
@@ -38,6 +38,7 @@ class PageGuard:
         self._requested = requested
         self._size = agreement.block_size or 1  # settled wherever there are pages
         self._num_blocks = num_blocks
+        self._highest = -1 if num_blocks is None else num_blocks - 1
         self._device_type = device_type
         self._is_cross = requested.attn_type == "encoder_decoder"
         # Keys to the left of a query that no query of its request attends to: hosts may free their blocks.
@@ -50,22 +51,19 @@ class PageGuard:
         self._exponent = torch.tensor(self._size.bit_length() - 1, device="cpu") if is_power else None
         self._column_starts = torch.empty(0, dtype=torch.int32)
         self._column_ordinals = torch.empty(0, dtype=torch.int32)
-        self._table_rows = torch.empty(0, dtype=torch.int64)
+        self._row_ends = torch.empty(0, dtype=torch.int64)
         self._table_width = 0
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(
-        self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, contexts: Tensor | None
-    ) -> tuple[int, int]:
+    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
         Args:
-            batch: The batch.
+            batch: The exact batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
-            contexts: The same less the query lengths; None without a CPU copy of the block table too.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
@@ -73,44 +71,28 @@ class PageGuard:
             TensorError: A tensor has the wrong shape, dtype or device.
         """
         table, slots = self._check_form(batch)
-        keys = self._key_lens(batch, seq_lens)
-        width = self._check_width(batch, table, keys)
+        keys = seq_lens  # of each request in this rank's pages, where the host knows them
+        if keys is not None and not self._places:
+            keys = batch.encoder_seq_lens_cpu if self._is_cross else batch.dcp_local_seq_lens_cpu
+        width = self._check_width(table, batch.max_seq_len, keys)
         if batch.dummy:
             return self._check_dummy(batch)
-        highest = -1 if self._num_blocks is None else self._num_blocks - 1
         host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
-        if host_table is not None:
+        if host_table is not None and host_table is not table:
             check_mirror("block_table", table, host_table)
-        if host_slots is not None and slots is not None:
+        if host_slots is not None and host_slots is not slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
-        used = None
+        rows, highest = self._num_key_rows(slots, host_slots), self._highest
         if host_table is not None and keys is not None and width:
             used = host_table if host_table.shape[1] == width else host_table[:, :width]
             found = self._highest_of_decodes(batch, used, host_slots, keys)
             if found is not None:
-                return self._num_key_rows(slots, host_slots), found
-        if used is not None and keys is not None:
+                return rows, found
             # Without slots nothing is written, and a host without a null block may have keys in block 0.
-            highest = self._check_blocks(used, keys, self._first_keys(contexts), lowest=int(slots is not None))
+            highest = self._check_blocks(used, keys, self._first_keys(query_lens, seq_lens), int(slots is not None))
         if host_slots is not None and host_slots.shape[0]:
-            places = None
-            if self._places and host_table is not None and contexts is not None:
-                places = self._places_of(batch, host_table, query_lens, contexts)
-            if places is not None and torch.equal(places, host_slots):
-                self._check_unique(host_slots)  # they are in blocks that are checked
-            else:
-                highest = max(highest, self._check_slots(batch, host_slots))
-                self._check_places(places, host_slots[: batch.num_actual_tokens])
-        return self._num_key_rows(slots, host_slots), highest
-
-    def _is_small_decode(self, batch: Batch, table: Tensor) -> bool:
-        """Whether every request decodes one token, and the table is so small that Python reads it faster than torch."""
-        return (
-            self._places
-            and table.numel() <= _FEW_ENTRIES
-            and batch.max_query_len == 1
-            and batch.num_actual_tokens == batch.num_reqs <= _FEW_REQUESTS
-        )
+            highest = max(highest, self._check_slots(batch, host_slots, query_lens, keys))
+        return rows, highest
 
     def _highest_of_decodes(self, batch: Batch, used: Tensor, host_slots: Tensor | None, keys: Tensor) -> int | None:
         """
@@ -119,7 +101,9 @@ class PageGuard:
         None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
         be the null block, which only those checks know.
         """
-        if host_slots is None or self._num_blocks is None or not self._is_small_decode(batch, used):
+        if not _are_decodes(batch) or batch.num_reqs > _FEW_REQUESTS or used.numel() > _FEW_ENTRIES:
+            return None
+        if host_slots is None or self._num_blocks is None or not self._places:
             return None
         table, slots, lens = used.tolist(), host_slots.tolist(), keys.tolist()
         size, highest = self._size, 0
@@ -168,8 +152,9 @@ class PageGuard:
                 "pass both, or select again with paged=False"
                 + ("" if table is None else ", or with kv_in_cache=True where all K/V are in the cache already"),
             )
-        check_index("block_table", table, (batch.num_reqs, *table.shape[-1:]), torch.int32, self._device_type)
-        if table.shape[1] > 1 and table.stride(1) != 1:
+        shape = (batch.num_reqs, table.shape[1]) if table.ndim == 2 else (batch.num_reqs, *table.shape[-1:])
+        check_index("block_table", table, shape, torch.int32, self._device_type)
+        if shape[1] > 1 and table.stride(1) != 1:
             raise TensorError(
                 f"a block_table with strides {table.stride()} was given",
                 "the blocks of a request lie side by side",
@@ -188,22 +173,14 @@ class PageGuard:
             )
         return table, slots
 
-    def _key_lens(self, batch: Batch, seq_lens: Tensor | None) -> Tensor | None:
-        """Keys of each request in this rank's pages, where the host knows them."""
-        if seq_lens is None:
-            return None
-        if self._is_cross:
-            return batch.encoder_seq_lens_cpu
-        return batch.dcp_local_seq_lens_cpu if self._requested.dcp_size > 1 else seq_lens
-
-    def _check_width(self, batch: Batch, table: Tensor, keys: Tensor | None) -> int:
+    def _check_width(self, table: Tensor, max_seq_len: int, keys: Tensor | None) -> int:
         """Return the columns that the longest request needs."""
-        if keys is not None:
-            longest = batch.max_seq_len if self._places else int(keys.amax())
-        elif self._is_cross:
-            longest = 0
+        if self._places:
+            longest = max_seq_len
+        elif keys is not None:
+            longest = int(keys.amax())
         else:
-            longest = batch.max_seq_len // self._requested.dcp_size
+            longest = 0 if self._is_cross else max_seq_len // self._requested.dcp_size
         width = -(-longest // self._size)
         if table.shape[1] < width:
             raise BatchError(
@@ -213,10 +190,11 @@ class PageGuard:
             )
         return width
 
-    def _first_keys(self, contexts: Tensor | None) -> Tensor | None:
+    def _first_keys(self, query_lens: Tensor, seq_lens: Tensor | None) -> Tensor | None:
         """``(num_reqs,)`` the first key that a query attends to, or None where that is 0."""
-        if contexts is None or (self._window is None and self._chunk is None):
+        if seq_lens is None or (self._window is None and self._chunk is None):
             return None
+        contexts = seq_lens - query_lens
         first = torch.zeros_like(contexts) if self._window is None else (contexts - (self._window - 1)).clamp_(min=0)
         if self._chunk is not None:
             first = torch.maximum(first, contexts - contexts % self._chunk)
@@ -282,8 +260,14 @@ class PageGuard:
             "allocate a block of the cache for every used column, and pass its num_blocks in Limits",
         )
 
-    def _check_slots(self, batch: Batch, slots: Tensor) -> int:
-        """Return the highest block that is written, -1 for none."""
+    def _check_slots(self, batch: Batch, slots: Tensor, query_lens: Tensor, keys: Tensor | None) -> int:
+        """Return the highest block that is written, -1 where nothing is, or blocks that are checked are."""
+        table, places = batch.block_table_cpu, None
+        if self._places and table is not None and keys is not None:
+            places = self._places_of(table, keys, None if _are_decodes(batch) else query_lens, batch.num_actual_tokens)
+            if torch.equal(places, slots):
+                self._check_unique(slots)
+                return -1
         low, high = extremes(slots)
         written = slots
         if low == PAD_SLOT_ID:
@@ -292,36 +276,40 @@ class PageGuard:
         if low < self._size or (self._num_blocks is not None and high >= self._num_blocks * self._size):
             self._refuse_slot(slots)
         count = batch.num_actual_tokens
-        if slots.shape[0] > count and not self._is_cross and bool((slots[count:] != PAD_SLOT_ID).any()):
-            refuse_slots_beyond(count)
+        if slots.shape[0] > count:
+            check_slots_beyond(batch, count)
         self._check_unique(written)
+        if places is not None:
+            self._check_places(places, slots[:count])
         return high // self._size
 
     def _check_unique(self, slots: Tensor) -> None:
-        twice = duplicate_of(slots) if self._num_blocks is None else self._twice_in_cache(slots, self._num_blocks)
-        if twice is not None:
-            refuse_slot_of_two(twice)
-
-    def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
-        """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
+        if self._num_blocks is None:
+            twice = duplicate_of(slots)
+            if twice is not None:
+                refuse_slot_of_two(twice)
+            return
+        # Without sorting: each slot remembers the last token that names it, so all find themselves or not.
         if not self._owner.shape[0]:
             with outside_inference_mode():
-                self._owner = torch.empty(num_blocks * self._size, dtype=torch.int32, device="cpu")
+                self._owner = torch.empty(self._num_blocks * self._size, dtype=torch.int32, device="cpu")
         tokens = self._token_numbers(slots.shape[0])
         owners = self._owner.index_copy_(0, slots, tokens).index_select(0, slots)
-        return None if torch.equal(owners, tokens) else int(slots[int(owners.ne(tokens).int().argmax())])
+        if not torch.equal(owners, tokens):
+            refuse_slot_of_two(int(slots[int(owners.ne(tokens).int().argmax())]))
 
-    def _rows(self, table: Tensor) -> Tensor:
-        """``(num_reqs,)`` int64, the slots that the columns of the rows before have, kept likewise."""
+    def _ends(self, table: Tensor) -> Tensor:
+        """``(num_reqs,)`` int64, the slots that the columns of the rows before have, less one, kept likewise."""
         requests, width = table.shape
-        if self._table_rows.shape[0] != requests or self._table_width != width:
-            self._table_rows, self._table_width = torch.arange(requests, device="cpu") * (width * self._size), width
-        return self._table_rows
+        if self._row_ends.shape[0] != requests or self._table_width != width:
+            self._row_ends = torch.arange(requests, device="cpu") * (width * self._size) - 1
+            self._table_width = width
+        return self._row_ends
 
     def _token_numbers(self, count: int) -> Tensor:
-        """``(count,)`` int32 0, 1, 2, ..., kept between steps."""
+        """``(count,)`` int32 1, 2, 3, ..., kept between steps."""
         if self._tokens.shape[0] != count:
-            self._tokens = torch.arange(count, dtype=torch.int32)
+            self._tokens = torch.arange(1, count + 1, dtype=torch.int32)
         return self._tokens
 
     def _refuse_slot(self, slots: Tensor) -> NoReturn:
@@ -336,15 +324,16 @@ class PageGuard:
             "compute slots from the block table (attnplug.batching)",
         )
 
-    def _places_of(self, batch: Batch, table: Tensor, query_lens: Tensor, contexts: Tensor) -> Tensor:
-        """``(tokens,)`` int64, the slot where the block table says that each token's K/V are."""
-        count = batch.num_actual_tokens
-        # Positions, counted as if each row of the table had the slots of its columns one after another.
-        places = torch.add(self._rows(table), contexts)
-        if batch.max_query_len > 1 or count != batch.num_reqs:
+    def _places_of(self, table: Tensor, keys: Tensor, query_lens: Tensor | None, count: int) -> Tensor:
+        """
+        ``(count,)`` int64, the slot where the block table says that each token's K/V are. Without `query_lens` each
+        request has one token.
+        """
+        # Positions of the last tokens, counted as if each row of the table had the slots of its columns one by one.
+        places = torch.add(self._ends(table), keys)
+        if query_lens is not None:
             requests = torch.repeat_interleave(query_lens, output_size=count)
-            firsts = places.add_(query_lens).sub_(query_lens.cumsum(0))  # less the tokens of the requests before
-            places = firsts.index_select(0, requests).add_(self._token_numbers(count))
+            places = places.sub_(query_lens.cumsum(0)).index_select(0, requests).add_(self._token_numbers(count))
         entries = (
             torch.floor_divide(places, self._block)
             if self._exponent is None
@@ -352,10 +341,8 @@ class PageGuard:
         )
         return places.add_(table.take(entries) - entries, alpha=self._size)
 
-    def _check_places(self, places: Tensor | None, given: Tensor) -> None:
+    def _check_places(self, places: Tensor, given: Tensor) -> None:
         """A slot is where attention reads the token's K/V, or none."""
-        if places is None:
-            return
         wrong = (places != given) & (given != PAD_SLOT_ID)
         if bool(wrong.any()):
             token = int(wrong.int().argmax())
@@ -366,10 +353,49 @@ class PageGuard:
             )
 
 
-def refuse_slots_beyond(count: int) -> NoReturn:
-    """Raise for slots of rows behind the last token."""
-    raise BatchError(
-        f"a slot_mapping with slots beyond its {count} actual tokens was given",
-        "padding rows are never written",
-        f"pass {PAD_SLOT_ID} for them",
-    )
+def _are_decodes(batch: Batch) -> bool:
+    """Whether every request has one token, and there are no others."""
+    return batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
+
+
+def check_null_padding(batch: Batch, block_size: int) -> None:
+    """
+    Check the padded requests of a graph that reads the host's own tensors, where CPU copies show them.
+
+    Nobody but the host writes these tensors, and some kernels find the slot of a row from its length and block table.
+
+    Raises:
+        CacheError: A padded request has a block of a running one, or a row of it a slot.
+    """
+    first, starts = batch.num_reqs - batch.num_padded_reqs, batch.query_start_loc_cpu
+    table, slots, lens = batch.block_table_cpu, batch.slot_mapping_cpu, batch.seq_lens_cpu
+    wrong = False
+    if table is not None and lens is not None:
+        used = torch.arange(table.shape[1]) * block_size < lens[first:].unsqueeze(1)
+        wrong = bool((table[first:].bool() & used).any())
+    if slots is not None and starts is not None:
+        wrong = wrong or bool((slots[int(starts[first]) :] >= block_size).any())
+    if wrong:
+        raise CacheError(
+            f"the last {batch.num_padded_reqs} requests are padding, and have blocks or slots of running requests",
+            "with host_owned_inputs=True the graph reads the host's tensors as they are: padding has the null block",
+            f"pass block 0 and slot {PAD_SLOT_ID} for them, or make the buffers with host_owned_inputs=False",
+        )
+
+
+def check_slots_beyond(batch: Batch, tokens: int) -> None:
+    """
+    Check that rows behind the last token have no slot, by the CPU copy.
+
+    Raises:
+        BatchError: One has.
+    """
+    slots = batch.slot_mapping_cpu
+    if slots is None or not slots.is_cpu or batch.encoder_seq_lens is not None:  # those of encoder tokens are others
+        return
+    if bool((slots[tokens:] != PAD_SLOT_ID).any()):
+        raise BatchError(
+            f"a slot_mapping with slots beyond its {tokens} actual tokens was given",
+            "padding rows are never written",
+            f"pass {PAD_SLOT_ID} for them",
+        )

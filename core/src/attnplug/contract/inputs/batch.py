@@ -64,7 +64,7 @@ class Batch:
         dcp_local_seq_lens_cpu: CPU copy.
         key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
         key_start_loc_cpu: CPU copy; absent where `seq_lens_cpu_kind` says so: then all K/V rows of a call are keys.
-        derived: What `once` has derived from this batch.
+        derived: Values that `cached` has computed, and the exact batch that builders have made of this one.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
             another, True where a key is attended to. In metadata of a graph:
             ``(num_reqs, query_len, max_seq_len)`` of the graph, False beyond a request's sequence and for padding.

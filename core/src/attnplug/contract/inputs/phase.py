@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from attrs import field, frozen
 
 if TYPE_CHECKING:
@@ -167,7 +165,7 @@ _WHOLE: Final = (*_KEPT, *_PER_REQUEST)
 _whole_of: Final = attrgetter(*_WHOLE)
 
 
-# --- machinery: query lengths, for guards and graphs ---
+# --- machinery ---
 
 
 def count_decodes(query_lens: Sequence[int], threshold: int, *, uniform: bool) -> int:
@@ -184,77 +182,3 @@ def count_decodes(query_lens: Sequence[int], threshold: int, *, uniform: bool) -
         if length > threshold or (uniform and not 0 < length == first):
             return index
     return len(query_lens)
-
-
-_KEPT_SHAPES: Final = 512
-"""Shapes whose tensors are kept, of four bytes per request each."""
-
-
-def uniform_query_lens(batch: Batch) -> Tensor | None:
-    """
-    Return the query lengths if all of them are `max_query_len`, else None. The batch need not have been checked.
-
-    Args:
-        batch: A batch, with or without a CPU copy of `query_start_loc`.
-
-    Returns:
-        ``(num_reqs,)`` int32 on the CPU, kept from step to step: it is read only.
-    """
-    num_reqs, query_len, tokens = batch.num_reqs, batch.max_query_len, batch.num_actual_tokens
-    if not type(num_reqs) is type(query_len) is type(tokens) is int or num_reqs < 1 or query_len < 1:
-        return None
-    host = batch.query_start_loc_cpu
-    if host is None or not host.is_cpu or host.dtype != torch.int32 or host.shape != (num_reqs + 1,):
-        return None
-    if num_reqs * query_len != tokens:
-        return None
-    return _lens_if_equal(host, num_reqs, query_len, num_reqs)
-
-
-def packed_query_lens(batch: Batch, host: Tensor) -> tuple[int, Tensor] | None:
-    """
-    Return the query tokens, and the query lengths, if all of these are `max_query_len` but for requests without a query
-    at the end; else None.
-
-    Args:
-        batch: A batch whose numbers are of the right type.
-        host: The CPU copy of its `query_start_loc`, of the right form.
-
-    Returns:
-        The tokens, and ``(num_reqs,)`` int32 on the CPU, kept from step to step: it is read only.
-    """
-    num_reqs, query_len, tokens = batch.num_reqs, batch.max_query_len, batch.num_actual_tokens
-    if query_len < 1:
-        return None
-    if num_reqs * query_len == tokens:
-        lens = _lens_if_equal(host, num_reqs, query_len, num_reqs)
-        if lens is not None:
-            return tokens, lens
-    tokens = int(host[-1])
-    running = tokens // query_len
-    if not 0 < running <= num_reqs or running * query_len != tokens or tokens > batch.num_actual_tokens:
-        return None
-    lens = _lens_if_equal(host, num_reqs, query_len, running)
-    return None if lens is None else (tokens, lens)
-
-
-def _lens_if_equal(host: Tensor, num_reqs: int, query_len: int, running: int) -> Tensor | None:
-    """Return the query lengths of such requests if these are their starts."""
-    starts, lens = _of_shape(num_reqs, query_len, running)
-    if type(starts) is not torch.Tensor:  # in a mode that fakes tensors: no later batch is compared with those
-        _of_shape.cache_clear()
-        return None
-    try:
-        return lens if torch.equal(host, starts) else None
-    except RuntimeError:  # in such a mode, with tensors from before it: no value is known there
-        return None
-
-
-@lru_cache(_KEPT_SHAPES)
-def _of_shape(num_reqs: int, query_len: int, running: int) -> tuple[Tensor, Tensor]:
-    """Return where the queries of requests start of which the first are running, and their lengths."""
-    lens = torch.full((num_reqs,), query_len, dtype=torch.int32, device="cpu")
-    lens[running:] = 0
-    starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
-    starts[1:] = lens.cumsum(0)
-    return starts, lens

@@ -1,4 +1,4 @@
-"""Lengths that are read from the device: in one copy, once per batch."""
+"""A batch is made exact once: lengths are read from the device in one copy, and builders share what follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, GraphShape, MetadataBuilder, forward_context
-from attnplug.contract.guards import normalize
+from attnplug.contract.inputs import exact
+from attnplug.contract.inputs.exact import LengthTerms, exact_batch, with_lengths
 from attnplug.errors import BatchError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_batch, make_layer
@@ -37,10 +38,13 @@ def test_all_lengths_come_in_one_copy():
     moved = {name: on_device(tensor) for name, tensor in fields.items()}
     batch = evolve(batch, seq_lens=on_device(batch.seq_lens), **moved, **absent, max_encoder_seq_len=9)
 
-    read = normalize.with_lengths(batch)
+    terms = LengthTerms(read=True, exact=True)
+    read = with_lengths(batch, terms)
 
-    assert normalize.with_lengths(batch) is read
-    assert normalize.with_lengths(read) is read
+    assert with_lengths(batch, terms) is read
+    seen, lengths = exact_batch(batch, terms)
+    assert exact_batch(batch, terms)[0] is exact_batch(seen, terms)[0] is seen
+    assert exact_batch(seen, terms)[1] is lengths
     assert OnDevice.copies == 1
     assert read.seq_lens_cpu.tolist() == [5, 3]
     assert read.encoder_seq_lens_cpu.tolist() == read.dcp_local_seq_lens_cpu.tolist() == [6, 7]
@@ -51,8 +55,8 @@ def test_all_lengths_come_in_one_copy():
 @pytest.fixture
 def reads(monkeypatch):
     """Return the batches whose lengths were read."""
-    found, read = [], normalize._read
-    monkeypatch.setattr(normalize, "_read", lambda batch, **how: found.append(batch) or read(batch, **how))
+    found, read = [], exact._read
+    monkeypatch.setattr(exact, "_read", lambda batch, **how: found.append(batch) or read(batch, **how))
     return found
 
 
@@ -78,13 +82,16 @@ def test_starts_of_queries_come_in_the_same_copy():
     moved = {name: on_device(getattr(given, name)) for name in ("seq_lens", "query_start_loc")}
     batch = evolve(given, **moved, seq_lens_cpu=None, query_start_loc_cpu=None)
 
-    read = normalize.with_lengths(batch, reads_queries=True)
+    terms = LengthTerms(read=True, read_queries=True, exact=True)
+    read = with_lengths(batch, terms)
 
-    assert normalize.with_lengths(read, reads_queries=True) is read
+    assert with_lengths(batch, terms) is read
     assert OnDevice.copies == 1
     assert (read.query_start_loc_cpu.tolist(), read.seq_lens_cpu.tolist()) == ([0, 1, 4], [5, 3])
     assert read.query_start_loc_cpu.dtype == torch.int32
-    assert normalize.with_lengths(batch).query_start_loc_cpu is None  # of a host that has said that it has them
+    assert (
+        with_lengths(batch, LengthTerms(read=True)).query_start_loc_cpu is None
+    )  # of a host that has said that it has them
 
 
 NO_STARTS = {"query_start_loc_cpu": None, "num_actual_tokens": 9, "max_query_len": 7}
@@ -153,6 +160,54 @@ def test_a_graph_is_found_by_lengths_that_are_read(reads):
     assert step([1, 1, 1], [5, 7, 9]).graph.key == GraphShape(4, 4, 1)
     assert step([1, 2], [5, 7]).graph is None
     assert len(reads) == 4
+
+
+def make_graphs(host_owned_inputs=False):
+    """Return a builder that has captured decodes of two and four requests."""
+    cls = type("B", (ToyBackend,), {"builder_class": type("C", (MetadataBuilder,), {"supports_graphs": True})})
+    selection = agree(cudagraph="uniform_batch", agreed_graphs="uniform_batch")
+    backend = cls(selection.agreement, selection.device)
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
+    with builder.state.graph_capture(4):
+        for shape in (GraphShape(2, 2, 1), GraphShape(4, 4, 1)):
+            graph = builder.state.graph(shape, host_owned_inputs=host_owned_inputs)
+            batch = make_batch([1] * shape.num_reqs, [5] * shape.num_reqs, width=4, dummy=not host_owned_inputs)
+            builder.build(batch, graph=graph)
+    return builder, batch
+
+
+def test_a_step_makes_its_batch_exact_once(monkeypatch):
+    builder, _ = make_graphs()
+    other = builder.backend.make_builder([make_layer(builder.backend, name="other")], builder.state)
+    made, make = [], exact._make_exact
+    monkeypatch.setattr(exact, "_make_exact", lambda batch, terms: made.append(batch) or make(batch, terms))
+    batch = make_batch([1, 1, 1], [5, 9, 7], max_seq_len=16, max_query_len=2)
+
+    assert builder.can_run_in_cudagraph(batch)
+    builder.state.begin_forward({builder: batch})
+    metadata = builder.build(batch)
+    assert other.build(batch).batch is metadata.batch
+    other.update_block_table(metadata, batch.block_table, batch.slot_mapping)
+    assert made == [batch]
+
+
+def test_a_host_may_write_its_tensors_again_under_one_batch():
+    builder, batch = make_graphs(host_owned_inputs=True)
+    graph = builder.state.find_graph({builder: batch})
+    builder.build(batch, graph=graph)
+    batch.seq_lens[3] = 99
+    with pytest.raises(BatchError, match="max_seq_len=5"):
+        builder.build(batch, graph=graph)
+
+
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
+@pytest.mark.parametrize("value", [None, "2"])
+@pytest.mark.parametrize("padded", [0, 1])
+def test_a_step_with_a_wrong_count_is_refused_by_its_name(name, value, padded):
+    builder, _ = make_graphs()
+    batch = evolve(make_batch([1, 1], [5, 9]), num_padded_reqs=padded, **{name: value})
+    with pytest.raises(BatchError, match=f"{name}={value!r}"):
+        builder.state.begin_forward({builder: batch})
 
 
 def test_what_follows_from_a_read_batch_is_not_read(reads):
