@@ -98,11 +98,6 @@ class Candidate:
         return any(mentions(rule, CACHE_TERMS) for rule in self.graph_rules)
 
     @cached_property
-    def has_length_rules(self) -> bool:
-        """Whether a rule is about lengths on the CPU."""
-        return any(mentions(rule, LENGTHS) for rule in self.rules)
-
-    @cached_property
     def graph_levels(self) -> tuple[str, ...]:
         """The declared CUDA graph levels, highest first."""
         declared = self.supports("cudagraph")
@@ -145,6 +140,8 @@ class Candidate:
         return self.variant.supports.get(name) if self.variant else None
 
     def _object(self, name: str, value: Any) -> Reason | None:
+        if value is None:
+            return None  # a term that is left open
         if name == "features":
             return self._object_to_features(value)
         constraint, item = self.supports(name), FIELDS[name]

@@ -55,7 +55,6 @@ class Request:
             what everyone serves who declares none, and who declares one serves that one.
         requested_names: The fields that request something.
         cache_terms: The terms of the KV cache that are not left open; without a paged cache None for each.
-        requested_terms: Those of them that are requested, as (field, value) pairs.
         unknown: The fields without a value until the host binds its head counts. Rules about them wait until then.
     """
 
@@ -67,7 +66,6 @@ class Request:
     requested: tuple[tuple[str, Any], ...] = field(init=False)
     requested_names: frozenset[str] = field(init=False)
     cache_terms: Mapping[str, Any] = field(init=False)
-    requested_terms: tuple[tuple[str, Any], ...] = field(init=False)
     unknown: frozenset[str] = field(init=False)
     _views: dict[tuple[str, bool], _View] = field(init=False, factory=dict)
 
@@ -79,9 +77,9 @@ class Request:
         put(self, "requested_names", frozenset(name for name, _ in requested))
         phases = () if "phases" in self.requested_names else (("phases", self.requirements.phases),)
         put(self, "requested", (*requested, *phases))
-        terms = ((name, self.facts[name]) for name in CACHE_TERMS)
-        put(self, "requested_terms", tuple(term for term in terms if term[1] is not None))
-        put(self, "cache_terms", dict(self.requested_terms) if self.requirements.paged else dict.fromkeys(CACHE_TERMS))
+        terms = {name: self.facts[name] for name in CACHE_TERMS}
+        paged = self.requirements.paged
+        put(self, "cache_terms", {name: value for name, value in terms.items() if value is not None or not paged})
         late = self.requirements.late
         heads = frozenset(late).difference(CACHE_TERMS) if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
@@ -145,7 +143,7 @@ def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, 
     """
     unsupported = candidate.objections(request.requested)
     refusals: list[list[Reason]] = []
-    for reads_lengths in _length_choices(candidate, request, unsupported):
+    for reads_lengths in _length_choices(request, unsupported):
         terms, refused = _settle(candidate, request, cache_terms, reads_lengths=reads_lengths)
         if reads_lengths:
             unsupported = [reason for reason in unsupported if reason.field not in LENGTHS]
@@ -153,22 +151,19 @@ def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, 
             return Outcome((), with_highest_level(candidate, request, terms))
         refusals.append([*unsupported, *refused])
     # No objection to lengths is final where they can be read.
-    return Outcome(tuple(refusals[-1 if len(refusals) > 1 and any(map(_is_about_lengths, refusals[0])) else 0]))
+    if len(refusals) > 1 and not any(name in LENGTHS for each in refusals[0] for name in each.field.split(" and ")):
+        return Outcome(tuple(refusals[0]))
+    return Outcome(tuple(refusals[-1]))
 
 
-def _is_about_lengths(reason: Reason) -> bool:
-    return any(name in LENGTHS for name in reason.field.split(" and "))
-
-
-def _length_choices(candidate: Candidate, request: Request, unsupported: Sequence[Reason]) -> tuple[bool, ...]:
+def _length_choices(request: Request, unsupported: Sequence[Reason]) -> tuple[bool, ...]:
     """Return whether builds read lengths from the device: the choices in order of preference."""
     if request.requested_names.isdisjoint(LENGTHS):
         return (False,)
     # Every build needs query lengths, because core splits each batch by them.
     if "query_lens_cpu_kind" in request.requested_names or any(reason.field in LENGTHS for reason in unsupported):
         return (True,)
-    # Each build waits for such a read, so no layout and no graph level is preferred to doing without.
-    return (False, True) if candidate.has_length_rules else (False,)
+    return (False, True)  # each build waits for such a read: no layout and no graph level is preferred to doing without
 
 
 def _settle(
@@ -178,16 +173,13 @@ def _settle(
     level = request.requirements.cudagraph
     facts, requested = request.under(level, reads_lengths=reads_lengths)
     fixed = _objections(_known(candidate.fixed_rules, request), candidate, facts, requested)
-    given, pairs = request.cache_terms, request.requested_terms
-    if cache_terms:
-        given = {**given, **cache_terms}
-        pairs = tuple(pair for pair in given.items() if pair[1] is not None)
-    unsupported = candidate.objections(pairs)
+    given = {**request.cache_terms, **cache_terms} if cache_terms else request.cache_terms
+    unsupported = candidate.objections(given.items()) if request.requirements.paged else []
     live = live_rules(candidate, request, facts, requested) if candidate.cache_rules else []
     names = [] if unsupported or not live else _names_in(live, given)
     terms = {**candidate.first_terms, **given, "cudagraph": level, "reads_lengths": reads_lengths}
     first: list[Reason] = []
-    for values in product(*(candidate.choices[name] for name in names)) if names else ((),):
+    for values in product(*map(candidate.choices.__getitem__, names)) if names else ((),):
         terms.update(zip(names, values, strict=True))
         refused = unsupported
         if live:
@@ -231,12 +223,14 @@ def _objections(
         else:
             if not rule.need:
                 objections.append(_refusal(rule, facts))
-            objections += [
-                Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
-                for condition in rule.need
-                if not condition.holds(facts, requested, installed, absent=True)
-            ]
+            for condition in rule.need:
+                if not condition.holds(facts, requested, installed, absent=True):
+                    objections.append(_lack(rule, condition, facts))  # noqa: PERF401 - a comprehension costs more here
     return objections
+
+
+def _lack(rule: Rule, condition: Condition, facts: Mapping[str, Any]) -> Reason:
+    return Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
 
 
 def _needed(condition: Condition, facts: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from attrs import field, frozen
 
@@ -13,32 +13,14 @@ from attnplug.negotiation.received import are_texts, check_received, is_list, is
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attnplug.negotiation.evaluation import Evaluation
+
 Status = Literal["chosen", "eligible", "refused", "absent", "missing_dependency", "broken"]
-
-
-class Details(Protocol):
-    """What a verdict says only to those who read it: an `Evaluation` computes it then, `RecordedDetails` has it."""
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """The settled terms, where the candidate is chosen or eligible."""
-
-    @property
-    def fix(self) -> Fix | None:
-        """The fix, where it is neither."""
-
-    @property
-    def unverified(self) -> tuple[Unverified, ...]:
-        """What no evidence covers, where it is chosen or eligible."""
-
-    @property
-    def level_cost(self) -> str:
-        """How a preferred term of the KV cache lowers the graph level."""
 
 
 @frozen
 class RecordedDetails:
-    """The details of a verdict that another process sent, or that somebody wrote by hand."""
+    """What an `Evaluation` computes of a verdict for those who read it, as another process sent it."""
 
     agreement: Agreement | None = None
     fix: Fix | None = None
@@ -68,7 +50,7 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
     emulated: Mapping[str, str] = field(factory=dict, hash=False)
     distribution: str = ""
-    _details: Details = field(default=RecordedDetails(), repr=False, eq=False, alias="details")
+    _details: Evaluation | RecordedDetails = field(default=RecordedDetails(), repr=False, eq=False, alias="details")
 
     @property
     def agreement(self) -> Agreement | None:
