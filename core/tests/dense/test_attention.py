@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug import attention, attention_varlen
-from attnplug.dense import calls
+from attnplug.dense import calls, clear_decisions
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
@@ -24,8 +24,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(autouse=True)
 def _afresh():
-    for table in (calls._kept.calls, calls._kept.layers, calls._kept.lengths):
-        table.clear()
+    clear_decisions()
 
 
 @pytest.fixture
@@ -279,8 +278,8 @@ def test_what_is_kept_is_bounded() -> None:
         attention(*tensors(queries=queries, keys=queries))
         attention(*tensors(), scale=float(queries))
 
-    assert len(calls._kept.calls) <= calls._MOST
-    assert len(calls._kept.layers) <= calls._MOST
+    assert len(calls._calls) <= calls._MOST
+    assert len(calls._layers) <= calls._MOST
 
 
 def test_nothing_of_a_caller_is_kept() -> None:
@@ -291,14 +290,14 @@ def test_nothing_of_a_caller_is_kept() -> None:
     attention(query, key, value)
     attention_varlen(query[0], key[0], value[0], starts)
     refs = [weakref.ref(one) for one in (query, key, value, mask, sinks, starts)]
-    before = len(calls._kept.calls)
+    before = len(calls._calls)
 
     del query, key, value, mask, sinks, starts
     gc.collect()
 
     assert [ref() for ref in refs] == [None] * len(refs)
-    assert len(calls._kept.calls) == before - 1
-    assert not calls._kept.lengths
+    assert len(calls._calls) == before - 1
+    assert len(calls._lengths) == 0
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -346,7 +345,7 @@ def test_what_was_kept_goes_with_a_refresh(counted) -> None:
     attention(*tensors())
 
     assert counted["build"] == 3
-    assert len(calls._kept.calls) == len(calls._kept.layers) == 1
+    assert len(calls._calls) == len(calls._layers) == 1
 
 
 def test_backends_are_chosen_by_keyword() -> None:
@@ -477,5 +476,4 @@ def test_a_refused_call_keeps_nothing() -> None:
     with pytest.raises(TensorError):
         attention(**_call(sinks=torch.zeros(3)))
 
-    assert not calls._kept.calls
-    assert not calls._kept.layers
+    assert len(calls._calls) == len(calls._layers) == 0

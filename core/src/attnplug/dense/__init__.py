@@ -4,7 +4,7 @@ Attention as one function call, for callers without a KV cache: `attention` and 
 `attend_like_sdpa` is `attention` with the arguments of torch's function, for hosts whose code calls that one.
 `flash_attn_varlen_func` and `flash_attn_with_kvcache` are the same with FlashAttention's arguments, KV cache included.
 `shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls;
-`prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats.
+`prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, and `DecisionCache` keeps it.
 The names load on first use, since they import torch.
 """
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from attnplug.dense.backends import device_of as device_of
     from attnplug.dense.backends import shared_backend as shared_backend
     from attnplug.dense.backends import use_device as use_device
+    from attnplug.dense.decisions import DecisionCache as DecisionCache
+    from attnplug.dense.decisions import clear_decisions as clear_decisions
     from attnplug.dense.flash import flash_attn_varlen_func as flash_attn_varlen_func
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
+    "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
     "attnplug.dense.prepared": "PreparedAttention prepare_attention prepare_attention_varlen",

@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakValueDictionary
 
 import torch
 
 from attnplug.contract.inputs.limits import Limits
+from attnplug.dense.decisions import DecisionCache
 from attnplug.request.device import Device
 from attnplug.selection.load import load
 from attnplug.selection.process import current_device
-from attnplug.selection.scope import scope_key
 from attnplug.selection.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
     from contextlib import AbstractContextManager
 
     from attnplug.contract.backend import Backend
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
-_backends: Final[WeakValueDictionary[Hashable, Backend]] = WeakValueDictionary()
+_backends: Final[DecisionCache[Backend]] = DecisionCache(weak=True)
 _lock: Final = threading.RLock()
 
 
@@ -53,12 +51,12 @@ def shared_backend(
         PluginError: As for `load`.
     """
     with _lock:
-        key = scope_key()
         selection = select(requirements, device, backend=backend, options=options)
-        found = _backends.get((key, selection.agreement, selection.device))
+        found = _backends.find(_backends.key(selection.agreement, selection.device))
         if found is None:
             found = load(requirements, device, backend=backend, options=options)
-            _backends[scope_key(), found.agreement, found.device_properties] = found
+            # Loading may have chosen another candidate, in a later scope.
+            _backends.keep(_backends.key(found.agreement, found.device_properties), found)
         return found
 
 

@@ -1,40 +1,32 @@
 """
 Runs calls on a paged KV cache of two tensors that the caller owns: each kind of call decides once.
 
-A call writes nothing before all of it is decided and planned. Implementations and plans belong to one thread and, on
-CUDA, to one stream.
+A call writes nothing before all of it is decided and planned.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.layer import Layer
 from attnplug.dense.backends import BatchPlanner, device_of, shared_backend, use_device
-from attnplug.dense.calls import identity
+from attnplug.dense.decisions import DecisionCache
 from attnplug.dense.params import CallParams, refuse_capture
 from attnplug.errors import CacheError, TensorError
 from attnplug.ops.write import write_kv
 from attnplug.request.requirements import Requirements
-from attnplug.selection.scope import scope_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch import Tensor
 
     from attnplug.contract.impl import AttentionImpl
-
-_MOST: Final = 64
-"""Implementations that a thread keeps."""
 
 NAME: Final = "attnplug.flash_attn"
 """The layer's name in messages."""
@@ -102,22 +94,13 @@ class PagedLayer:
     Attributes:
         impl: The implementation.
         planner: What builds the metadata of each call.
-        tensors: The sinks and slopes that it was made from: as long as they are held, no other tensor has their place.
     """
 
     impl: AttentionImpl
     planner: BatchPlanner
-    tensors: tuple[Tensor | None, ...] = field(repr=False)
 
 
-class _Kept(threading.local):
-    """What a thread keeps: layers by kind; the oldest makes room."""
-
-    def __init__(self) -> None:
-        self.layers: dict[Hashable, PagedLayer] = {}
-
-
-_kept: Final = _Kept()
+_layers: Final[DecisionCache[PagedLayer]] = DecisionCache(64, per_thread=True)
 
 
 def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
@@ -238,20 +221,15 @@ def _layer(call: PagedCall) -> PagedLayer:
         call.key_pages.stride() != call.value_pages.stride()
     )
     requirements = _requirements(call, "independent" if strides_differ else "split")
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    where = (requirements, device, stream, params, call.max_num_splits, scope_key(), *map(identity, learned))
-    found = _kept.layers.get(where)
-    if found is not None:
-        return found
-    options = json.loads(params.options) or None
-    backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
-    sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
-    impl = backend.make_impl(Layer(name=NAME, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
-    made = PagedLayer(impl, BatchPlanner(backend, impl, max_num_splits=call.max_num_splits), learned)
-    _kept.layers[where] = made
-    while len(_kept.layers) > _MOST:
-        _kept.layers.pop(next(iter(_kept.layers)))
-    return made
+
+    def make() -> PagedLayer:
+        options = json.loads(params.options) or None
+        backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
+        sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
+        impl = backend.make_impl(Layer(name=NAME, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
+        return PagedLayer(impl, BatchPlanner(backend, impl, max_num_splits=call.max_num_splits))
+
+    return _layers.get((requirements, params, call.max_num_splits), device, make, learned)
 
 
 def _requirements(call: PagedCall, form: str) -> Requirements:
