@@ -1,14 +1,13 @@
-"""Which backend serves a kind of call: decided once, and kept for the calls that follow."""
+"""Which backend serves a kind of call."""
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 import attnplug
-from attnplug.dense import device_of, shared_backend
+from attnplug.dense import DecisionCache, device_of, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
 
 if TYPE_CHECKING:
@@ -65,10 +64,7 @@ REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
 """Errors of a call that no backend serves. Others are mistakes: a damaged plugin, a page outside of its pool."""
 
 
-_MOST: Final = 256
-"""Decisions that are kept, each with its backend."""
-_decisions: Final[dict[Hashable, Backend | RefusedError]] = {}
-_lock: Final = threading.Lock()
+_decisions: Final[DecisionCache[Backend]] = DecisionCache(refusals=(RefusedError,))
 
 
 _UNFUSED: Final = "torch/sdpa"
@@ -93,29 +89,19 @@ def decide(
         NoBackendError: The backend that was named cannot serve.
         PluginError: As for `attnplug.load`.
     """
-    where = (kind, device, attnplug.scope_key())
-    found = _decisions.get(where)
-    if found is None:
-        found = _decide(device, make, has_flash=has_flash)
-        with _lock:
-            _decisions[where] = found
-            while len(_decisions) > _MOST:
-                _decisions.pop(next(iter(_decisions)))
-    if isinstance(found, RefusedError):
-        raise RefusedError(found.reason, found.error)
-    return found
+    return _decisions.get(kind, device, lambda: _decide(device, make, has_flash=has_flash))
 
 
 def _decide(
     device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
-) -> Backend | RefusedError:
+) -> Backend:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)
         if backend.id == _UNFUSED and has_flash() and not attnplug.explain(requirements, where).listed:
-            return RefusedError(f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps")
+            raise RefusedError(f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps")
     except REFUSALS as error:
-        return refused(error)
+        raise refused(error) from error
     return backend
 
 

@@ -6,24 +6,17 @@ torch does not say which layer calls. Layers of one kind and scale share an impl
 
 from __future__ import annotations
 
-import threading
-from functools import lru_cache
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, cast
-from weakref import ref
 
 import torch
 from attrs import frozen
-from torch.utils.weak import WeakIdKeyDictionary
 
 import attnplug
-from attnplug.dense import BatchPlanner, prepare_attention_varlen, use_device
+from attnplug.dense import BatchPlanner, DecisionCache, prepare_attention_varlen, use_device
 from attnplug.errors import TensorError
 from attnplug_torch.decisions import RefusedError, decide
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch import Tensor
 
     from attnplug.contract import AttentionImpl, Backend
@@ -115,8 +108,7 @@ def _has_flash(call: PackedCall) -> bool:
     )
 
 
-_equal: Final = WeakIdKeyDictionary()
-"""Start locations -> their version, a reference to others with theirs, and whether both are equal."""
+_equal: Final[DecisionCache[bool]] = DecisionCache(scoped=False)
 
 
 def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
@@ -125,13 +117,7 @@ def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
         return True
     if starts.is_cpu and key_starts.is_cpu:  # their memory may be that of an array, whose changes torch does not count
         return torch.equal(starts, key_starts)
-    if starts.is_inference() or key_starts.is_inference():  # nobody counts their changes
-        return torch.equal(starts, key_starts)
-    versions = (starts._version, key_starts._version)  # noqa: SLF001 - torch has no public name for it
-    found = _equal.get(starts)  # type: ignore[no-untyped-call] # of torch
-    if found is None or found[0] != versions or found[1]() is not key_starts:
-        found = _equal[starts] = (versions, ref(key_starts), torch.equal(starts, key_starts))
-    return bool(found[2])
+    return _equal.get(None, starts.device, lambda: torch.equal(starts, key_starts), (starts, key_starts))
 
 
 def _requirements(call: PackedCall, form: str | None, is_cross: bool) -> attnplug.Requirements:  # noqa: FBT001
@@ -176,16 +162,9 @@ class Layer:
     planner: BatchPlanner
 
 
-class _Served(threading.local):
-    """Kinds of packed calls that a backend has served, of a thread: these need no decision of this host."""
-
-    def __init__(self) -> None:
-        self.kinds: set[Hashable] = set()
-
-
-_served: Final = _Served()
-_MOST: Final = 256
-"""Kinds of packed calls that a thread keeps; it begins anew after them."""
+_layers: Final[DecisionCache[Layer]] = DecisionCache(64, per_thread=True)
+_served: Final[DecisionCache[str]] = DecisionCache(per_thread=True)
+"""The candidate that has served a kind of packed calls: these need no decision of this host."""
 
 
 def attend_packed(call: PackedCall) -> tuple[str, Tensor, Tensor]:
@@ -200,8 +179,8 @@ def attend_packed(call: PackedCall) -> tuple[str, Tensor, Tensor]:
     """
     query, key, value = call.query, call.key, call.value
     sizes = (query.shape[1:], key.shape[1:], value.shape[1:])
-    kind = (sizes, query.dtype, query.device, call.visibility, attnplug.scope_key())
-    if kind not in _served.kinds:
+    kind = _served.key((sizes, query.dtype, call.visibility), query.device)
+    if _served.find(kind) is None:
         backend_of(call)
     causal, window = call.visibility
     with use_device(query.device):
@@ -217,9 +196,7 @@ def attend_packed(call: PackedCall) -> tuple[str, Tensor, Tensor]:
             return_lse=True,
         )
         output, lse = prepared.run(_plain(query), _plain(key), _plain(value))
-    if len(_served.kinds) >= _MOST:
-        _served.kinds.clear()
-    _served.kinds.add(kind)
+    _served.keep(kind, prepared.id)
     return prepared.id, output.view(*query.shape[:2], value.shape[2]), cast("Tensor", lse)
 
 
@@ -282,7 +259,7 @@ def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
     lse = query.new_empty(tokens, heads, dtype=torch.float32)
     with use_device(query.device):
         if batch.num_reqs and tokens:
-            layer = _layer(backend, call.scale, call.max_num_splits, (*_place(query), attnplug.scope_key()))
+            layer = _layer(backend, query.device, call.scale, call.max_num_splits)
             paged = call.block_table is not None
             cache = layer.impl.backend.bind_cache({"k": call.key, "v": call.value}) if paged else None
             key, value = (None, None) if paged else (_plain(call.key), _plain(call.value))
@@ -291,18 +268,12 @@ def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
     return backend.id, output.view(tokens, heads, call.value.shape[-1]), lse
 
 
-def _place(query: Tensor) -> tuple[Hashable, ...]:
-    """Return where plans are made: they belong to a thread and, on CUDA, to a stream."""
-    if query.is_cuda:
-        return get_ident(), query.device, torch.cuda.current_stream(query.device).cuda_stream
-    return (get_ident(),)
+def _layer(backend: Backend, device: torch.device, scale: float | None, max_num_splits: int | None) -> Layer:
+    def make() -> Layer:
+        impl = backend.make_impl(attnplug.Layer(name="torch.nn.attention", scale=scale))
+        return Layer(impl, BatchPlanner(backend, impl, max_num_splits=max_num_splits))
 
-
-@lru_cache(maxsize=64)
-def _layer(backend: Backend, scale: float | None, max_num_splits: int | None, where: Hashable) -> Layer:
-    del where  # a part of the key
-    impl = backend.make_impl(attnplug.Layer(name="torch.nn.attention", scale=scale))
-    return Layer(impl, BatchPlanner(backend, impl, max_num_splits=max_num_splits))
+    return _layers.get((backend, scale, max_num_splits), device, make)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,19 +1,15 @@
 """
 Calls of `scaled_dot_product_attention` without a mask, which models repeat: what each kind runs on is kept.
-
-What is kept belongs to one thread and, on CUDA, to one stream. It holds no tensor of a caller.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from attrs import frozen
 
-import attnplug
-from attnplug.dense import PreparedAttention, prepare_attention
+from attnplug.dense import DecisionCache, PreparedAttention, prepare_attention
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -62,25 +58,7 @@ class RepeatedCall:
         return self.prepared.id, seen, requested.as_strided((batch, heads, queries), (queries * heads, 1, heads))
 
 
-class _Kept(threading.local):
-    """What a thread keeps of one scope; the oldest makes room."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Hashable, RepeatedCall] = {}
-        self.scope: Hashable = None
-
-    def add(self, kind: Hashable, call: RepeatedCall) -> None:
-        """Keep a call, and drop those of another scope: their backends may have been replaced."""
-        scope = attnplug.scope_key()
-        if scope != self.scope:
-            self.calls.clear()
-            self.scope = scope
-        self.calls[kind] = call
-        while len(self.calls) > _MOST:
-            self.calls.pop(next(iter(self.calls)))
-
-
-_kept: Final = _Kept()
+_calls: Final[DecisionCache[RepeatedCall]] = DecisionCache(_MOST, per_thread=True)
 
 
 def kind_of(
@@ -88,19 +66,16 @@ def kind_of(
 ) -> Hashable:
     """Return what is equal for calls of one kind, in one thread."""
     tensors = (
-        query.shape, query.stride(), query.dtype, query.device,
+        query.shape, query.stride(), query.dtype,
         key.shape, key.stride(), key.dtype, key.device,
         value.shape, value.stride(), value.dtype, value.device,
     )  # fmt: skip
-    if query.is_cuda:
-        stream = torch.cuda.current_stream(query.device).cuda_stream
-        return tensors, is_causal, ends_together, scale, attnplug.scope_key(), stream
-    return tensors, is_causal, ends_together, scale, attnplug.scope_key()
+    return _calls.key((tensors, is_causal, ends_together, scale), query.device)
 
 
 def find(kind: Hashable) -> RepeatedCall | None:
     """Return what calls of this kind run on, or None where this thread has made none."""
-    return _kept.calls.get(kind)
+    return _calls.find(kind)
 
 
 def make(
@@ -144,7 +119,7 @@ def make(
         strides=strides,
         is_in_place=strides == query.stride(),
     )
-    _kept.add(kind, made)
+    _calls.keep(kind, made)
     return made
 
 
