@@ -1,27 +1,23 @@
-"""Which backend serves a kind of call: decided once, and kept for the calls that follow."""
+"""Which backend serves a kind of call."""
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-import attnplug
-from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
-from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+from attnplug.dense import DecisionCache, device_of, requirements_like_sdpa, shared_backend
+from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from attnplug import Requirements
     from attnplug.contract import Backend
     from attnplug_comfyui.arguments import AttentionCall
 
 REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
 """Errors of a call that no backend serves. Others are mistakes: tensors that do not fit, a damaged plugin."""
-
-_MOST: Final = 256
-"""Decisions that are kept, each with its backend."""
 
 
 class Decisions:
@@ -36,8 +32,7 @@ class Decisions:
     def __init__(self, backend: str | None = None, options: dict[str, dict[str, Any]] | None = None) -> None:
         self.backend = backend
         self.options = options
-        self._kept: dict[Hashable, Backend | AttnplugError] = {}
-        self._lock = threading.Lock()
+        self._kept: DecisionCache[Backend] = DecisionCache(refusals=REFUSALS)
 
     def backend_of(self, call: AttentionCall) -> Backend:
         """
@@ -48,28 +43,14 @@ class Decisions:
             RequirementsError: A value is outside its domain.
             PluginError: As for `attnplug.load`.
         """
-        where = (_kind(call), call.query.device, attnplug.scope_key())
-        found = self._kept.get(where)
-        if found is None:
-            found = self._decide(call)
-            with self._lock:
-                self._kept[where] = found
-                while len(self._kept) > _MOST:
-                    self._kept.pop(next(iter(self._kept)))
-        if isinstance(found, AttnplugError):
-            raise found.with_traceback(None)  # it is kept, and raised again
-        return found
+        return self._kept.get(_kind(call), call.query.device, lambda: self._decide(call))
 
-    def _decide(self, call: AttentionCall) -> Backend | AttnplugError:
-        try:
-            return shared_backend(
-                _requirements(call), device_of(call.query.device), backend=self.backend, options=self.options
-            )
-        except REFUSALS as error:
-            return error
+    def _decide(self, call: AttentionCall) -> Backend:
+        where = device_of(call.query.device)
+        return shared_backend(_requirements(call), where, backend=self.backend, options=self.options)
 
 
-def _requirements(call: AttentionCall) -> attnplug.Requirements:
+def _requirements(call: AttentionCall) -> Requirements:
     return requirements_like_sdpa(
         call.query, call.key, call.value, call.mask, tokens_first=True, return_lse=_records_gradients(call)
     )
