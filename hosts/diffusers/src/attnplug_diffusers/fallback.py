@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug import scope_key
-from attnplug.dense import device_of, requirements_like_sdpa, shared_backend
+from attnplug.dense import DecisionCache, device_of, requirements_like_sdpa, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
 from attnplug_diffusers.masks import has_more_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from attnplug.request import BackendNames, Options
-
-_MOST: Final = 256
-"""Decisions that are kept."""
 
 
 class Fallback:
@@ -35,8 +30,7 @@ class Fallback:
     def __init__(self, backend: BackendNames | None, options: Options | None) -> None:
         self._backend = backend
         self._options = options
-        self._decisions: dict[Hashable, str] = {}
-        self._lock = threading.Lock()
+        self._decisions: DecisionCache[str] = DecisionCache()
         self._index = len(_FALLBACKS)
         _FALLBACKS.append(self)
         self.reasons: set[str] = set()
@@ -87,15 +81,8 @@ class Fallback:
         _noted(self._index, reason)
 
     def decide(self, dtype: torch.dtype, device: torch.device, *call: Any) -> str:
-        """Return the reason for a kind of call, see `_decided`, and keep it as long as nothing else is decided."""
-        where = (dtype, device, call, scope_key())
-        found = self._decisions.get(where)
-        if found is None:
-            found = self._decide(dtype, device, *call)
-            with self._lock:
-                self._decisions[where] = found
-                while len(self._decisions) > _MOST:
-                    self._decisions.pop(next(iter(self._decisions)))
+        """Return the reason for a kind of call, see `_decided`."""
+        found = self._decisions.get((dtype, call), device, lambda: self._decide(dtype, device, *call))
         if found:
             self.reasons.add(found)
         return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+from attnplug.dense import DecisionCache
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # A copy, and no view: a view keeps its tensor alive. It is one for all layers of a model, so that their metadata is.
-_copies: Final[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+_copies: Final[DecisionCache[Tensor]] = DecisionCache(scoped=False)
 
 
 def mask_by_key(mask: Tensor, batch: int, keys: int) -> Tensor:
@@ -27,11 +28,7 @@ def mask_by_key(mask: Tensor, batch: int, keys: int) -> Tensor:
         return mask
     if torch.compiler.is_compiling() or mask.is_inference() or mask.requires_grad:
         return mask[:, None, None, :]
-    found = _copies.get(mask)  # type: ignore[no-untyped-call] # of torch
-    if found is None or found[0] != mask._version:  # noqa: SLF001 - torch has no public name for it
-        _copies[mask] = found = (mask._version, mask[:, None, None, :].clone())  # noqa: SLF001 - likewise
-    copy: Tensor = found[1]
-    return copy
+    return _copies.get(None, mask.device, mask[:, None, None, :].clone, (mask,))
 
 
 def has_more_digits(mask: Tensor, query: Tensor) -> bool:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attnplug import attention, attention_varlen
+from attnplug.dense import DecisionCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class KeptKeys:
     hidden: Tensor | None
 
 
-_kept: Final[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+_kept: Final[DecisionCache[KeptKeys]] = DecisionCache(scoped=False)
 
 
 def is_by_key(
@@ -177,14 +177,7 @@ def kept_keys(attn_mask: Tensor, batch: int) -> KeptKeys:
         attn_mask: ``(batch or 1, 1, 1, keys)`` bool.
         batch: How many sequences there are.
     """
-    if attn_mask.is_inference():  # nobody counts its changes
-        return _read(attn_mask, batch)
-    version = (attn_mask._version, batch)  # noqa: SLF001 - torch has no public name for it
-    found = _kept.get(attn_mask)  # type: ignore[no-untyped-call] # of torch
-    if found is None or found[0] != version:
-        _kept[attn_mask] = found = (version, _read(attn_mask, batch))
-    kept: KeptKeys = found[1]
-    return kept
+    return _kept.get(batch, attn_mask.device, lambda: _read(attn_mask, batch), (attn_mask,))
 
 
 def _read(attn_mask: Tensor, batch: int) -> KeptKeys:
