@@ -7,6 +7,7 @@ import threading
 import weakref
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -311,6 +312,44 @@ def test_a_changed_mask_is_read_again(inference) -> None:
             output = attention(query, key, value, attn_mask=mask, sinks=sinks)
             outputs, _ = expected(query, key, value, mask=mask.expand(2, 7, 7), sinks=sinks)
             assert_results(output, outputs)
+
+
+UNSEEN = {
+    "numpy": lambda one, new: np.copyto(one.numpy(), new.numpy()),
+    "DLPack": lambda one, new: np.copyto(np.from_dlpack(one), new.numpy()),
+    "data": lambda one, new: one.data.copy_(new),
+    "other data": lambda one, new: setattr(one, "data", new),
+    "shared storage": lambda one, new: torch.empty(0, dtype=one.dtype).set_(one.untyped_storage()).copy_(new.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "bias", "sinks", "alibi_slopes"])
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.parametrize("packed", [False, True])
+def test_changes_that_torch_does_not_count_are_seen(name, change, packed) -> None:
+    query, key, value = tensors(1)
+    starts = torch.tensor([0, 7], dtype=torch.int32)
+    made = {
+        "attn_mask": lambda: torch.rand(7, 7) > 0.5,
+        "bias": lambda: torch.randn(7, 7),
+        "sinks": lambda: torch.randn(4),
+        "alibi_slopes": lambda: torch.rand(4),
+    }[name]
+
+    def call(given):
+        if not packed:
+            return attention(query, key, value, **{"attn_mask" if name == "bias" else name: given})
+        names = {"attn_mask": "custom_mask", "bias": "attn_bias"}
+        return attention_varlen(query[0], key[0], value[0], starts, **{names.get(name, name): given})
+
+    given, new = made(), made()
+    if packed and name in {"attn_mask", "bias"}:  # a view is an object of its own in each call
+        given = given.view({"attn_mask": (-1,), "bias": (1, -1)}[name])
+        new = new.view(given.shape)
+    call(given)
+    change(given, new)
+
+    assert torch.equal(call(given), call(new.clone()))
 
 
 def test_changed_start_locations_are_read_again() -> None:

@@ -245,3 +245,17 @@ def test_a_decision_is_kept_in_its_scope(monkeypatch):
 
     assert len(implementations) == 2
     assert implementations[0] is implementations[1]
+
+
+@pytest.mark.parametrize("name", ["s_aux", "alibi_slopes"])
+def test_sinks_and_slopes_that_change_unseen_are_read_again(name):
+    query, keys, values = cached()
+    given, new = torch.rand(HEADS), torch.rand(HEADS)
+
+    def call(one):
+        return flash_attn_with_kvcache(query, keys, values, cache_seqlens=9, causal=True, **{name: one})
+
+    call(given)
+    given.data.copy_(new)
+
+    assert torch.equal(call(given), call(new))

@@ -319,3 +319,15 @@ def test_a_fallback_is_decided_when_a_graph_is_traced(backend, dispatch, runs) -
 
     assert bool(runs) is (backend is None)
     torch.testing.assert_close(found, dispatch.dispatch_attention_fn(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [2, 4])
+def test_a_mask_by_key_that_changes_unseen_is_read_again(axes, dispatched) -> None:
+    inputs, mask, other = tensors((2, 9, 4, 64)), torch.rand(2, 9) > 0.5, torch.rand(2, 9) > 0.5
+    if axes == 4:
+        mask, other = mask[:, None, None].contiguous(), other[:, None, None].contiguous()
+
+    dispatched(*inputs, attn_mask=mask)
+    mask.numpy()[:] = other.numpy()
+
+    assert torch.equal(dispatched(*inputs, attn_mask=mask), dispatched(*inputs, attn_mask=other))

@@ -59,8 +59,9 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         attn_mask: Boolean, True where a query attends to a key: any shape that expands to
             ``(batch, 1, queries, keys)``. A query that attends to nothing has output 0. Or floating, and added to the
             scores in the dtype of the call: any shape that expands to ``(batch, num_q_heads, queries, keys)``; -inf
-            counts as the lowest number. Metadata is kept for the same tensor, unless it was made in inference mode,
-            which counts no changes.
+            counts as the lowest number. Metadata is kept for the same tensor with the same values. On a GPU, where
+            comparing them would wait, torch's version counter is compared: pass another tensor after writes that it
+            does not count, by `.data` or a kernel. This holds for `sinks` and `alibi_slopes`, too.
         sinks: ``(num_q_heads,)``, float32 or the dtype of the call: logits that join the softmax denominator.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         return_lse: Whether the log-sum-exp of the scores is returned, sinks included.
