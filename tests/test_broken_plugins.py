@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-from tests.plugins.preamble import RunCode
+    from tests.plugins.preamble import RunCode
 
 pytestmark = pytest.mark.long
 

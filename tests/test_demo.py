@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from attnplug_transformers.demo.compare import compare
 from attnplug_transformers.demo.example import EXAMPLES
 from hosts.transformers.tests.fakes.faulty import MANIFEST, FaultyImpl
 from hosts.transformers.tests.fakes.registry import replace_backends
+from tools import forked
 
 pytestmark = pytest.mark.long
 
@@ -66,14 +65,7 @@ def faulty(monkeypatch):
 
 def command(*words, **environment):
     settings = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
-    return subprocess.run(
-        [sys.executable, "-m", "attnplug", "demo", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=settings | {"OMP_NUM_THREADS": "1"} | environment,
-    )
+    return forked.run("-m", "attnplug", "demo", *words, cwd=ROOT, env=settings | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +288,7 @@ def test_without_transformers_the_extra_is_named(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
-    done = subprocess.run(
-        [sys.executable, "-m", "attnplug", "demo"], capture_output=True, text=True, check=False, env=environment
-    )
+    done = forked.run_fresh("-m", "attnplug", "demo", env=environment)
 
     assert done.returncode == 1
     assert "pip install 'attnplug[transformers]'" in done.stderr

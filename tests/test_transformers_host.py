@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tools import forked
 
 pytestmark = pytest.mark.unmeasured
 
@@ -24,11 +24,9 @@ mask[0, :4] = 0
 """
 
 
-def run(code):
+def run(code, start=forked.run):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
+    return start("-W", "error", "-c", code, env=environment)
 
 
 def test_two_calls_run_a_model_through_attnplug():
@@ -90,7 +88,8 @@ assert len(host.requirements({{
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "dtype": "bfloat16",
 }})) == 2
 host.register()
-"""
+""",
+        forked.run_fresh,
     )
 
     assert "attnplug.errors.AttnplugError: the host 'transformers' was requested" in done.stderr

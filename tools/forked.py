@@ -1,10 +1,10 @@
 """
 Python processes that fork from a warm one: tests start hundreds, and importing torch takes longer than most of them do.
 
-`run` replaces `subprocess.run` of this Python. The warm process has imported libraries of third parties and nothing of
-this workspace: a program that lacks an import fails as it would, and no state of attnplug has to be put back. Programs
-find torch in `sys.modules` from the start. What depends on how Python starts or ends (its options, the order of hashes,
-which modules are imported, interrupts, standard streams that are closed) needs a real process.
+`run` replaces `subprocess.run` of this Python. The warm process has imported libraries, and nothing of this workspace:
+a program that lacks an import fails as it would, and no state of attnplug has to be put back. `import torch` takes the
+module that is there, and runs the autoload of its backends. What depends on how Python starts or ends (its options, the
+order of hashes, which modules are imported, interrupts, standard streams that are closed) needs `run_fresh`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from importlib import import_module, invalidate_caches
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import ModuleType
@@ -30,15 +34,19 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from importlib.machinery import ModuleSpec
 
-WARM: Final = ("attrs", "numpy", "packaging.specifiers", "packaging.utils", "platformdirs", "pluggy", "pytest", "torch")
-"""What the warm process imports."""
+VISIBLE: Final = ("attrs", "numpy", "packaging.specifiers", "packaging.utils", "platformdirs", "pluggy", "pytest")
+"""What each program finds in `sys.modules` from the start."""
+
+HIDDEN: Final = ("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+"""What is there for a program that imports any module of these, and not in `sys.modules` before that."""
 
 _SOCKET: Final = "FORKED_PYTHON_SOCKET"
 """Environment variable of a forked program: where it starts others."""
 
-_AT_START: Final = ("LC_ALL", "PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONWARNINGS")
-"""Environment variables that Python reads before a program runs."""
+_AT_START: Final = ("LC_ALL", "PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONWARNINGS", "TRITON_INTERPRET")
+"""Environment variables that are read before a program runs: it starts afresh where they differ from ours."""
 
 
 def run_fresh(
@@ -97,7 +105,7 @@ def _start() -> tuple[str, subprocess.Popen[bytes]]:
     folder = TemporaryDirectory()  # nobody else may connect
     path = f"{folder.name}/socket"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST", "PYTHONPATH"))}
-    # One thread: a fork has no other. Programs run the autoload of attnplug's host for torch themselves.
+    # One thread: a fork has no other.
     environment = {**kept, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -113,26 +121,53 @@ def _start() -> tuple[str, subprocess.Popen[bytes]]:
     return path, process
 
 
+class _Imported(MetaPathFinder, Loader):
+    """Finds hidden modules: importing any of them brings back all."""
+
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
+        self._modules = modules
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - of importlib
+        if fullname not in self._modules:
+            return None
+        spec = cast("ModuleSpec", copy(self._modules[fullname].__spec__))
+        spec.loader = self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        cast("Any", module.__spec__).loader = module.__loader__
+        for name, other in self._modules.items():
+            sys.modules.setdefault(name, other)
+        if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+            self._modules["torch"]._import_device_backends()  # noqa: SLF001 - the end of `import torch`
+
+
 def _main(path: str, listener: str) -> int:
     """Import, serve, and be each program in a fork; return its exit status."""
     del sys.path[0]  # of this file
-    filters = cast("list[Any]", warnings.filters)
-    defaults = filters.copy()
-    warnings.simplefilter("error")
-    for name in WARM:
-        import_module(name)
-    added = filters[: -len(defaults) - 1]
+    defaults = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _import(VISIBLE)
+        visible = set(sys.modules)
+        _import(HIDDEN)
+        added = warnings.filters[: -len(defaults) - 1]
+    hidden = {name for name in set(sys.modules) - visible if name.partition(".")[0] not in sys.stdlib_module_names}
+    sys.meta_path.insert(0, _Imported({name: sys.modules.pop(name) for name in hidden}))
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import has started a thread, and a fork would not have it")
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public list
+        finalizer.atexit = False  # freeing torch's libraries takes longer than most programs
     gc.freeze()
     with socket.socket(fileno=int(listener)) as requests:
         request = _serve(requests)
-    arguments = request["arguments"]
-    warnings.resetwarnings()
-    filters[:] = defaults
-    if arguments[:2] == ["-W", "error"]:
+    filters = cast("list[Any]", warnings.filters)
+    if strict := request["arguments"][:2] == ["-W", "error"]:
+        del request["arguments"][:2]
         warnings.simplefilter("error")
-        arguments = arguments[2:]
     filters[:0] = added
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -140,7 +175,24 @@ def _main(path: str, listener: str) -> int:
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     invalidate_caches()
-    return _exit_status(*arguments)
+    try:
+        if strict and caught:
+            warnings.warn(caught[0].message, stacklevel=1)
+        _run_program(*request["arguments"])
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else error.code is not None
+    except BaseException as error:  # noqa: BLE001 - it ends here
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        if find_spec(name.partition(".")[0]) is not None:  # some environments lack some
+            import_module(name)
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
@@ -175,33 +227,13 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
             running[pipe] = pid, connection
 
 
-def _exit_status(kind: str, *arguments: str) -> int:
-    """Run a program, and report how it ended as Python does."""
-    try:
-        _customize()
-        _run(kind, *arguments)
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else error.code is not None
-    except BaseException as error:  # noqa: BLE001 - it ends here
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    return 0
-
-
-def _customize() -> None:
-    """Do what the folders of packages do when Python starts, and attnplug's host when torch is imported."""
+def _run_program(kind: str, name: str = "", *arguments: str) -> None:
+    """Do what Python does once it has set its path."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
-        import_module("coverage").process_startup()
+        import_module("coverage").process_startup()  # as the .pth file of coverage does
     with suppress(ModuleNotFoundError):
         sys.modules.pop("sitecustomize", None)
         import_module("sitecustomize")
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
-        sys.modules["torch"]._import_device_backends()  # noqa: SLF001 - the end of torch's own import
-
-
-def _run(kind: str, name: str = "", *arguments: str) -> None:
     sys.argv[:] = [kind, *arguments]
     if kind == "-m":
         sys.path.insert(0, str(Path.cwd()))
@@ -222,4 +254,4 @@ if __name__ == "__main__":
     atexit._run_exitfuncs()  # noqa: SLF001 - likewise
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # freeing the modules would take longer than most programs
+    os._exit(status)  # freeing modules, likewise

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 EMPTY = "an empty folder"
-_MODULES = {"attnplug": "attnplug", "pytest": "pytest", "pip": "pip"}
+_MODULES = ("attnplug", "pytest", "pip")
 # Nothing is fetched: what a page installs needs nothing that is not here.
 _INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
 # Settings and measurements of this run, which a temporary folder does not inherit.
@@ -39,6 +39,7 @@ class Session:
 
     def __init__(self) -> None:
         self.folder = Path()
+        self._environment = ""
         self._python = sys.executable
         self._home: TemporaryDirectory[str] | None = None
 
@@ -57,7 +58,8 @@ class Session:
             raise SessionError("the page is already in a temporary folder")
         self._home = TemporaryDirectory()
         home = Path(self._home.name).resolve()
-        self._python = _make_environment(home / "environment")
+        self._python, site = _make_environment(home / "environment")
+        self._environment = f"import site, sys; site.addsitedir({site!r}); sys.executable = {self._python!r}"
         self.folder = home / "work"
         self.folder.mkdir()
 
@@ -76,13 +78,12 @@ class Session:
             return subprocess.CompletedProcess(words, 0, "", "")
         if name not in _MODULES or (name == "pip" and arguments[:1] != ["install"]):
             raise SessionError("only attnplug, pytest, pip install and cd to a folder run there")
-        if name == "pip":
-            arguments = ["install", *_INSTALL, *arguments[1:]]
         outside = {name: value for name, value in os.environ.items() if not (self._home and name.startswith(_OURS))}
         plain = {**outside, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [self._python, "-m", _MODULES[name], *arguments]
-        if self._home is None:
-            return forked.run(*command[1:], env=plain)
+        if name != "pip":
+            program = f"{self._environment}\nimport runpy; runpy.run_module({name!r}, None, '__main__', alter_sys=True)"
+            return forked.run("-c", program, *arguments, cwd=self.folder, env=plain)
+        command = [self._python, "-m", "pip", "install", *_INSTALL, *arguments[1:]]
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - the project's own pages
 
     def read(self, name: str) -> str:
@@ -122,12 +123,12 @@ class Session:
         return file
 
 
-def _make_environment(folder: Path) -> str:
-    """Make an environment that sees the packages of this one, and return its Python."""
+def _make_environment(folder: Path) -> tuple[str, str]:
+    """Make an environment that sees the packages of this one; return its Python, and its folder of packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
     here = sysconfig.get_path("purelib")
     (site / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n", "utf-8")
-    return str(python)
+    return str(python), str(site)
