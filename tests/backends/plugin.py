@@ -15,6 +15,7 @@ import attnplug
 from attnplug.errors import DuplicateBackendError
 from attnplug.selection.process import PROCESS
 from tests.backends.fakes import manifest_of
+from tools import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -155,15 +156,17 @@ class InstalledPlugin:
     def load(self, libraries: Path) -> str:
         """Load the backend in a process without a GPU, and return the error and the verdicts after it."""
         unwanted = (f"{self.package}.backend", *self.packages)
-        return self._run(f"BACKEND, UNWANTED = {self.backend!r}, {unwanted!r}\n{_LOAD}", libraries=libraries)
+        program = f"BACKEND, UNWANTED = {self.backend!r}, {unwanted!r}\n{_LOAD}"
+        return self._run(program, libraries=libraries, start=forked.run)
 
-    def _run(self, program: str, *words: str, libraries: Path | None = None, status: int = 0) -> str:
+    def _run(
+        self, program: str, *words: str, libraries: Path | None = None, status: int = 0, start: Any = forked.run_fresh
+    ) -> str:
         outside = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         paths = (str(path) for path in (libraries, self.folder) if path is not None)
         home = str(self.folder)
         own = {"PYTHONPATH": os.pathsep.join(paths), "HOME": home, "XDG_CONFIG_HOME": home}
-        command = [sys.executable, "-W", "error", "-c", program, *words]
-        done = subprocess.run(command, env={**outside, **own}, capture_output=True, text=True, check=False)
+        done = start("-W", "error", "-c", program, *words, env={**outside, **own})
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from kit.tests.conformance.defects import plugin
 from kit.tests.conformance.defects.defect import Defect
 from kit.tests.conformance.defects.uncaught import UNCAUGHT
 from kit.tests.conformance.defects.worker import described
-from tools import wrong_backends
+from tools import forked, wrong_backends
 
 pytestmark = pytest.mark.long
 
@@ -28,9 +26,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
     # Tracing would double the time, and what the kit runs is measured where it runs the built-in backend.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", wrong_backends.WORKER, str(tmp_path_factory.mktemp("defects")), "--named", *CAUGHT]
+    words = ("-m", wrong_backends.WORKER, str(tmp_path_factory.mktemp("defects")), "--named", *CAUGHT)
     environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    done = forked.run(*words, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
 

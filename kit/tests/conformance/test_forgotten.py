@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from kit.tests.conformance import forgotten
+from tools import forked
 
 AGAIN = (
     "scale_in_wide_prefill",
@@ -44,14 +43,9 @@ def test_what_is_not_served_has_no_result() -> None:
 def test_a_forgotten_feature_is_found() -> None:
     outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     path = os.pathsep.join(filter(None, (str(forgotten.ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", forgotten.__name__, "--check", *AGAIN],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=forgotten.ROOT,
-    )
+    environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    done = forked.run("-m", forgotten.__name__, "--check", *AGAIN, env=environment, cwd=forgotten.ROOT)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(AGAIN)

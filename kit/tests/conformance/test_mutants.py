@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import attnplug.torch_backend
 from attnplug_kit.fields import ROWS
+from tools import forked
 
 pytestmark = pytest.mark.long
 
@@ -194,8 +193,7 @@ def run(
     # Tracing would double the time, and what the kit runs is measured where it runs the built-in backend.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder), tests, package, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    done = forked.run("-c", RUN, str(folder), tests, package, *options, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
 
