@@ -55,8 +55,8 @@ class Recorder:
             self._append(seconds, item.nodeid)
 
     def pytest_unconfigure(self) -> None:
-        """Record what this process used outside of tests."""
-        self._append(_cpu_seconds() - self._in_tests, REST)
+        """Record what this process used outside of tests. One that ran none waited for those that did: not theirs."""
+        self._append(_cpu_seconds() - self._in_tests if self._in_tests else sum(os.times()[:2]), REST)
 
     def _append(self, seconds: float, name: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:  # a short line is written in one piece
