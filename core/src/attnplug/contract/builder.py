@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -14,9 +14,9 @@ from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
-from attnplug.contract.guards.batch import BatchGuard, check_batch
-from attnplug.contract.inputs.batch import with_fields
-from attnplug.contract.inputs.exact import exact_batch, forget, with_lengths
+from attnplug.contract.guards.batch import BatchGuard, refuse_batch
+from attnplug.contract.inputs.batch import Batch, with_fields
+from attnplug.contract.inputs.exact import exact_batch, with_lengths
 from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.impl import AttentionImpl
-    from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.limits import Limits, Parallel
     from attnplug.contract.inputs.phase import BatchSplit
@@ -267,21 +266,24 @@ class MetadataBuilder:
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
             PluginContractError: The plugin's metadata for a graph differs from that of the capture.
         """
-        check_batch(batch, "build")
+        if not isinstance(batch, Batch):
+            refuse_batch(batch, "build")
         if graph is None:
             split = self._guard.check(batch)
             return assemble(self, split, self.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
         # Before anything is written: a refused batch leaves the buffers as they were.
-        split = self._guard.check(batch, in_place=graph.host_owned_inputs)
-        taken, (_, lengths) = split.batch, exact_batch(split.batch, self._guard.terms)
-        _check_covered(self, graph, taken, lengths)
-        if graph.host_owned_inputs:
-            taken = with_lengths(batch, self._guard.terms)
-            forget(batch, self._guard.terms)  # the host writes its tensors again, for the next replay
-        split = graph.take(taken, lengths, split, self)
+        in_place = graph.host_owned_inputs
+        if in_place:
+            batch = with_fields(batch)  # the host may write its tensors again under one batch: nothing is kept with it
+        split = self._guard.check(batch, in_place=in_place)
+        exact, lengths = exact_batch(split.batch, self._guard.terms)
+        if not self.covers(exact, lengths):
+            _refuse_uncovered(self, graph, exact.max_query_len)
+        given = self.given_to_graphs(batch) if in_place else exact
+        split = graph.take(given, lengths, split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        metadata = graph.seal(assemble(self, split, fields, graph), self, taken)
+        metadata = graph.seal(assemble(self, split, fields, graph), self, given)
         if not graph.prepares_itself(self):
             self.prepare_in_graph(metadata)
         return metadata
@@ -480,14 +482,13 @@ def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
         )
 
 
-def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, batch: Batch, lengths: Lengths) -> None:
-    """Check that a checked batch may run in a graph; the plugin decides too (`can_capture`)."""
-    if not builder.covers(batch, lengths):
-        raise BatchError(
-            f"a batch with queries of up to {batch.max_query_len} tokens was given for the graph {graph.key}",
-            f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
-            "build with graph=None where can_run_in_cudagraph(batch) is False",
-        )
+def _refuse_uncovered(builder: MetadataBuilder, graph: GraphBuffers, max_query_len: int) -> NoReturn:
+    """Raise for a checked batch that may not run in a graph, by the level or by the plugin (`can_capture`)."""
+    raise BatchError(
+        f"a batch with queries of up to {max_query_len} tokens was given for the graph {graph.key}",
+        f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
+        "build with graph=None where can_run_in_cudagraph(batch) is False",
+    )
 
 
 def _check_own(builder: MetadataBuilder, metadata: Metadata) -> None:

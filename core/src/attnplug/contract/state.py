@@ -16,6 +16,7 @@ from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import allows_graphs, check_key
 from attnplug.contract.guards.batch import check_batches
+from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
@@ -172,6 +173,9 @@ class State:
         """
         if not self._graphs:
             return None
+        if True in [graph.host_owned_inputs for graph in self._graphs.values()]:
+            # The host may write its tensors again under one batch: nothing is kept with it.
+            batches = {builder: with_fields(batch) for builder, batch in batches.items()}
         seen = {builder: builder.exact(batch) for builder, batch in batches.items()}
         # Batches that contradict themselves fit nowhere: `build` refuses them.
         if not all(lengths.query_lens is not None and b.covers(exact, lengths) for b, (exact, lengths) in seen.items()):

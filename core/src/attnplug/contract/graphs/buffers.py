@@ -247,9 +247,16 @@ def _misfits(graph: GraphBuffers, batch: Batch, lengths: Lengths) -> Iterator[tu
         yield from _encoder_misfits(graph, batch)
     if batch.key_start_loc is not None:
         yield "a key_start_loc", "graphs read K/V from a paged cache"
-    shape = (batch.num_reqs, _num_slots(batch))
-    if graph.host_owned_inputs and shape != (key.num_reqs, _captured_slots(key, batch)):
-        yield f"num_reqs={shape[0]} and {shape[1]} slots", "the host pads its own tensors to the shape"
+    if graph.host_owned_inputs:
+        yield from _padding_misfits(key, batch)
+
+
+def _padding_misfits(key: GraphShape, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield the same for the host's own tensors, which come with the shape's padding."""
+    writes = batch.slot_mapping is not None and batch.encoder_seq_lens is None
+    found, slots = (batch.num_reqs, _num_slots(batch)), key.num_tokens if writes else 0
+    if found != (key.num_reqs, slots):
+        yield f"num_reqs={found[0]} and {found[1]} slots", "the host pads its own tensors to the shape"
 
 
 def _query_misfit(query_len: int, lengths: Lengths) -> tuple[str, str]:
@@ -260,11 +267,6 @@ def _query_misfit(query_len: int, lengths: Lengths) -> tuple[str, str]:
     lens = [] if lengths.query_lens is None else [length for length in lengths.query_lens.tolist() if length]
     found = min(lens, default=0), max(lens, default=0)
     return f"queries of {found} tokens at least and at most", f"every query has {query_len}"
-
-
-def _captured_slots(key: GraphShape, batch: Batch) -> int:
-    """Return the slots that a graph reads: none of an encoder, and none where nothing is written."""
-    return 0 if batch.slot_mapping is None or batch.encoder_seq_lens is not None else key.num_tokens
 
 
 def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:

@@ -31,19 +31,13 @@ _counts_of: Final = attrgetter(*_COUNTS)
 _INTS: Final = {int}
 
 
-def check_batch(batch: object, where: str) -> None:
-    """
-    Check that what should be a batch is one.
-
-    Raises:
-        BatchError: It is something else.
-    """
-    if not isinstance(batch, Batch):
-        raise BatchError(
-            f"{reprlib.repr(batch)} was given to {where}",
-            "it takes a Batch: this step's requests",
-            "pass what BatchAssembler.finish, or Batch.from_lengths, returns",
-        )
+def refuse_batch(batch: object, where: str) -> NoReturn:
+    """Raise for something else than a batch."""
+    raise BatchError(
+        f"{reprlib.repr(batch)} was given to {where}",
+        "it takes a Batch: this step's requests",
+        "pass what BatchAssembler.finish, or Batch.from_lengths, returns",
+    )
 
 
 def check_batches(batches: object) -> None:
@@ -60,7 +54,8 @@ def check_batches(batches: object) -> None:
             "pass {builder: batch}",
         )
     for batch in batches.values():
-        check_batch(batch, "begin_forward")
+        if not isinstance(batch, Batch):
+            refuse_batch(batch, "begin_forward")
 
 
 class BatchGuard:
@@ -201,7 +196,7 @@ class BatchGuard:
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self.terms.exact
         if batch.seq_lens_cpu is None and not exact:
-            _check_longest(batch, batch.max_query_len if self._orders_keys else 0)
+            _check_longest(batch.max_seq_len, batch.max_query_len if self._orders_keys else 0)
             if computed is not None:
                 check_index("num_computed_tokens_cpu", computed, shape, torch.int32, "cpu")
             return None
@@ -210,7 +205,7 @@ class BatchGuard:
             host = check_mirror("seq_lens", batch.seq_lens, host, exact=exact)
         assert lengths.seq_range is not None  # noqa: S101 - of a CPU copy of this form
         low, high = lengths.seq_range
-        _check_longest(batch, high)
+        _check_longest(batch.max_seq_len, high)
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
         may_be_short = self._orders_keys and low < batch.max_query_len
         if low < 0 or (may_be_short and int((host - query_lens).amin()) < 0):
@@ -260,10 +255,10 @@ def _refuse_starts(batch: Batch, host: Tensor) -> NoReturn:
     )
 
 
-def _check_longest(batch: Batch, longest: int) -> None:
-    if batch.max_seq_len < longest:
+def _check_longest(bound: int, longest: int) -> None:
+    if bound < longest:
         raise BatchError(
-            f"max_seq_len={batch.max_seq_len} was given",
+            f"max_seq_len={bound} was given",
             f"the longest sequence has {longest} tokens, and max_seq_len is at least that",
             f"pass max_seq_len={longest} or more",
         )

@@ -83,27 +83,28 @@ class PageGuard:
         if host_slots is not None and host_slots is not slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
         rows, highest = self._num_key_rows(slots, host_slots), self._highest
+        are_decodes = batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         if host_table is not None and keys is not None and width:
             used = host_table if host_table.shape[1] == width else host_table[:, :width]
-            found = self._highest_of_decodes(batch, used, host_slots, keys)
-            if found is not None:
-                return rows, found
+            if are_decodes and host_slots is not None and batch.num_reqs <= _FEW_REQUESTS:
+                found = self._highest_of_decodes(used, host_slots, keys)
+                if found is not None:
+                    return rows, found
             # Without slots nothing is written, and a host without a null block may have keys in block 0.
             highest = self._check_blocks(used, keys, self._first_keys(query_lens, seq_lens), int(slots is not None))
         if host_slots is not None and host_slots.shape[0]:
-            highest = max(highest, self._check_slots(batch, host_slots, query_lens, keys))
+            written = self._check_slots(batch, host_slots, None if are_decodes else query_lens, keys)
+            highest = max(highest, written)
         return rows, highest
 
-    def _highest_of_decodes(self, batch: Batch, used: Tensor, host_slots: Tensor | None, keys: Tensor) -> int | None:
+    def _highest_of_decodes(self, used: Tensor, host_slots: Tensor, keys: Tensor) -> int | None:
         """
         Return the highest block of a few decodes whose blocks and slots are all as they should be.
 
         None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
         be the null block, which only those checks know.
         """
-        if not _are_decodes(batch) or batch.num_reqs > _FEW_REQUESTS or used.numel() > _FEW_ENTRIES:
-            return None
-        if host_slots is None or self._num_blocks is None or not self._places:
+        if self._num_blocks is None or not self._places or used.numel() > _FEW_ENTRIES:
             return None
         table, slots, lens = used.tolist(), host_slots.tolist(), keys.tolist()
         size, highest = self._size, 0
@@ -260,11 +261,11 @@ class PageGuard:
             "allocate a block of the cache for every used column, and pass its num_blocks in Limits",
         )
 
-    def _check_slots(self, batch: Batch, slots: Tensor, query_lens: Tensor, keys: Tensor | None) -> int:
+    def _check_slots(self, batch: Batch, slots: Tensor, query_lens: Tensor | None, keys: Tensor | None) -> int:
         """Return the highest block that is written, -1 where nothing is, or blocks that are checked are."""
         table, places = batch.block_table_cpu, None
         if self._places and table is not None and keys is not None:
-            places = self._places_of(table, keys, None if _are_decodes(batch) else query_lens, batch.num_actual_tokens)
+            places = self._places_of(table, keys, query_lens, batch.num_actual_tokens)
             if torch.equal(places, slots):
                 self._check_unique(slots)
                 return -1
@@ -351,11 +352,6 @@ class PageGuard:
                 f"the block table of its request puts it into slot {int(places[token])}, where attention reads it",
                 "compute slots from the block table (attnplug.batching)",
             )
-
-
-def _are_decodes(batch: Batch) -> bool:
-    """Whether every request has one token, and there are no others."""
-    return batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
 
 
 def check_null_padding(batch: Batch, block_size: int) -> None:

@@ -25,9 +25,7 @@ _PER_REQUEST: Final = (
     *("seq_lens", "seq_lens_cpu", "block_table", "block_table_cpu", "encoder_seq_lens", "encoder_seq_lens_cpu"),
     *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "num_computed_tokens_cpu"),
 )
-_PAGES: Final = ("block_table", "slot_mapping")
 _Queries = tuple["Tensor | None", "int | None", bool, int, int]
-_READS: Final = {False: "lengths read", True: "lengths and starts read"}
 
 _NO_ROWS: Final[Mapping[str, int]] = MappingProxyType({})
 _KEPT_SHAPES: Final = 512  # whose tensors are kept, of four bytes per request each
@@ -109,18 +107,13 @@ def exact_batch(batch: Batch, terms: LengthTerms, *, is_read: bool = False) -> t
     """
     found = batch.derived.get(terms)
     if found is None:
-        exact, found = _make_exact(batch if is_read else with_lengths(batch, terms), terms)
+        read = with_lengths(batch, terms) if terms.read and not is_read else batch
+        exact, found = _make_exact(read, terms)
         exact.derived[terms] = found
         if exact is not batch:
             batch.derived[terms] = exact
         return exact, found
     return (batch, found) if type(found) is Lengths else (found, found.derived[terms])
-
-
-def forget(batch: Batch, terms: LengthTerms) -> None:
-    """Drop what was made of a batch whose tensors the host writes again."""
-    for key in (terms, *_READS.values()):
-        batch.derived.pop(key, None)
 
 
 def _make_exact(given: Batch, terms: LengthTerms) -> tuple[Batch, Lengths]:
@@ -144,8 +137,8 @@ def _make_exact(given: Batch, terms: LengthTerms) -> tuple[Batch, Lengths]:
         batch = with_fields(batch, **fields)
     rows = _NO_ROWS
     if batch is not given:
-        pages = ((name, getattr(given, name)) for name in _PAGES)
-        rows = {name: tensor.shape[0] for name, tensor in pages if tensor is not None and tensor.ndim}
+        pages = {"block_table": given.block_table, "slot_mapping": given.slot_mapping}
+        rows = {name: tensor.shape[0] for name, tensor in pages.items() if tensor is not None and tensor.ndim}
     return batch, Lengths(query_lens, query_len, is_packed, seq_range, rows)
 
 
@@ -192,8 +185,8 @@ def _first_slots(batch: Batch, tokens: int) -> dict[str, Tensor]:
     """Return the slots of the first tokens, by field: K/V of the rows behind them are not written."""
     if batch.encoder_seq_lens is not None:  # the slots of cross attention are those of encoder tokens
         return {}
-    slots = ((name, getattr(batch, name)) for name in ("slot_mapping", "slot_mapping_cpu"))
-    return {name: tensor[:tokens] for name, tensor in slots if tensor is not None and tensor.ndim == 1}
+    slots = {"slot_mapping": batch.slot_mapping, "slot_mapping_cpu": batch.slot_mapping_cpu}
+    return {name: tensor[:tokens] for name, tensor in slots.items() if tensor is not None and tensor.ndim == 1}
 
 
 def _without_padding(batch: Batch) -> Batch:
@@ -250,7 +243,7 @@ def with_lengths(batch: Batch, terms: LengthTerms) -> Batch:
     if not terms.read:
         return batch
     reads_queries = terms.read_queries and batch.query_start_loc_cpu is None
-    return batch.cached(_READS[reads_queries], lambda: _read(batch, reads_queries=reads_queries))
+    return batch.cached(("lengths read", reads_queries), lambda: _read(batch, reads_queries=reads_queries))
 
 
 def _read(batch: Batch, *, reads_queries: bool) -> Batch:
