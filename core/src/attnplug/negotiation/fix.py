@@ -61,7 +61,7 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
 
 def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
     """Return the fields whose values the candidate does not declare, but for lengths, which a build can read."""
-    pairs = (*request.requested, *request.cache_terms.items())
+    pairs = request.requested
     return tuple(pair[0] for pair in pairs if pair[0] not in LENGTHS and candidate.objections((pair,)))
 
 

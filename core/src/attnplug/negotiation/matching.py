@@ -51,10 +51,12 @@ class Request:
         settings: The settings that hold; of them negotiation reads the options of backends.
         origins: Where values come from that the caller has not stated, by field: a setting, for example.
         facts: Every field with its value.
-        requested: The (field, value) pairs that a candidate has to declare. The phases are always among them: both are
-            what everyone serves who declares none, and who declares one serves that one.
+        requested: The (field, value) pairs that a candidate has to declare, terms of the KV cache included. The phases
+            are always among them: both are what everyone serves who declares none, and who declares one serves that
+            one.
         requested_names: The fields that request something.
         cache_terms: The terms of the KV cache that are not left open; without a paged cache None for each.
+        has_lengths: Whether the host has all lengths on the CPU, so that no build has to read any.
         unknown: The fields without a value until the host binds its head counts. Rules about them wait until then.
     """
 
@@ -66,6 +68,7 @@ class Request:
     requested: tuple[tuple[str, Any], ...] = field(init=False)
     requested_names: frozenset[str] = field(init=False)
     cache_terms: Mapping[str, Any] = field(init=False)
+    has_lengths: bool = field(init=False)
     unknown: frozenset[str] = field(init=False)
     _views: dict[tuple[str, bool], _View] = field(init=False, factory=dict)
 
@@ -76,10 +79,10 @@ class Request:
         requested = (*self.requirements.requested(), *(fact for fact in device.items() if fact[1] is not None))
         put(self, "requested_names", frozenset(name for name, _ in requested))
         phases = () if "phases" in self.requested_names else (("phases", self.requirements.phases),)
-        put(self, "requested", (*requested, *phases))
-        terms = {name: self.facts[name] for name in CACHE_TERMS}
-        paged = self.requirements.paged
-        put(self, "cache_terms", {name: value for name, value in terms.items() if value is not None or not paged})
+        terms = {name: value for name in CACHE_TERMS if (value := self.facts[name]) is not None}
+        put(self, "requested", (*requested, *phases, *terms.items()))
+        put(self, "cache_terms", terms if self.requirements.paged else dict.fromkeys(CACHE_TERMS))
+        put(self, "has_lengths", self.requested_names.isdisjoint(LENGTHS))
         late = self.requirements.late
         heads = frozenset(late).difference(CACHE_TERMS) if late else _NO_NAMES
         put(self, "unknown", heads | {"gqa_ratio"} if heads else heads)
@@ -141,14 +144,16 @@ def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, 
         request: What is requested of it.
         cache_terms: Terms of the KV cache that another decision has settled.
     """
-    unsupported = candidate.objections(request.requested)
+    requested = (*request.requested, *cache_terms.items()) if cache_terms else request.requested
+    unsupported = candidate.objections(requested)
     refusals: list[list[Reason]] = []
-    for reads_lengths in _length_choices(request, unsupported):
-        terms, refused = _settle(candidate, request, cache_terms, reads_lengths=reads_lengths)
+    for reads_lengths in (False,) if request.has_lengths else _length_choices(request, unsupported):
         if reads_lengths:
             unsupported = [reason for reason in unsupported if reason.field not in LENGTHS]
+        terms, refused = _settle(candidate, request, cache_terms, unsupported, reads_lengths=reads_lengths)
         if not unsupported and not refused:
-            return Outcome((), with_highest_level(candidate, request, terms))
+            terms["cudagraph"] = _highest_level(candidate, request, terms)
+            return Outcome((), terms)
         refusals.append([*unsupported, *refused])
     # No objection to lengths is final where they can be read.
     if len(refusals) > 1 and not any(name in LENGTHS for each in refusals[0] for name in each.field.split(" and ")):
@@ -157,9 +162,7 @@ def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, 
 
 
 def _length_choices(request: Request, unsupported: Sequence[Reason]) -> tuple[bool, ...]:
-    """Return whether builds read lengths from the device: the choices in order of preference."""
-    if request.requested_names.isdisjoint(LENGTHS):
-        return (False,)
+    """Return whether builds read the lengths that the host lacks: the choices in order of preference."""
     # Every build needs query lengths, because core splits each batch by them.
     if "query_lens_cpu_kind" in request.requested_names or any(reason.field in LENGTHS for reason in unsupported):
         return (True,)
@@ -167,27 +170,36 @@ def _length_choices(request: Request, unsupported: Sequence[Reason]) -> tuple[bo
 
 
 def _settle(
-    candidate: Candidate, request: Request, cache_terms: Mapping[str, Any], *, reads_lengths: bool
-) -> tuple[Mapping[str, Any], list[Reason]]:
-    """Return the first terms that every rule accepts, and why none does: the objections to the first combination."""
-    level = request.requirements.cudagraph
-    facts, requested = request.under(level, reads_lengths=reads_lengths)
-    fixed = _objections(_known(candidate.fixed_rules, request), candidate, facts, requested)
-    given = {**request.cache_terms, **cache_terms} if cache_terms else request.cache_terms
-    unsupported = candidate.objections(given.items()) if request.requirements.paged else []
+    candidate: Candidate,
+    request: Request,
+    cache_terms: Mapping[str, Any],
+    unsupported: Sequence[Reason],
+    *,
+    reads_lengths: bool,
+) -> tuple[dict[str, Any], list[Reason]]:
+    """Return the first terms that every rule accepts, or the objections of rules to the first combination."""
+    level, facts, requested = request.requirements.cudagraph, request.facts, request.requested_names
+    if reads_lengths:
+        facts, requested = request.under(level, reads_lengths=True)
+    rules = _known(candidate.fixed_rules, request) if request.unknown else candidate.fixed_rules
+    refused = _objections(rules, candidate, facts, requested)
     live = live_rules(candidate, request, facts, requested) if candidate.cache_rules else []
-    names = [] if unsupported or not live else _names_in(live, given)
+    if not live and (refused or unsupported):
+        return {}, refused
+    given = {**request.cache_terms, **cache_terms} if cache_terms else request.cache_terms
     terms = {**candidate.first_terms, **given, "cudagraph": level, "reads_lengths": reads_lengths}
+    if not live:
+        return terms, []
+    # No second choice helps where a term that is requested is not supported.
+    names = [] if any(reason.field in CACHE_TERMS for reason in unsupported) else _names_in(live, given)
     first: list[Reason] = []
-    for values in product(*map(candidate.choices.__getitem__, names)) if names else ((),):
+    for values in product(*map(candidate.choices.__getitem__, names)):
         terms.update(zip(names, values, strict=True))
-        refused = unsupported
-        if live:
-            refused = [*refused, *_objections(live, candidate, {**facts, **terms}, requested)]
-        if not refused:
-            return terms, fixed
-        first = first or refused
-    return {}, [*fixed, *first]
+        objections = _objections(live, candidate, {**facts, **terms}, requested)
+        if not objections:
+            return terms, refused
+        first = first or objections
+    return {}, refused + first
 
 
 def _names_in(live: Sequence[Rule], given: Collection[str]) -> list[str]:
@@ -195,19 +207,19 @@ def _names_in(live: Sequence[Rule], given: Collection[str]) -> list[str]:
     return [name for name in CACHE_TERMS if name not in given and any(mentions(rule, {name}) for rule in live)]
 
 
-def with_highest_level(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return terms that pass at the requested graph level with the highest level at which they do."""
+def _highest_level(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> str:
+    """Return the highest graph level at which terms pass that do so at the requested one."""
     # An engine that requested less may still capture graphs at a higher level.
+    rules = _known(candidate.graph_rules, request)
     for level in candidate.graph_levels:
-        if level == request.requirements.cudagraph:
-            break
+        if not rules or level == request.requirements.cudagraph:
+            return level
         facts, requested = request.under(level, reads_lengths=terms["reads_lengths"])
-        raised = {**terms, "cudagraph": level}
         if candidate.graph_follows_cache:
-            facts = {**facts, **raised}
-        if not _objections(_known(candidate.graph_rules, request), candidate, facts, requested):
-            return raised
-    return terms
+            facts = {**facts, **terms, "cudagraph": level}
+        if not _objections(rules, candidate, facts, requested):
+            return level
+    return request.requirements.cudagraph
 
 
 def _objections(
@@ -327,7 +339,6 @@ def open_block_size(
         common: The terms that all layers of a model accept; empty where they are not planned together.
     """
     declared = candidate.supports("block_size") or Constraint(FIELDS["block_size"].domain, (Range(min=1),))
-    least = {**terms, "cudagraph": request.requirements.cudagraph}
     view = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
     sizes = None
     if not common and not live_rules(candidate, request, *view):
@@ -335,17 +346,14 @@ def open_block_size(
         sizes = Constraint(declared.domain, tuple(whole))
         if not any(mentions(rule, {"block_size"}) for rule in candidate.graph_rules):
             return {**terms, "block_size": None}, sizes
-    first: dict[int | None, CacheTerms] = {}
+    first: dict[int | None, Mapping[str, Any]] = {}
     for values in common or passing_terms(candidate, request, terms):
-        first.setdefault(values[0], values)
-    each = [
-        with_highest_level(candidate, request, {**least, **dict(zip(CACHE_TERMS, values, strict=True))})
-        for values in first.values()
-    ]
+        first.setdefault(values[0], {**terms, **dict(zip(CACHE_TERMS, values, strict=True))})
     # What depends on the block size is open too, but for the graph level: the lowest holds for all of them.
-    same = {name: each[0][name] if len({one[name] for one in each}) == 1 else None for name in CACHE_TERMS[1:]}
-    level = min((one["cudagraph"] for one in each), key=GRAPH_LEVELS.index)
-    settled = {**terms, **same, "block_size": None, "cudagraph": level}
+    same = {name: {each[name] for each in first.values()} for name in CACHE_TERMS[1:]}
+    settled = {name: values.pop() if len(values) == 1 else None for name, values in same.items()}
+    level = min((_highest_level(candidate, request, each) for each in first.values()), key=GRAPH_LEVELS.index)
+    settled = {**terms, **settled, "block_size": None, "cudagraph": level}
     # A rule can refuse any block size, so the set is found by trial, and stated as far as it was tried.
     return settled, sizes or declared.restrict(lambda size: size in first)
 
