@@ -149,11 +149,12 @@ class Evaluation:
 
     def verdict(self, *, chosen: bool = False) -> Verdict:
         """Return what selection reports of it."""
+        serves = self.serves
         return Verdict(
             self.candidate.id,
             "chosen" if chosen else self.status,
-            () if self.serves else self.reasons,
-            self.emulated if self.serves else {},
+            () if serves else self.reasons,
+            self.emulated if serves else {},
             self.candidate.distribution,
             self,
         )
