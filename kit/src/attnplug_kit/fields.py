@@ -154,8 +154,7 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         "cascade": Row(wrong="loses_shared_prefix"),
         "return_lse": Row(tests="scores long splits steps graphs", wrong="lse_base_2"),
         "dcp_size": Row(
-            odd=(2,),
-            unreachable="the kit runs in one process, and decode context parallelism needs several ranks",
+            odd=(2,), unreachable="the kit runs in one process, and decode context parallelism needs several ranks"
         ),
         "batch_invariant": Row(wrong="splits_by_batch_size"),
         "seq_lens_cpu_kind": Row(tests="elsewhere", wrong="trusts_seq_lens_cpu"),

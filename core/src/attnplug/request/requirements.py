@@ -229,8 +229,7 @@ class Requirements:
         ),
     )
     cudagraph: str = field(
-        default="never",
-        metadata=engine(Level(values=GRAPH_LEVELS), "least CUDA graph level that the engine needs"),
+        default="never", metadata=engine(Level(values=GRAPH_LEVELS), "least CUDA graph level that the engine needs")
     )
     cascade: bool = field(
         default=False,
