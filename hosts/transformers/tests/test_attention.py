@@ -301,6 +301,18 @@ class TestBinding:
 
         torch.testing.assert_close(found, expected(query, key, value, sinks=sinks))
 
+    def test_sinks_that_change_unseen_make_a_new_binding(self):
+        module, sinks = Module(), torch.zeros(4, dtype=torch.bfloat16)
+        query, key, value = tensors(dtype=torch.bfloat16)
+        attend(module, query, key, value, None, s_aux=sinks)
+        first = find_binding(module)
+
+        sinks.data.copy_(torch.ones(4))  # as weight loaders do
+        found, _ = attend(module, query, key, value, None, s_aux=sinks)
+
+        assert find_binding(module) is not first
+        assert torch.equal(found, attend(Module(), query, key, value, None, s_aux=sinks.clone())[0])
+
     def test_sinks_of_inference_mode_have_no_version(self, mirror):
         with torch.inference_mode():
             query, key, value = tensors()

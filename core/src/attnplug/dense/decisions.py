@@ -58,14 +58,14 @@ class DecisionCache(Generic[T]):
         return len(self._place.entries)
 
     def get(
-        self, call: Hashable, device: torch.device | Device, make: Callable[[], T], sources: Sequence[Any] = ()
+        self, call: Hashable, device: torch.device | Device | None, make: Callable[[], T], sources: Sequence[Any] = ()
     ) -> T:
         """
         Return the decision for a call: the kept one, or a new one.
 
         Args:
             call: All that the decision depends on, besides scope, device and sources.
-            device: The device of the call.
+            device: The device of the call; None where it makes no difference.
             make: Decides.
             sources: Tensors, modules and other objects that the decision is derived from, or None. A tensor with other
                 values makes the decision invalid. On a device, where comparing them would wait, its version counter is
@@ -87,12 +87,14 @@ class DecisionCache(Generic[T]):
             raise found.again()
         return found
 
-    def key(self, call: Hashable, device: torch.device | Device, sources: Sequence[Any] = ()) -> tuple[Hashable, ...]:
+    def key(
+        self, call: Hashable, device: torch.device | Device | None, sources: Sequence[Any] = ()
+    ) -> tuple[Hashable, ...]:
         """Return the key of a call for `find` and `keep`, which make `get` without a closure."""
         key: tuple[Hashable, ...] = (call, device, scope_key() if self._scoped else None)
         if sources:
             key = (*key, *map(id, sources))
-        if self._per_thread and device.type == "cuda":
+        if self._per_thread and device is not None and device.type == "cuda":
             stream = torch.cuda.current_stream(device)  # type: ignore[arg-type] # with plans it is torch's
             return (*key, stream.cuda_stream)
         return key

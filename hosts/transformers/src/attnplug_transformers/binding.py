@@ -1,28 +1,26 @@
-"""The backend of each attention module: chosen at its first call, and again when the decision would differ."""
+"""The backend of each attention module."""
 
 from __future__ import annotations
 
 import re
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from attrs import frozen
 
-from attnplug import Selection, scope_key, select
+from attnplug import Selection, select
 from attnplug.contract import AttentionImpl, Backend, Layer
-from attnplug.dense import BatchPlanner, device_of, shared_backend
+from attnplug.dense import BatchPlanner, DecisionCache, device_of, shared_backend
 from attnplug.errors import RequirementsError
 from attnplug.models import ModelLayer, model_layers
 from attnplug_transformers import KEY
-from attnplug_transformers.call import tensor_version
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedModel
 
     from attnplug.request import Requirements
@@ -41,26 +39,19 @@ class Binding:
         signature: The signature of the call that it was made for.
         requirements: The layer's requirements.
         selection: The decision.
-        scope: What else it depends on (`scope_key`).
         impl: The layer's implementation.
         planner: What builds its metadata, shared with other layers.
-        sinks: The tensor of its sinks, and that tensor's version.
-        scale: Factor of the scores.
-        device: The device of its tensors.
     """
 
     signature: CallSignature
     requirements: Requirements
     selection: Selection
-    scope: Hashable
     impl: AttentionImpl
     planner: BatchPlanner
-    sinks: tuple[Tensor | None, int]
-    scale: float | None
-    device: torch.device
 
 
-_bindings: WeakKeyDictionary[nn.Module, Binding] = WeakKeyDictionary()
+_bindings: Final[DecisionCache[Binding]] = DecisionCache(4096)  # a model has hundreds of modules
+_last: WeakKeyDictionary[nn.Module, Binding] = WeakKeyDictionary()
 # Shared by modules, as long as one of their bindings exists.
 _planners: WeakValueDictionary[Hashable, BatchPlanner] = WeakValueDictionary()
 _lock = threading.RLock()
@@ -68,7 +59,7 @@ _lock = threading.RLock()
 
 def find_binding(module: nn.Module) -> Binding | None:
     """Return the binding that the module last ran with."""
-    return _bindings.get(module)
+    return _last.get(module)
 
 
 def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
@@ -84,26 +75,23 @@ def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
         NoBackendError: No backend supports the requirements.
         ContractError: The backend refuses the layer.
     """
-    module, scale, sinks, device = call.module, call.scale, call.sinks, call.query.device
-    version = tensor_version(sinks)
-    found = _bindings.get(module)
-    if (
-        found is not None
-        and found.sinks[0] is sinks
-        and (found.sinks[1], found.scale, found.device, found.requirements) == (version, scale, device, requirements)
-        and found.scope == scope_key()
-    ):
-        return found
+    module, device = call.module, call.query.device
+    made = _bindings.get(
+        (requirements, call.scale), device, lambda: _make(call, requirements, name), (module, call.sinks)
+    )
+    if _last.get(module) is not made:
+        _last[module] = made
+    return made
+
+
+def _make(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
+    sinks, device = call.sinks, call.query.device
     with _lock:
         where = device_of(device)
         backend = shared_backend(requirements, where)
-        impl = backend.make_impl(Layer(name=name, scale=scale, sinks=None if sinks is None else sinks.detach()))
+        impl = backend.make_impl(Layer(name=name, scale=call.scale, sinks=None if sinks is None else sinks.detach()))
         planner = _find_planner(backend, impl, device)
-        # Loading may have excluded a candidate: decisions depend on other things from now on.
-        scope, selection = scope_key(), select(requirements, where)
-        made = Binding(call.signature, requirements, selection, scope, impl, planner, (sinks, version), scale, device)
-        _bindings[module] = made
-    return made
+        return Binding(call.signature, requirements, select(requirements, where), impl, planner)
 
 
 def _find_planner(backend: Backend, impl: AttentionImpl, device: torch.device) -> BatchPlanner:
@@ -114,8 +102,8 @@ def _find_planner(backend: Backend, impl: AttentionImpl, device: torch.device) -
     return planner
 
 
-_tables: dict[int, tuple[weakref.ref[Any], tuple[ModelLayer, ...]]] = {}
-"""By the identity of a configuration, the configuration and its layers: it is not hashable, and modules share it."""
+_tables: Final[DecisionCache[tuple[ModelLayer, ...]]] = DecisionCache(scoped=False)
+"""The layers of configurations."""
 
 
 def layer_of_module(module: nn.Module, *, is_causal: bool | None = None) -> ModelLayer | None:
@@ -129,7 +117,7 @@ def layer_of_module(module: nn.Module, *, is_causal: bool | None = None) -> Mode
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
-    layers = _layers_of(config)
+    layers = _tables.get(None, None, lambda: _layers_of(config), (config,))
     index = getattr(module, "layer_idx", None)
     if index is not None:
         layers = tuple(layer for layer in layers if layer.index == index)
@@ -147,16 +135,10 @@ def _attn_type(module: nn.Module, *, is_causal: bool | None) -> str:
 
 
 def _layers_of(config: Any) -> tuple[ModelLayer, ...]:
-    key = id(config)
-    found = _tables.get(key)
-    if found is not None and found[0]() is config:
-        return found[1]
     try:
-        layers = model_layers(config, dtype=_ANY_DTYPE, partial=True)
+        return model_layers(config, dtype=_ANY_DTYPE, partial=True)
     except RequirementsError:
-        layers = ()
-    _tables[key] = (weakref.ref(config, lambda _: _tables.pop(key, None)), layers)
-    return layers
+        return ()
 
 
 def selections(model: PreTrainedModel) -> dict[str, Selection]:
