@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -131,8 +131,10 @@ def clear_decisions() -> None:
 
     The next calls decide again. It frees memory; changes of settings or of installed backends do without it.
     """
-    for table in list(_tables):
-        table.entries.clear()
+    for held in _tables.valuerefs():  # a list: threads begin and end meanwhile
+        table = held()
+        if table is not None:
+            table.entries.clear()
 
 
 class _Table:
@@ -141,10 +143,10 @@ class _Table:
     def __init__(self, entries: MutableMapping[Any, Any]) -> None:
         self.entries = entries
         self.generation = 0
-        _tables.add(self)
+        _tables[id(self)] = self
 
 
-_tables: Final[WeakSet[_Table]] = WeakSet()
+_tables: Final[WeakValueDictionary[int, _Table]] = WeakValueDictionary()
 
 
 class _SharedPlace:
