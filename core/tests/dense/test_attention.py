@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug import attention, attention_varlen
-from attnplug.dense import calls, clear_decisions
+from attnplug.dense import backends, calls, clear_decisions
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
@@ -32,7 +32,7 @@ def _afresh():
 def counted(monkeypatch):
     """Count the builds and the runs of the built-in backend."""
     counts = {"build": 0, "run": 0}
-    build, run = calls.BatchPlanner.build, TorchImpl.run
+    build, run = backends.BatchPlanner.build, TorchImpl.run
 
     def counted_build(self, batch):
         counts["build"] += 1
@@ -42,7 +42,7 @@ def counted(monkeypatch):
         counts["run"] += 1
         return run(self, *arguments)
 
-    monkeypatch.setattr(calls.BatchPlanner, "build", counted_build)
+    monkeypatch.setattr(backends.BatchPlanner, "build", counted_build)
     monkeypatch.setattr(TorchImpl, "run", counted_run)
     return counts
 
@@ -280,7 +280,7 @@ def test_what_is_kept_is_bounded() -> None:
         attention(*tensors(), scale=float(queries))
 
     assert len(calls._calls) <= calls._MOST
-    assert len(calls._layers) <= calls._MOST
+    assert len(backends._planners) <= 2 * calls._MOST
 
 
 def test_nothing_of_a_caller_is_kept() -> None:
@@ -384,7 +384,7 @@ def test_what_was_kept_goes_with_a_refresh(counted) -> None:
     attention(*tensors())
 
     assert counted["build"] == 3
-    assert len(calls._calls) == len(calls._layers) == 1
+    assert len(calls._calls) == len(backends._planners) == 1
 
 
 def test_backends_are_chosen_by_keyword() -> None:
@@ -515,4 +515,4 @@ def test_a_refused_call_keeps_nothing() -> None:
     with pytest.raises(TensorError):
         attention(**_call(sinks=torch.zeros(3)))
 
-    assert len(calls._calls) == len(calls._layers) == 0
+    assert len(calls._calls) == len(backends._planners) == 0

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from attnplug.dense.backends import device_of as device_of
     from attnplug.dense.backends import shared_backend as shared_backend
     from attnplug.dense.backends import use_device as use_device
+    from attnplug.dense.calls import PreparedAttention as PreparedAttention
     from attnplug.dense.decisions import DecisionCache as DecisionCache
     from attnplug.dense.decisions import clear_decisions as clear_decisions
     from attnplug.dense.flash import flash_attn_varlen_func as flash_attn_varlen_func
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
-    from attnplug.dense.prepared import PreparedAttention as PreparedAttention
     from attnplug.dense.prepared import prepare_attention as prepare_attention
     from attnplug.dense.prepared import prepare_attention_varlen as prepare_attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 _MODULES: Final = {
     "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
+    "attnplug.dense.calls": "PreparedAttention",
     "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
-    "attnplug.dense.prepared": "PreparedAttention prepare_attention prepare_attention_varlen",
+    "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen",
     "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
 }
 

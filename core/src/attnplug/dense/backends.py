@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug.contract.inputs.layer import Layer
 from attnplug.contract.inputs.limits import Limits
 from attnplug.dense.decisions import DecisionCache
 from attnplug.request.device import Device
@@ -18,15 +20,19 @@ from attnplug.selection.select import select
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
+
     from attnplug.contract.backend import Backend
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
+    from attnplug.dense.params import CallParams
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
 _backends: Final[DecisionCache[Backend]] = DecisionCache(weak=True)
+_planners: Final[DecisionCache[BatchPlanner]] = DecisionCache(64, per_thread=True)
 _lock: Final = threading.RLock()
 
 
@@ -60,6 +66,39 @@ def shared_backend(
         return found
 
 
+def planner_of(
+    requirements: Requirements,
+    device: torch.device,
+    params: CallParams,
+    learned: tuple[Tensor | None, Tensor | None],
+    name: str,
+    max_num_splits: int | None = None,
+) -> BatchPlanner:
+    """
+    Return the planner and the implementation of calls with these requirements.
+
+    Args:
+        requirements: The requirements.
+        device: The device.
+        params: The numbers of the calls.
+        learned: Sinks and ALiBi slopes.
+        name: The layer's name in messages.
+        max_num_splits: As in `Limits`.
+
+    Raises:
+        NoBackendError: Nothing can serve the calls.
+    """
+
+    def make() -> BatchPlanner:
+        options = json.loads(params.options) or None
+        backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
+        sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
+        impl = backend.make_impl(Layer(name=name, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
+        return BatchPlanner(backend, impl, max_num_splits=max_num_splits)
+
+    return _planners.get((requirements, params, max_num_splits), device, make, learned)
+
+
 def device_of(device: torch.device) -> Device:
     """Return a tensor's device as `select` takes it."""
     here = current_device()
@@ -87,11 +126,14 @@ class BatchPlanner:
         backend: The backend.
         impl: One of the layers.
         max_num_splits: As in `Limits`.
+
+    Attributes:
+        impl: The layer that was given.
     """
 
     def __init__(self, backend: Backend, impl: AttentionImpl, *, max_num_splits: int | None = None) -> None:
+        self.impl = impl
         self._backend = backend
-        self._impl = impl
         self._max_num_splits = max_num_splits
         self._local = threading.local()
 
@@ -130,7 +172,7 @@ class BatchPlanner:
                 max_num_splits=self._max_num_splits,
             )
             state = self._backend.make_state(most)
-            self._local.builder = self._backend.make_builder([self._impl], state)
+            self._local.builder = self._backend.make_builder([self.impl], state)
             self._local.limits = limits
         builder: MetadataBuilder = self._local.builder
         return builder

@@ -4,18 +4,16 @@ Runs dense calls: each decides once, and keeps its implementation and its metada
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
-from attnplug.contract.inputs.layer import Layer
 from attnplug.contract.inputs.upload import upload
-from attnplug.dense.backends import BatchPlanner, device_of, shared_backend
+from attnplug.dense.backends import planner_of
 from attnplug.dense.decisions import DecisionCache
 from attnplug.dense.params import (
     NO_TENSORS,
@@ -35,7 +33,6 @@ from attnplug.dense.params import (
 if TYPE_CHECKING:
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.metadata import Metadata
-    from attnplug.request.requirements import Requirements
 
 _MOST: Final = 32
 """Entries of each cache of a thread: a plan of FlashInfer takes 8 MiB of device memory."""
@@ -45,56 +42,63 @@ NAME: Final = "attnplug.attention"
 
 
 @frozen(eq=False)
-class PreparedCall:
+class PreparedAttention:
     """
-    What calls of one shape run on.
+    What calls of `attention` or `attention_varlen` of one shape run on.
+
+    `prepare_attention` returns one for calls without mask, sinks and slopes. It serves tensors of the shapes, the
+    dtypes, the device and the lengths that it was prepared for, in the thread and the CUDA stream that prepared it, as
+    long as `scope_key` stays equal: `DecisionCache` keeps it under all of these. It holds no tensor of a caller.
 
     Attributes:
-        impl: The implementation.
-        planner: What its metadata is built with.
-        metadata: The metadata; None where no query is given.
-        shape: Of the output as the caller gets it.
-        rows: Of the output as the implementation writes it, with their width.
-        return_lse: Whether the LSE is computed.
+        id: The candidate that runs, ``backend/variant``.
     """
 
-    impl: AttentionImpl
-    planner: BatchPlanner
-    metadata: Metadata | None
-    shape: tuple[int, ...] = ()
-    rows: tuple[int, int] = (0, 0)
-    return_lse: bool = False
+    id: str
+    _impl: AttentionImpl = field(repr=False)
+    _metadata: Metadata | None = field(repr=False)  # None where no query is given
+    _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
+    _rows: tuple[int, int] = field(repr=False)
+    _return_lse: bool = field(repr=False)
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Attend.
 
         Args:
-            query: ``(query tokens, num_q_heads, head_size)``.
+            query: ``(query tokens, num_q_heads, head_size)``, those of a batch one after another; the last axis is
+                contiguous, as of the others.
             key: ``(key tokens, num_kv_heads, head_size)``.
             value: ``(key tokens, num_kv_heads, head_size_v)``.
-            sinks: The call's sinks.
+            sinks: The sinks that it was prepared for.
 
         Returns:
-            The output, in `shape`; and the LSE, float32 without the last axis, or None.
-        """
-        output, lse = self.run_rows(query, key, value, sinks)
-        return output.view(self.shape), None if lse is None else lse.view(self.shape[:-1])
+            ``(query tokens, num_q_heads * head_size_v)``, contiguous; and the log-sum-exp
+            ``(query tokens, num_q_heads)`` float32, or None.
 
-    def run_rows(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Attend as `run` does; the output and the LSE are as the implementation writes them, a row for each query."""
-        impl, output, lse = self.impl, query.new_empty(self.rows), None
-        if self.return_lse:
-            lse = query.new_empty((self.rows[0], impl.num_q_heads), dtype=torch.float32)
-        if self.metadata is not None:
-            impl.forward(query, key, value, None, self.metadata, output, lse=lse)
+        Raises:
+            TensorError: A tensor is another one than it was prepared for.
+        """
+        impl, output, lse = self._impl, query.new_empty(self._rows), None
+        if self._return_lse:
+            lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
+        if self._metadata is not None:
+            impl.forward(query, key, value, None, self._metadata, output, lse=lse)
         if lse is not None and sinks is not None and impl.lse_includes_sink is False:
             torch.logaddexp(lse, sinks.detach().float(), out=lse)
         return output, lse
 
+    def run_shaped(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `run` does, and return the results in the shapes of `attention`."""
+        output, lse = self.run(query, key, value, sinks)
+        return output.view(self._shape), None if lse is None else lse.view(self._shape[:-1])
 
-_calls: Final[DecisionCache[PreparedCall]] = DecisionCache(_MOST, per_thread=True)
-_layers: Final[DecisionCache[PreparedCall]] = DecisionCache(_MOST, per_thread=True)
+
+_calls: Final[DecisionCache[PreparedAttention]] = DecisionCache(_MOST, per_thread=True)
 _lengths: Final[DecisionCache[tuple[int, ...]]] = DecisionCache(_MOST, per_thread=True, scoped=False)
 
 
@@ -119,10 +123,12 @@ def run_padded(
         with torch.cuda.device(query.device):
             return run_padded(query, key, value, params, tensors)
     prepared = prepare_padded(query, key, value, params, tensors)
-    return prepared.run(_packed(query), _packed(key), _packed(value), tensors.sinks)
+    return prepared.run_shaped(_packed(query), _packed(key), _packed(value), tensors.sinks)
 
 
-def prepare_padded(query: Tensor, key: Tensor, value: Tensor, params: CallParams, tensors: CallTensors) -> PreparedCall:
+def prepare_padded(
+    query: Tensor, key: Tensor, value: Tensor, params: CallParams, tensors: CallTensors
+) -> PreparedAttention:
     """Return what `run_padded` runs on, on the current device: kept from a call of this shape, or made and kept."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         refuse_capture()
@@ -172,7 +178,7 @@ def run_packed(
         with torch.cuda.device(query.device):
             return run_packed(query, key, value, starts, starts_cpu, params, tensors)
     prepared = prepare_packed(query, key, value, starts, starts_cpu, params, tensors)
-    return prepared.run(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors.sinks)
+    return prepared.run_shaped(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors.sinks)
 
 
 def prepare_packed(
@@ -183,16 +189,14 @@ def prepare_packed(
     starts_cpu: tuple[Tensor | None, Tensor | None],
     params: CallParams,
     tensors: CallTensors,
-) -> PreparedCall:
+) -> PreparedAttention:
     """Return what `run_packed` runs on, on the current device: kept from such a call, or made and kept."""
     query_lens = lengths_of("query_start_loc", starts[0], starts_cpu[0])
     key_lens = query_lens if starts[1] is None else lengths_of("key_start_loc", starts[1], starts_cpu[1])
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         refuse_capture()
-    sizes, sources = (
-        (query.shape, key.shape, value.shape, query_lens, key_lens),
-        () if tensors is NO_TENSORS else tensors,
-    )
+    sizes = (query.shape, key.shape, value.shape, query_lens, key_lens)
+    sources = () if tensors is NO_TENSORS else tensors
     where = _calls.key((sizes, query.dtype, params), query.device, sources)
     prepared = _calls.find(where, sources)
     if prepared is None:
@@ -235,33 +239,22 @@ def _prepare(
     tensors: CallTensors,
     lengths: tuple[list[int], list[int]],
     masks: tuple[Tensor | None, Tensor | None],
-) -> PreparedCall:
+) -> PreparedAttention:
     """Decide, load, and build the metadata of a checked call."""
-    requirements, device = (
-        requirements_of(*inputs, params, tensors, is_cross=lengths[0] != lengths[1]),
-        inputs[0].device,
-    )
+    device = inputs[0].device
+    requirements = requirements_of(*inputs, params, tensors, is_cross=lengths[0] != lengths[1])
     # Tensors that are made in inference mode could not be written outside of it.
     with outside_inference_mode():
-        layer = _layer(requirements, device, params, tensors)
-        metadata = layer.planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
-    shape = (*inputs[0].shape[:-1], inputs[2].shape[-1])
-    rows = (sum(lengths[0]), layer.impl.output_width)
-    return evolve(layer, metadata=metadata, shape=shape, rows=rows, return_lse=params.return_lse)
-
-
-def _layer(requirements: Requirements, device: torch.device, params: CallParams, tensors: CallTensors) -> PreparedCall:
-    """Return the implementation that calls of all shapes share, without metadata."""
-
-    def make() -> PreparedCall:
-        options = json.loads(params.options) or None
-        backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
-        sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
-        impl = backend.make_impl(Layer(name=NAME, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
-        return PreparedCall(impl, BatchPlanner(backend, impl), None)
-
-    learned = (tensors.sinks, tensors.alibi_slopes)
-    return _layers.get((requirements, params), device, make, learned)
+        planner = planner_of(requirements, device, params, (tensors.sinks, tensors.alibi_slopes), NAME)
+        metadata = planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
+    return PreparedAttention(
+        id=planner.impl.backend.id,
+        impl=planner.impl,
+        metadata=metadata,
+        shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
+        rows=(sum(lengths[0]), planner.impl.output_width),
+        return_lse=params.return_lse,
+    )
 
 
 def _batch(

@@ -6,7 +6,6 @@ A call writes nothing before all of it is decided and planned.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,9 +14,7 @@ from attrs import frozen
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
-from attnplug.contract.inputs.layer import Layer
-from attnplug.dense.backends import BatchPlanner, device_of, shared_backend, use_device
-from attnplug.dense.decisions import DecisionCache
+from attnplug.dense.backends import planner_of, use_device
 from attnplug.dense.params import CallParams, refuse_capture
 from attnplug.errors import CacheError, TensorError
 from attnplug.ops.write import write_kv
@@ -26,7 +23,7 @@ from attnplug.request.requirements import Requirements
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.dense.backends import BatchPlanner
 
 NAME: Final = "attnplug.flash_attn"
 """The layer's name in messages."""
@@ -86,23 +83,6 @@ class PagedCall:
     new: NewKeys | None = None
 
 
-@frozen(eq=False)
-class PagedLayer:
-    """
-    What calls of one kind run on.
-
-    Attributes:
-        impl: The implementation.
-        planner: What builds the metadata of each call.
-    """
-
-    impl: AttentionImpl
-    planner: BatchPlanner
-
-
-_layers: Final[DecisionCache[PagedLayer]] = DecisionCache(64, per_thread=True)
-
-
 def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
     """
     Write the new keys and values of a call, and attend.
@@ -126,17 +106,18 @@ def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
     with use_device(query.device):
         # Tensors that are made in inference mode could not be written outside of it.
         with outside_inference_mode():
-            layer = _layer(call)
-            cache = layer.impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
-            metadata = layer.planner.build(_batch(call)) if tokens else None
+            planner = _planner(call)
+            impl = planner.impl
+            cache = impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
+            metadata = planner.build(_batch(call)) if tokens else None
         if call.new is not None:
             # On the CPU a key without room is refused; on a device its slot is -1.
             padded = not call.new.slots.is_cpu
             write_kv(call.new.key, call.new.value, call.key_pages, call.value_pages, call.new.slots, padded=padded)
         if metadata is not None:
             plain = query if query.stride(-1) == 1 else query.contiguous()
-            layer.impl.forward(plain, None, None, cache, metadata, output, lse=lse)
-            if lse is not None and call.sinks is not None and layer.impl.lse_includes_sink is False:
+            impl.forward(plain, None, None, cache, metadata, output, lse=lse)
+            if lse is not None and call.sinks is not None and impl.lse_includes_sink is False:
                 torch.logaddexp(lse, call.sinks.detach().float(), out=lse)
     return output.view(tokens, heads, size), lse
 
@@ -213,23 +194,13 @@ def _check_blocks(call: PagedCall) -> None:
         )
 
 
-def _layer(call: PagedCall) -> PagedLayer:
-    """Return what calls of one kind share."""
-    params, device = call.params, call.query.device
-    learned = (call.sinks, call.alibi_slopes)
+def _planner(call: PagedCall) -> BatchPlanner:
     strides_differ = call.key_pages.shape == call.value_pages.shape and (
         call.key_pages.stride() != call.value_pages.stride()
     )
     requirements = _requirements(call, "independent" if strides_differ else "split")
-
-    def make() -> PagedLayer:
-        options = json.loads(params.options) or None
-        backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
-        sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
-        impl = backend.make_impl(Layer(name=NAME, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
-        return PagedLayer(impl, BatchPlanner(backend, impl, max_num_splits=call.max_num_splits))
-
-    return _layers.get((requirements, params, call.max_num_splits), device, make, learned)
+    learned = (call.sinks, call.alibi_slopes)
+    return planner_of(requirements, call.query.device, call.params, learned, NAME, call.max_num_splits)
 
 
 def _requirements(call: PagedCall, form: str) -> Requirements:

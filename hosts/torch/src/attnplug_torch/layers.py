@@ -19,7 +19,7 @@ from attnplug_torch.decisions import RefusedError, decide
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Backend
+    from attnplug.contract import Backend
     from attnplug_torch.visibility import Visibility
 
 
@@ -148,21 +148,7 @@ def _requirements(call: PackedCall, form: str | None, is_cross: bool) -> attnplu
     )
 
 
-@frozen(eq=False)
-class Layer:
-    """
-    What calls of one kind and scale run on.
-
-    Attributes:
-        impl: The implementation.
-        planner: What builds the metadata of each call.
-    """
-
-    impl: AttentionImpl
-    planner: BatchPlanner
-
-
-_layers: Final[DecisionCache[Layer]] = DecisionCache(64, per_thread=True)
+_planners: Final[DecisionCache[BatchPlanner]] = DecisionCache(64, per_thread=True)
 _served: Final[DecisionCache[str]] = DecisionCache(per_thread=True)
 """The candidate that has served a kind of packed calls: these need no decision of this host."""
 
@@ -259,21 +245,21 @@ def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
     lse = query.new_empty(tokens, heads, dtype=torch.float32)
     with use_device(query.device):
         if batch.num_reqs and tokens:
-            layer = _layer(backend, query.device, call.scale, call.max_num_splits)
+            planner = _planner(backend, query.device, call.scale, call.max_num_splits)
             paged = call.block_table is not None
-            cache = layer.impl.backend.bind_cache({"k": call.key, "v": call.value}) if paged else None
+            cache = planner.impl.backend.bind_cache({"k": call.key, "v": call.value}) if paged else None
             key, value = (None, None) if paged else (_plain(call.key), _plain(call.value))
-            metadata = layer.planner.build(batch)
-            layer.impl.forward(_plain(query), key, value, cache, metadata, output, lse=lse)
+            metadata = planner.build(batch)
+            planner.impl.forward(_plain(query), key, value, cache, metadata, output, lse=lse)
     return backend.id, output.view(tokens, heads, call.value.shape[-1]), lse
 
 
-def _layer(backend: Backend, device: torch.device, scale: float | None, max_num_splits: int | None) -> Layer:
-    def make() -> Layer:
+def _planner(backend: Backend, device: torch.device, scale: float | None, max_num_splits: int | None) -> BatchPlanner:
+    def make() -> BatchPlanner:
         impl = backend.make_impl(attnplug.Layer(name="torch.nn.attention", scale=scale))
-        return Layer(impl, BatchPlanner(backend, impl, max_num_splits=max_num_splits))
+        return BatchPlanner(backend, impl, max_num_splits=max_num_splits)
 
-    return _layers.get((backend, scale, max_num_splits), device, make)
+    return _planners.get((backend, scale, max_num_splits), device, make)
 
 
 def _plain(tensor: Tensor) -> Tensor:
