@@ -22,6 +22,7 @@ from attrs import frozen
 import attnplug
 from attnplug.cli.main import main
 from tests.without_plugins import sitecustomize
+from tools import forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,8 +180,7 @@ def start():
 
     def call(*arguments: str, **environment: str) -> Outcome:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**own, **environment})
+        done = forked.run_fresh(*arguments, env={**own, **environment})
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return call

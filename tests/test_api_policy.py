@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tools.forked import run_fresh
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,8 +44,7 @@ assert "acme" not in sys.modules
 def _answer(tmp_path: Path, manifest: str, **fields: object) -> dict[str, Any]:
     path = tmp_path / "attnplug.toml"
     path.write_text(manifest, encoding="utf-8")
-    command = [sys.executable, "-c", CODE, str(path), json.dumps(fields)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_fresh("-c", CODE, str(path), json.dumps(fields))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

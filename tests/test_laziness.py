@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tools.forked import run_fresh
 
 pytestmark = pytest.mark.unmeasured
 
@@ -19,8 +20,7 @@ HEAVY = {"torch", "transformers", "numpy", "rich", "pluggy", "attnplug.contract"
 
 def _imported(code: str) -> set[str]:
     """Return the modules that a fresh interpreter imports when it runs the code; the code prints nothing."""
-    command = [sys.executable, "-c", PRELUDE + code + REPORT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_bare())
+    done = run_fresh("-c", PRELUDE + code + REPORT, env=_bare())
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

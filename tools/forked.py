@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -162,8 +163,10 @@ def _main(path: str, listener: str) -> int:
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public list
         finalizer.atexit = False  # freeing torch's libraries takes longer than most programs
     gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: our parent ends us
     with socket.socket(fileno=int(listener)) as requests:
         request = _serve(requests)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     filters = cast("list[Any]", warnings.filters)
     if strict := request["arguments"][:2] == ["-W", "error"]:
         del request["arguments"][:2]
