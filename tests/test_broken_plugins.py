@@ -228,7 +228,7 @@ def test_a_probe_runs_once_per_load_and_its_time_is_shown(workshop: Workshop, tm
 # A manifest with false claims
 
 
-@pytest.mark.unmeasured
+@pytest.mark.slow
 def test_a_correct_plugin_passes_the_kit(workshop: Workshop, tmp_path: Path) -> None:
     done = _conformance(workshop.install(tmp_path / "site", "good"), tmp_path, "good")
 

@@ -19,14 +19,22 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("core/*.md"), *ROOT.glob("plugins/*/*.md"))
 )
+# They install packages, or wait for Triton's interpreter; CI runs them.
+SLOW = {"docs/how-to/publish-a-backend.md", "docs/install.md", "docs/reference/examples/triton.md"}
 
 
 def _text(page: str) -> str:
     return (ROOT / page).read_text("utf-8")
 
 
+def _marked(page: str) -> object:
+    return pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
+
+
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page, _text(page)))])
+@pytest.mark.parametrize(
+    "page", [_marked(page) for page in PAGES if any(block.runs for block in blocks(page, _text(page)))]
+)
 def test_the_code_of_a_page_runs(page: str) -> None:
     needed = {block.notes["needs"] for block in blocks(page, _text(page)) if "needs" in block.notes}
     if missing := [name for name in needed if find_spec(name) is None]:

@@ -53,6 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory):
     return folder, run(folder, "--attn-backend=minimal", f"--attn-report={folder / 'report'}")
 
 
+@pytest.mark.slow
 def test_a_backend_that_declares_little_passes(whole) -> None:
     _, done = whole
 
@@ -62,6 +63,7 @@ def test_a_backend_that_declares_little_passes(whole) -> None:
     assert "bfloat16   auto       output" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_evidence_is_about_this_device(whole) -> None:
     folder, _ = whole
     evidence = json.loads((folder / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
@@ -86,6 +88,7 @@ def test_the_evidence_is_about_this_device(whole) -> None:
     assert all(0 <= error["mean"] <= error["max"] for error in evidence["errors"])
 
 
+@pytest.mark.slow
 def test_the_report_has_every_test(whole) -> None:
     folder, _ = whole
     (report,) = json.loads((folder / "report" / "report.json").read_text("utf-8"))
