@@ -23,7 +23,7 @@ from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from attnplug.manifest.schema import Condition, Rule
     from attnplug.request.device import Device
@@ -146,12 +146,14 @@ def negotiate(candidate: Candidate, request: Request, cache_terms: Mapping[str, 
     """
     requested = (*request.requested, *cache_terms.items()) if cache_terms else request.requested
     unsupported = candidate.objections(requested)
+    given = {**request.cache_terms, **cache_terms} if cache_terms else request.cache_terms
     refusals: list[list[Reason]] = []
     for reads_lengths in (False,) if request.has_lengths else _length_choices(request, unsupported):
         if reads_lengths:
             unsupported = [reason for reason in unsupported if reason.field not in LENGTHS]
-        terms, refused = _settle(candidate, request, cache_terms, unsupported, reads_lengths=reads_lengths)
+        terms, refused = _settle_cache(candidate, request, given, unsupported, reads_lengths=reads_lengths)
         if not unsupported and not refused:
+            terms["reads_lengths"] = reads_lengths
             terms["cudagraph"] = _highest_level(candidate, request, terms)
             return Outcome((), terms)
         refusals.append([*unsupported, *refused])
@@ -169,32 +171,27 @@ def _length_choices(request: Request, unsupported: Sequence[Reason]) -> tuple[bo
     return (False, True)  # each build waits for such a read: no layout and no graph level is preferred to doing without
 
 
-def _settle(
+def _settle_cache(
     candidate: Candidate,
     request: Request,
-    cache_terms: Mapping[str, Any],
+    given: Mapping[str, Any],
     unsupported: Sequence[Reason],
     *,
     reads_lengths: bool,
 ) -> tuple[dict[str, Any], list[Reason]]:
-    """Return the first terms that every rule accepts, or the objections of rules to the first combination."""
-    level, facts, requested = request.requirements.cudagraph, request.facts, request.requested_names
+    """Return the first block size, layout and form that every rule accepts, or the objections to the first of all."""
+    facts, requested = request.facts, request.requested_names
     if reads_lengths:
-        facts, requested = request.under(level, reads_lengths=True)
+        facts, requested = request.under(request.requirements.cudagraph, reads_lengths=True)
     rules = _known(candidate.fixed_rules, request) if request.unknown else candidate.fixed_rules
     refused = _objections(rules, candidate, facts, requested)
     live = live_rules(candidate, request, facts, requested) if candidate.cache_rules else []
-    if not live and (refused or unsupported):
-        return {}, refused
-    given = {**request.cache_terms, **cache_terms} if cache_terms else request.cache_terms
-    terms = {**candidate.first_terms, **given, "cudagraph": level, "reads_lengths": reads_lengths}
     if not live:
-        return terms, []
-    # No second choice helps where a term that is requested is not supported.
-    names = [] if any(reason.field in CACHE_TERMS for reason in unsupported) else _names_in(live, given)
+        return {} if refused or unsupported else {**candidate.first_terms, **given}, refused
+    if any(reason.field in CACHE_TERMS for reason in unsupported):
+        given = {**candidate.first_terms, **given}  # no other choice of the rest makes a term supported
     first: list[Reason] = []
-    for values in product(*map(candidate.choices.__getitem__, names)):
-        terms.update(zip(names, values, strict=True))
+    for terms in _combinations(candidate, given, live):
         objections = _objections(live, candidate, {**facts, **terms}, requested)
         if not objections:
             return terms, refused
@@ -202,9 +199,15 @@ def _settle(
     return {}, refused + first
 
 
-def _names_in(live: Sequence[Rule], given: Collection[str]) -> list[str]:
-    """Return the open terms of the KV cache that rules mention: only these need more than their first choice."""
-    return [name for name in CACHE_TERMS if name not in given and any(mentions(rule, {name}) for rule in live)]
+def _combinations(candidate: Candidate, given: Mapping[str, Any], live: Sequence[Rule]) -> Iterator[dict[str, Any]]:
+    """Yield block sizes, layouts and forms, preferred ones first: of a term that no rule mentions the first alone."""
+    names = [name for name in _mentioned(live) if name not in given]
+    for values in product(*map(candidate.choices.__getitem__, names)):
+        yield {**candidate.first_terms, **given, **dict(zip(names, values, strict=True))}
+
+
+def _mentioned(live: Sequence[Rule]) -> list[str]:
+    return [name for name in CACHE_TERMS if any(mentions(rule, {name}) for rule in live)]
 
 
 def _highest_level(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> str:
@@ -313,17 +316,14 @@ def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, An
     given = request.cache_terms
     facts, requested = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
     live = live_rules(candidate, request, facts, requested)
-    places = [place for place, name in enumerate(CACHE_TERMS) if any(mentions(rule, {name}) for rule in live)]
-    accepted: dict[tuple[Any, ...], bool] = {}  # by the terms that rules mention
-    found = []
-    for values in product(*((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)):
-        key = tuple(values[place] for place in places)
-        if key not in accepted:
-            cache = zip(CACHE_TERMS, values, strict=True)
-            accepted[key] = not _objections(live, candidate, {**facts, **dict(cache)}, requested)
-        if accepted[key]:
-            found.append(values)
-    return tuple(found)
+    places = [CACHE_TERMS.index(name) for name in _mentioned(live)]
+    accepted = {
+        tuple(each[CACHE_TERMS[place]] for place in places)
+        for each in _combinations(candidate, given, live)
+        if not _objections(live, candidate, {**facts, **each}, requested)
+    }
+    choices = ((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)
+    return tuple(values for values in product(*choices) if tuple(values[place] for place in places) in accepted)
 
 
 def open_block_size(
