@@ -10,14 +10,16 @@ from attrs import field, frozen
 from attnplug.errors import DecisionError, ManifestError, shown
 from attnplug.manifest.supports import parse_constraint
 from attnplug.negotiation.received import (
-    are_options,
     check_received,
     is_flag,
-    is_list_or_none,
+    is_list,
     is_name,
+    is_option,
     is_table,
     is_value_of,
+    optional,
     refuse_received,
+    table_of,
 )
 from attnplug.request.fields import FIELDS
 from attnplug.request.requirements import Requirements
@@ -140,12 +142,12 @@ _CHECKS = {
     "backend": is_name,
     "variant": is_name,
     "requirements": is_table,
-    "block_size": is_value_of("block_size", optional=True),
-    "kv_layout": is_value_of("kv_layout", optional=True),
-    "kv_cache_form": is_value_of("kv_cache_form", optional=True),
+    "block_size": optional(is_value_of("block_size")),
+    "kv_layout": optional(is_value_of("kv_layout")),
+    "kv_cache_form": optional(is_value_of("kv_cache_form")),
     "kv_cache_dtype": is_value_of("kv_cache_dtype"),
     "cudagraph": is_value_of("cudagraph"),
-    "options": are_options,
-    "block_sizes": is_list_or_none,
+    "options": table_of(is_option),
+    "block_sizes": optional(is_list),
     "reads_lengths": is_flag,
 }

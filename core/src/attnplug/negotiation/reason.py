@@ -10,12 +10,12 @@ from attrs import field, frozen
 from attnplug.errors import shown
 from attnplug.negotiation.received import (
     check_received,
-    is_list_of_texts,
     is_table,
-    is_table_or_none,
     is_text,
     is_wanted,
+    list_of,
     one_of,
+    optional,
     refuse_received,
 )
 from attnplug.request.device import Device
@@ -273,12 +273,12 @@ _REASON = {
     "because": is_text,
 }
 _FIX = {
-    "install": is_list_of_texts,
+    "install": list_of(is_text),
     "engine": is_table,
-    "device": is_table_or_none,
+    "device": optional(is_table),
     "action": is_text,
-    "lacks": is_list_of_texts,
-    "needs": is_list_of_texts,
+    "lacks": list_of(is_text),
+    "needs": list_of(is_text),
     "text": is_text,
 }
 _UNVERIFIED = {"field": is_text, "value": is_wanted, "because": is_text}

@@ -12,8 +12,10 @@ from attnplug.request.tables import is_plain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Check = Callable[[Any], bool]
 
-def check_received(what: str, data: object, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+
+def check_received(what: str, data: object, checks: Mapping[str, Check]) -> None:
     """
     Check a table of a decision.
 
@@ -56,33 +58,14 @@ def is_name(value: object) -> bool:
     return type(value) is str and bool(value)
 
 
-def is_table(value: object) -> bool:
-    """Whether a value is a table with names as keys."""
-    return isinstance(value, Mapping) and all(map(is_text, value))
-
-
-def is_table_or_none(value: object) -> bool:
-    """Whether a value is such a table, or None."""
-    return value is None or is_table(value)
-
-
-def are_texts(value: object) -> bool:
-    """Whether a value is a table of texts."""
-    return isinstance(value, Mapping) and is_table(value) and all(map(is_text, value.values()))
-
-
-def are_options(value: object) -> bool:
-    """Whether a value is a table of values that an option can have."""
-    return (
-        isinstance(value, Mapping)
-        and is_table(value)
-        and all(type(item) is float or is_plain(item) for item in value.values())
-    )
-
-
 def is_flag(value: object) -> bool:
     """Whether a value is true or false."""
     return type(value) is bool
+
+
+def is_option(value: object) -> bool:
+    """Whether a value is one that an option can have."""
+    return type(value) is float or is_plain(value)
 
 
 def is_list(value: object) -> bool:
@@ -90,33 +73,41 @@ def is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def is_list_or_none(value: object) -> bool:
-    """Whether a value is a list, or None."""
-    return value is None or is_list(value)
+def is_table(value: object) -> bool:
+    """Whether a value is a table with names as keys."""
+    return isinstance(value, Mapping) and all(map(is_text, value))
 
 
-def is_list_of_texts(value: object) -> bool:
-    """Whether a value is a list of texts."""
-    return isinstance(value, (list, tuple)) and all(map(is_text, value))
+def list_of(check: Check) -> Check:
+    """Return whether a value is a list of such values."""
+    return lambda value: is_list(value) and all(map(check, value))
 
 
-def is_value_of(name: str, *, optional: bool = False) -> Callable[[Any], bool]:
-    """Return whether a value is a canonical one of a field, or None where that is one too."""
+def table_of(check: Check) -> Check:
+    """Return whether a value is a table of such values."""
+    return lambda value: is_table(value) and all(map(check, value.values()))
+
+
+def optional(check: Check) -> Check:
+    """Return whether a value is such a value, or None."""
+    return lambda value: value is None or check(value)
+
+
+def one_of(*values: str) -> Check:
+    """Return whether a value is one of these texts."""
+    return lambda value: type(value) is str and value in values
+
+
+def is_value_of(name: str) -> Check:
+    """Return whether a value is a canonical value of a field."""
 
     def is_valid(value: object) -> bool:
-        if value is None:
-            return optional
         try:
             return bool(FIELDS[name].domain.canonical(value) == value)
         except ValueError:
             return False
 
     return is_valid
-
-
-def one_of(*values: str) -> Callable[[Any], bool]:
-    """Return whether a value is one of these texts."""
-    return lambda value: type(value) is str and value in values
 
 
 def is_wanted(value: object) -> bool:

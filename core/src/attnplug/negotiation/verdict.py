@@ -8,7 +8,16 @@ from attrs import field, frozen
 
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.reason import Fix, Reason, Unverified
-from attnplug.negotiation.received import are_texts, check_received, is_list, is_name, is_table_or_none, is_text, one_of
+from attnplug.negotiation.received import (
+    check_received,
+    is_list,
+    is_name,
+    is_table,
+    is_text,
+    one_of,
+    optional,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,10 +132,10 @@ _CHECKS = {
     "id": is_name,
     "status": one_of(*get_args(Status)),
     "reasons": is_list,
-    "emulated": are_texts,
-    "agreement": is_table_or_none,
+    "emulated": table_of(is_text),
+    "agreement": optional(is_table),
     "distribution": is_text,
-    "fix": is_table_or_none,
+    "fix": optional(is_table),
     "unverified": is_list,
     "level_cost": is_text,
 }

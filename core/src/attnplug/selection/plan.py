@@ -17,7 +17,7 @@ from attnplug._html import block, table
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, near, shown
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.matching import build_request, passing_terms
-from attnplug.negotiation.received import check_received, is_list, is_list_of_texts, is_table, refuse_received
+from attnplug.negotiation.received import check_received, is_list, is_table, is_text, list_of, refuse_received
 from attnplug.request.domains import GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import describe
@@ -205,7 +205,7 @@ class Plan:
         """
         check_received("a plan", data, {"groups": is_list})
         for group in data["groups"]:
-            check_received("a group", group, {"layers": is_list_of_texts, "selection": is_table})
+            check_received("a group", group, {"layers": list_of(is_text), "selection": is_table})
         names = [name for group in data["groups"] for name in group["layers"]]
         if not all(group["layers"] for group in data["groups"]) or len(set(names)) < len(names):
             refuse_received(f"the layers {shown(names)}: a group without any, or one that is in two groups")

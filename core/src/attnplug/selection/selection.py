@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attnplug._escape import escaped
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import CACHE_TERMS
-from attnplug.negotiation.received import are_texts, check_received, is_list, is_table, is_text
+from attnplug.negotiation.received import check_received, is_list, is_table, is_text, table_of
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.tables import read_only
@@ -163,5 +163,5 @@ _CHECKS = {
     "device": is_table,
     "verdicts": is_list,
     "decided_by": is_text,
-    "provenance": are_texts,
+    "provenance": table_of(is_text),
 }
