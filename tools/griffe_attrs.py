@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 _DECORATORS: Final = frozenset({"attrs.define", "attrs.frozen"})
 _FIELDS: Final = frozenset({"attrs.field"})
+_WITH_DEFAULT: Final = frozenset(  # the default is None where a call has none
+    {
+        f"attnplug.request.{name}"
+        for name in ("field.with_default", "requirements.model", "requirements.engine", "device.fact")
+    }
+)
 # By their values: the members are annotated as texts.
 _ANYHOW: Final = ParameterKind("positional or keyword")
 _BY_NAME: Final = ParameterKind("keyword-only")
@@ -88,6 +94,8 @@ def _parameter(field: Attribute, *, keyword_only: bool, computed: bool) -> Param
         default = (
             f"{options['factory']}()" if "factory" in options else options.get("default", "..." if computed else None)
         )
+    elif isinstance(default, ExprCall) and default.canonical_path in _WITH_DEFAULT:
+        default = _keywords(default).get("default", "None")
     if options.get("init") == "False":
         return None
     kind = _BY_NAME if keyword_only or options.get("kw_only") == "True" else _ANYHOW

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from attnplug.errors import DeviceError, shown
 from attnplug.request.capability import HARDWARE, ComputeCapability, parse_capability
 from attnplug.request.domains import MOST, Capability, Integer, Text, Word
-from attnplug.request.field import declared, fields_in
+from attnplug.request.field import declared, fields_in, with_default
 from attnplug.request.torch_values import cuda_index, is_torch_device, refuse_meta
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-fact = partial(declared, "device")
+fact = partial(with_default, "device")
 
 _PLAIN_TYPES: Final = frozenset({"cpu", "cuda", "xpu"})  # they need no second look
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
@@ -62,12 +62,12 @@ class Device:
         arch: For AMD devices, the LLVM target, such as ``"gfx942"``.
     """
 
-    type: str = field(
-        default="cpu",
-        metadata=fact(Word(), "device type, as torch names it", name="device_type", required=True, neutral=None),
+    type: str = fact(
+        Word(), "device type, as torch names it", default="cpu", name="device_type", required=True, neutral=None
     )
     vendor: str | None = field(
-        metadata=fact(
+        metadata=declared(
+            "device",
             Word(),
             "the device's manufacturer; undeclared, a variant for cuda admits NVIDIA only",
             required=False,
@@ -75,18 +75,12 @@ class Device:
             neutral_words="nvidia",
         )
     )
-    name: str | None = field(
-        default=None, metadata=fact(Text(), "the device's product name", name="device_name", open=True)
-    )
+    name: str | None = fact(Text(), "the device's product name", name="device_name", open=True)
     compute_capability: ComputeCapability | None = field(
-        default=None, converter=_to_capability, metadata=fact(Capability(), "CUDA compute capability")
+        default=None, converter=_to_capability, metadata=declared("device", Capability(), "CUDA compute capability")
     )
-    num_multiprocessors: int | None = field(
-        default=None, metadata=fact(Integer(), "streaming multiprocessors", open=True)
-    )
-    arch: str | None = field(
-        default=None, metadata=fact(Word(), "the LLVM target of an AMD device, such as gfx942", open=True)
-    )
+    num_multiprocessors: int | None = fact(Integer(), "streaming multiprocessors", open=True)
+    arch: str | None = fact(Word(), "the LLVM target of an AMD device, such as gfx942", open=True)
 
     @vendor.default
     def _default_vendor(self) -> str | None:

@@ -104,6 +104,13 @@ def declared(kind: Kind, domain: Domain, words: str, **more: Any) -> dict[str, A
     return {_DECLARED: {"kind": kind, "domain": domain, "help": words, **more}}
 
 
+def with_default(
+    kind: Kind, domain: Domain, words: str, *, default: Any = None, converter: Any = None, **more: Any
+) -> Any:
+    """Return an attribute that holds a field and has a default. Other arguments as for `declared`."""
+    return attrs.field(default=default, converter=converter, metadata=declared(kind, domain, words, **more))
+
+
 def fields_in(cls: type) -> tuple[Field, ...]:
     """Return the fields that the attributes of an attrs class declare."""
     return tuple(_field(attribute) for attribute in attrs.fields(cls) if _DECLARED in attribute.metadata)

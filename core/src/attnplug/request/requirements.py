@@ -29,7 +29,7 @@ from attnplug.request.domains import (
     Number,
     Table,
 )
-from attnplug.request.field import Field, Follows, declared, documented, fields_in
+from attnplug.request.field import Field, Follows, declared, documented, fields_in, with_default
 from attnplug.request.torch_values import dtype_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C", bound=type)
 
-model, engine = partial(declared, "model"), partial(declared, "engine")
+model = partial(with_default, "model")
+engine = partial(with_default, "engine")
 
 _OUT_OF_SCOPE = {
     "dropout": "attention dropout is a training feature",
@@ -116,166 +117,114 @@ class Requirements:
         RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
     """
 
-    head_size: int = field(metadata=model(Integer(), "elements of one query and key head", in_layer=True))
+    head_size: int = field(metadata=declared("model", Integer(), "elements of one query and key head", in_layer=True))
     # Required unless late, and None while they are not bound.
-    num_q_heads: int = field(
-        default=None,
-        metadata=model(Integer(), "query heads on this rank", required=True, open=True, in_layer=True, has_ranges=True),
+    num_q_heads: int = model(
+        Integer(), "query heads on this rank", required=True, open=True, in_layer=True, has_ranges=True
     )
-    num_kv_heads: int = field(
-        default=None,
-        metadata=model(
-            Integer(), "key and value heads on this rank", required=True, open=True, in_layer=True, has_ranges=True
-        ),
+    num_kv_heads: int = model(
+        Integer(), "key and value heads on this rank", required=True, open=True, in_layer=True, has_ranges=True
     )
-    dtype: str = field(converter=dtype_text, metadata=model(DTYPE, "dtype of query, key, value and output"))
-    head_size_v: int | None = field(
-        default=None,
-        metadata=model(
-            Integer(),
-            "elements of one value head; None is head_size",
-            follows=Follows(("head_size",), "head_size"),
-            neutral_words="head_size_v = head_size",
-            in_layer=True,
-        ),
+    dtype: str = field(converter=dtype_text, metadata=declared("model", DTYPE, "dtype of query, key, value and output"))
+    head_size_v: int | None = model(
+        Integer(),
+        "elements of one value head; None is head_size",
+        follows=Follows(("head_size",), "head_size"),
+        neutral_words="head_size_v = head_size",
+        in_layer=True,
     )
-    sliding_window: int | None = field(
-        default=None,
-        metadata=model(
-            Integer(),
-            "tokens that a token attends to, itself included; left = w - 1, right = 0",
-            in_layer=True,
-            has_ranges=True,
-        ),
+    sliding_window: int | None = model(
+        Integer(),
+        "tokens that a token attends to, itself included; left = w - 1, right = 0",
+        in_layer=True,
+        has_ranges=True,
     )
-    attention_chunk: int | None = field(
-        default=None,
-        metadata=model(Integer(), "chunked-local attention: tokens per chunk", in_layer=True, has_ranges=True),
+    attention_chunk: int | None = model(
+        Integer(), "chunked-local attention: tokens per chunk", in_layer=True, has_ranges=True
     )
-    logits_soft_cap: float | None = field(
-        default=None,
-        metadata=model(
-            Number(), "scaled scores become cap * tanh(score / cap); in their unit", in_layer=True, has_ranges=True
-        ),
+    logits_soft_cap: float | None = model(
+        Number(), "scaled scores become cap * tanh(score / cap); in their unit", in_layer=True, has_ranges=True
     )
-    alibi: str | None = field(
-        default=None, metadata=model(Name(values=("linear", "sqrt")), "ALiBi slopes, and the form of their distance")
+    alibi: str | None = model(Name(values=("linear", "sqrt")), "ALiBi slopes, and the form of their distance")
+    sinks: bool = model(Flag(), "one learned logit per query head joins the softmax denominator", default=False)
+    attn_type: str = model(
+        Name(values=ATTENTION_TYPES), "which attention of the model this is", default="decoder", in_layer=True
     )
-    sinks: bool = field(
-        default=False, metadata=model(Flag(), "one learned logit per query head joins the softmax denominator")
+    causal: bool | None = model(
+        Flag(),
+        "a token attends to no later token; neutral is true for decoders, false otherwise",
+        neutral=True,
+        follows=Follows(("attn_type",), "true for decoders, false otherwise", lambda kind: kind == "decoder"),
+        neutral_words="the attention type's own mask",
     )
-    attn_type: str = field(
-        default="decoder",
-        metadata=model(Name(values=ATTENTION_TYPES), "which attention of the model this is", in_layer=True),
-    )
-    causal: bool | None = field(
-        default=None,
-        metadata=model(
-            Flag(),
-            "a token attends to no later token; neutral is true for decoders, false otherwise",
-            neutral=True,
-            follows=Follows(("attn_type",), "true for decoders, false otherwise", lambda kind: kind == "decoder"),
-            neutral_words="the attention type's own mask",
-        ),
-    )
-    block_sparse: Mapping[str, Any] | None = field(
-        default=None, metadata=model(Table(), "a block-sparse pattern: its parameters", in_layer=True)
-    )
-    custom_mask: bool = field(default=False, metadata=model(Flag(), "each call has an arbitrary mask"))
-    attn_bias: bool = field(
-        default=False, metadata=model(Flag(), "each call has an additive mask, for contiguous K/V only")
-    )
-    kv_sharing: bool = field(default=False, metadata=model(Flag(), "the layer reads the KV cache of an earlier layer"))
+    block_sparse: Mapping[str, Any] | None = model(Table(), "a block-sparse pattern: its parameters", in_layer=True)
+    custom_mask: bool = model(Flag(), "each call has an arbitrary mask", default=False)
+    attn_bias: bool = model(Flag(), "each call has an additive mask, for contiguous K/V only", default=False)
+    kv_sharing: bool = model(Flag(), "the layer reads the KV cache of an earlier layer", default=False)
 
-    paged: bool | None = field(
-        default=None,
-        metadata=engine(
-            Flag(),
-            "keys and values are in a paged KV cache; otherwise each call has contiguous K/V",
-            neutral=False,
-            follows=Follows(
-                ("attn_type", "attn_bias"),
-                "true, but false for encoders and with attn_bias",
-                lambda kind, is_biased: kind not in ENCODERS and not is_biased,
-                requests=True,
-            ),
+    paged: bool | None = engine(
+        Flag(),
+        "keys and values are in a paged KV cache; otherwise each call has contiguous K/V",
+        neutral=False,
+        follows=Follows(
+            ("attn_type", "attn_bias"),
+            "true, but false for encoders and with attn_bias",
+            lambda kind, is_biased: kind not in ENCODERS and not is_biased,
+            requests=True,
         ),
     )
-    phases: tuple[str, ...] = field(
+    phases: tuple[str, ...] = engine(
+        Names(each=Name(values=("prefill", "decode")), empty=False),
+        "the phases that the backend has to serve",
         default=("prefill", "decode"),
-        metadata=engine(
-            Names(each=Name(values=("prefill", "decode")), empty=False), "the phases that the backend has to serve"
-        ),
     )
-    block_size: int | None = field(
-        default=None, metadata=engine(Integer(), "tokens per KV-cache block", free=True, of_pages=True)
+    block_size: int | None = engine(Integer(), "tokens per KV-cache block", free=True, of_pages=True)
+    kv_layout: str | None = engine(LAYOUT, "order of tokens and heads inside a block", free=True, of_pages=True)
+    kv_cache_form: str | None = engine(
+        Name(values=CACHE_FORMS), "where values are, seen from their keys", free=True, of_pages=True
     )
-    kv_layout: str | None = field(
-        default=None, metadata=engine(LAYOUT, "order of tokens and heads inside a block", free=True, of_pages=True)
-    )
-    kv_cache_form: str | None = field(
-        default=None,
-        metadata=engine(Name(values=CACHE_FORMS), "where values are, seen from their keys", free=True, of_pages=True),
-    )
-    kv_cache_dtype: str = field(
+    kv_cache_dtype: str = engine(
+        CACHE_DTYPE,
+        "dtype of the KV cache; auto is the dtype",
         default="auto",
         converter=dtype_text,
-        metadata=engine(
-            CACHE_DTYPE,
-            "dtype of the KV cache; auto is the dtype",
-            follows=Follows(("dtype",), "the dtype"),
-            neutral_words="the dtype",
-            of_pages=True,
-        ),
+        follows=Follows(("dtype",), "the dtype"),
+        neutral_words="the dtype",
+        of_pages=True,
     )
-    cudagraph: str = field(
-        default="never", metadata=engine(Level(values=GRAPH_LEVELS), "least CUDA graph level that the engine needs")
+    cudagraph: str = engine(Level(values=GRAPH_LEVELS), "least CUDA graph level that the engine needs", default="never")
+    cascade: bool = engine(
+        Flag(), "attention over a prefix shared by all requests is computed once", default=False, of_pages=True
     )
-    cascade: bool = field(
-        default=False,
-        metadata=engine(Flag(), "attention over a prefix shared by all requests is computed once", of_pages=True),
-    )
-    return_lse: bool = field(default=False, metadata=engine(Flag(), "the log-sum-exp is returned too"))
-    decode_query_len: int = field(
-        default=1, metadata=engine(Integer(), "longest query of a decode, in tokens", has_ranges=True)
-    )
-    dcp_size: int = field(default=1, metadata=engine(Integer(), "ranks of decode context parallelism", of_pages=True))
-    batch_invariant: bool = field(
-        default=False, metadata=engine(Flag(), "results do not depend on what else is in the batch")
-    )
-    seq_lens_cpu_kind: str = field(
+    return_lse: bool = engine(Flag(), "the log-sum-exp is returned too", default=False)
+    decode_query_len: int = engine(Integer(), "longest query of a decode, in tokens", default=1, has_ranges=True)
+    dcp_size: int = engine(Integer(), "ranks of decode context parallelism", default=1, of_pages=True)
+    batch_invariant: bool = engine(Flag(), "results do not depend on what else is in the batch", default=False)
+    seq_lens_cpu_kind: str = engine(
+        Name(values=("exact", "upper_bound", "absent")),
+        "CPU sequence lengths: exact, an upper bound, or absent",
         default="exact",
-        metadata=engine(
-            Name(values=("exact", "upper_bound", "absent")), "CPU sequence lengths: exact, an upper bound, or absent"
-        ),
     )
-    query_lens_cpu_kind: str = field(
+    query_lens_cpu_kind: str = engine(
+        Name(values=("exact", "absent")),
+        "CPU query lengths: exact, or absent: then each build reads all lengths from the device",
         default="exact",
-        metadata=engine(
-            Name(values=("exact", "absent")),
-            "CPU query lengths: exact, or absent: then each build reads all lengths from the device",
-            open=True,
-        ),
+        open=True,
     )
-    kv_in_cache: bool = field(
-        default=False,
-        metadata=engine(Flag(), "a call may come without K/V: those of its rows are in the KV cache already"),
+    kv_in_cache: bool = engine(
+        Flag(), "a call may come without K/V: those of its rows are in the KV cache already", default=False
     )
-    per_head_scales: bool = field(default=False, metadata=engine(Flag(), "quantization scales are per head"))
-    output_quant: str | None = field(
-        default=None,
-        converter=optional(dtype_text),
-        metadata=engine(QUANTIZED, "the output is quantized to this dtype"),
+    per_head_scales: bool = engine(Flag(), "quantization scales are per head", default=False)
+    output_quant: str | None = engine(
+        QUANTIZED, "the output is quantized to this dtype", converter=optional(dtype_text)
     )
-    features: tuple[str, ...] = field(default=(), metadata=engine(Names(each=FEATURE), "open features, by dotted name"))
-    late: tuple[str, ...] = field(
+    features: tuple[str, ...] = engine(Names(each=FEATURE), "open features, by dotted name", default=())
+    late: tuple[str, ...] = with_default(
+        "selection",
+        Names(each=Name(values=("block_size", "num_q_heads", "num_kv_heads"))),
+        "fields that are bound after the selection, with `Selection.bind`",
         default=(),
-        metadata=declared(
-            "selection",
-            Names(each=Name(values=("block_size", "num_q_heads", "num_kv_heads"))),
-            "fields that are bound after the selection, with `Selection.bind`",
-            free=True,
-        ),
+        free=True,
     )
 
     _key: tuple[Any, ...] = field(init=False, repr=False)
