@@ -21,7 +21,7 @@ GLOSSARY: dict[str, tuple[tuple[str, str], ...]] = {
     "way out; remedy": (
         ("the way out", "way out"),
         ("no ways out are left", "way out"),
-        ("the way out of it", "way out"),
+        ("the way out is known", "way out"),
         ("one remedy", "remedy"),
         ("smaller remedies", "remedy"),
         ("a Remedy is proposed", "remedy"),
