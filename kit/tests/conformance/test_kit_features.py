@@ -97,7 +97,7 @@ def test_each_rule_that_needs_features_has_a_request() -> None:
 def test_a_served_request_without_needed_features_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = of("bound", NEEDED)
     (point,) = _without_features(subject).values()
-    monkeypatch.setattr(matching, "_apply", lambda *rule_and_facts: None)
+    monkeypatch.setattr(matching, "_objections", lambda *rules_and_facts: [])
 
     with pytest.raises(
         AssertionError, match=r"without features=featured\.needed was not refused by the rule that needs"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 BUILT_IN: Final = {
-    "list": "what is installed, and what is missing for the rest",
-    "explain": "which backend serves a layer or a model, and why not the others",
+    "list": "installed and known backends, and what each is missing",
+    "explain": "the backend that serves a layer or a model, and why the others do not",
     "plan": "the attention of a whole model: decisions, KV cache, tensor parallelism",
-    "options": "what can be set for each installed backend",
-    "doctor": "what is wrong with this environment",
+    "options": "the options of each installed backend",
+    "doctor": "problems of this environment",
 }
 """The built-in commands with their summaries; each is a module of this package. No distribution can replace them."""
 

@@ -9,7 +9,7 @@ from attnplug.commands import NO, OK, say_json
 if TYPE_CHECKING:
     import argparse
 
-SUMMARY: Final = "what is wrong with a manifest or a plugin project"
+SUMMARY: Final = "mistakes in a manifest or a plugin project"
 
 _EPILOG: Final = """\
 A problem keeps the plugin, or a part of its manifest, from ever working. A note may be a mistake, or intended.

@@ -11,7 +11,7 @@ from attnplug.commands import OK, escaped, say, say_json
 if TYPE_CHECKING:
     import argparse
 
-SUMMARY: Final = "a plugin project to start from, which passes on the CPU"
+SUMMARY: Final = "writes a plugin project that passes the kit on the CPU"
 
 _EPILOG: Final = """\
 The backend computes attention in plain torch, over paged and contiguous K/V on the CPU. Its tests are the conformance
