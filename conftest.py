@@ -57,7 +57,7 @@ def _let_workers_write_coverage() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Let coverage leave tests out, with their fixtures and the processes that they start."""
     measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-    if measuring is None or _is_measured(item, of_all=bool(measuring.get_option("run:source"))):
+    if measuring is None or _is_measured(item):
         return (yield)
     with pytest.MonkeyPatch.context() as environment:
         for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
@@ -69,12 +69,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             measuring.start()
 
 
-def _is_measured(item: pytest.Item, *, of_all: bool) -> bool:
-    """Whether coverage measures a test: of all distributions, or of core and kit by their fast tests."""
+def _is_measured(item: pytest.Item) -> bool:
+    """Whether coverage measures a test: in `make test-all` nearly every one, in CI the fast ones of core and kit."""
     if item.get_closest_marker("unmeasured") is not None:
         return False
+    if os.environ.get("EXHAUSTIVE"):
+        return True
     folder = item.path.relative_to(item.config.rootpath).parts[0]
-    return of_all or (folder not in {"hosts", "plugins"} and item.get_closest_marker("slow") is None)
+    return folder not in {"hosts", "plugins"} and item.get_closest_marker("slow") is None
 
 
 @pytest.hookimpl(trylast=True)
