@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
 
 T = TypeVar("T")
+_CPU: Final = torch.device("cpu")
 
 
 class DecisionCache(Generic[T]):
@@ -94,7 +95,8 @@ class DecisionCache(Generic[T]):
         key: tuple[Hashable, ...] = (call, device, scope_key() if self._scoped else None)
         if sources:
             key = (*key, *map(id, sources))
-        if self._per_thread and device is not None and device.type == "cuda":
+        # The type of a device takes longer than all else here.
+        if self._per_thread and device != _CPU and device is not None and device.type == "cuda":
             stream = torch.cuda.current_stream(device)  # type: ignore[arg-type] # with plans it is torch's
             return (*key, stream.cuda_stream)
         return key
