@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug._foreign import ForeignCode
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -34,12 +36,11 @@ def triton_works() -> bool:
     """Whether kernels can be compiled for the devices of this process: checked once, and False without a driver."""
     if find_spec("triton") is None:
         return False
-    try:
+    with ForeignCode("Triton is installed and does not work here:") as code:
         import_module("triton").runtime.driver.active.get_current_target()
-    except Exception as problem:  # noqa: BLE001 - whatever a missing compiler or driver raises, torch takes over
-        _log.warning("Triton is installed and does not work here (%s): KV-cache writes take several launches", problem)
-        return False
-    return True
+    if code.error is not None:  # a compiler or a driver is missing: torch takes over
+        _log.warning("%s; KV-cache writes take several launches", code.problem)
+    return code.error is None
 
 
 @cache
