@@ -82,6 +82,11 @@ class AttnplugError(Exception):
         self.expected = expected
         self.fix = fix
 
+    @property
+    def summary(self) -> str:
+        """The problem in a line, for hosts that count why they call something else."""
+        return self.problem
+
     def __str__(self) -> str:
         return escaped_lines(self._text())
 
@@ -178,6 +183,14 @@ class NoBackendError(AttnplugError):
     def __init__(self, problem: str, expected: str, fix: str, explanation: Explained | None = None) -> None:
         super().__init__(problem, expected, fix)
         self.explanation = explanation
+
+    @property
+    def summary(self) -> str:
+        """The request in a line; the problem has the reasons of every candidate."""
+        requested = getattr(self.explanation, "requirements", None)
+        if requested is None:
+            return self.problem
+        return f"no backend serves {', '.join(f'{name}={value}' for name, value in requested.to_dict().items())}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problem, self.expected, self.fix, self.explanation)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug.dense import attend_like_sdpa
-from attnplug.errors import NoBackendError, NotNegotiatedError
+from attnplug.errors import NotNegotiatedError
 from attnplug_comfyui.arguments import precision_of, read_call
 from attnplug_comfyui.decisions import REFUSALS, Decisions
 from attnplug_comfyui.routes import Route, RouteCounts
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.errors import AttnplugError
     from attnplug_comfyui.arguments import AttentionCall
 
 OPTION: Final = "optimized_attention_override"
@@ -100,7 +99,7 @@ class AttentionOverride:
             chosen = self._decisions.backend_of(call).id
             output = _attend(call, chosen, self.options)
         except REFUSALS as error:
-            dtype, reason = _dtype(args, kwargs), _reason(error)
+            dtype, reason = _dtype(args, kwargs), error.summary
             self._counts.count(Route(replaced, None, dtype, reason, refused=not self.fallback))
             if not self.fallback:
                 raise
@@ -170,14 +169,6 @@ def _attn_precision(requested: torch.dtype | None, dtype: torch.dtype) -> torch.
     comfyui = sys.modules.get("comfy.ldm.modules.attention")  # whoever calls the override has loaded it
     decide: Callable[..., torch.dtype | None] | None = getattr(comfyui, "get_attn_precision", None)
     return requested if decide is None else decide(requested, dtype)
-
-
-def _reason(error: AttnplugError) -> str:
-    """Return why no backend serves, in a line: an error has the reasons of every candidate, pages of them."""
-    requested = getattr(error.explanation, "requirements", None) if isinstance(error, NoBackendError) else None
-    if requested is None:
-        return error.problem
-    return f"no backend serves {', '.join(f'{name}={value}' for name, value in requested.to_dict().items())}"
 
 
 def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug.dense import DecisionCache, device_of, requirements_like_sdpa, shared_backend
-from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError
 from attnplug_diffusers.masks import has_more_digits
 
 if TYPE_CHECKING:
@@ -108,10 +108,8 @@ class Fallback:
         try:
             requirements = requirements_like_sdpa(query, key, value, given, is_causal=is_causal, return_lse=learns)
             shared_backend(requirements, device_of(device), backend=self._backend, options=self._options)
-        except NoBackendError as error:
-            return _of_fields(error)
-        except (RequirementsError, NotNegotiatedError) as error:
-            return error.problem
+        except (NoBackendError, RequirementsError, NotNegotiatedError) as error:
+            return error.summary
         return ""
 
 
@@ -139,11 +137,3 @@ def _mask_kind(attn_mask: Tensor | None) -> str:
         return ""
     shared = attn_mask.ndim < 3 or attn_mask.shape[-3] == 1
     return "boolean" if attn_mask.dtype == torch.bool and shared else "added"
-
-
-def _of_fields(error: AttnplugError) -> str:
-    """Return the fields of a request that nothing serves: the error has the reasons of every candidate."""
-    requested = getattr(getattr(error, "explanation", None), "requirements", None)
-    if requested is None:
-        return error.problem
-    return "no backend serves " + ", ".join(f"{name}={value}" for name, value in requested.to_dict().items())

@@ -50,14 +50,11 @@ def refused(error: AttnplugError) -> RefusedError:
     Raises:
         NoBackendError: A setting or a scope names the backend that has to serve: torch's own operator is another.
     """
-    explanation = error.explanation if isinstance(error, NoBackendError) else None
-    if getattr(explanation, "listed", None):
+    if not isinstance(error, NoBackendError):
+        return RefusedError(f"{error.problem}; {error.expected}" if error.expected else error.problem, error)
+    if getattr(error.explanation, "listed", None):
         raise error
-    requested = getattr(explanation, "requirements", None)
-    if requested is not None:  # the error has the reasons of every candidate: pages of them
-        fields = ", ".join(f"{name}={value}" for name, value in requested.to_dict().items())
-        return RefusedError(f"no backend serves {fields}", error)
-    return RefusedError(f"{error.problem}; {error.expected}" if error.expected else error.problem, error)
+    return RefusedError(error.summary, error)
 
 
 REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
