@@ -36,11 +36,13 @@ def _marked(page: str) -> object:
     "page", [_marked(page) for page in PAGES if any(block.runs for block in blocks(page, _text(page)))]
 )
 def test_the_code_of_a_page_runs(page: str) -> None:
-    needed = {block.notes["needs"] for block in blocks(page, _text(page)) if "needs" in block.notes}
+    found = blocks(page, _text(page))
+    needed = {block.notes["needs"] for block in found if "needs" in block.notes}
     if missing := [name for name in needed if find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed; some versions of Python cannot have it")
     # Triton reads it when it is imported, which torch does.
-    start = forked.run_fresh if "TRITON_INTERPRET" in _text(page) else forked.run
+    interpreted = any("TRITON_INTERPRET" in block.code for block in found)
+    start = forked.run_fresh if interpreted else forked.run
 
     done = start("-W", "error", "-m", "tools.snippets", page, cwd=ROOT)
 
