@@ -7,6 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, GraphShape, MetadataBuilder, forward_context
+from attnplug.contract.guards.batch import BatchGuard
 from attnplug.contract.inputs import exact
 from attnplug.contract.inputs.exact import LengthTerms, exact_batch, with_lengths
 from attnplug.errors import BatchError, TensorError
@@ -208,6 +209,18 @@ def test_a_step_with_a_wrong_count_is_refused_by_its_name(name, value, padded):
     batch = evolve(make_batch([1, 1], [5, 9]), num_padded_reqs=padded, **{name: value})
     with pytest.raises(BatchError, match=f"{name}={value!r}"):
         builder.state.begin_forward({builder: batch})
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens", "block_table", "slot_mapping"])
+def test_a_tensor_of_a_device_is_no_cpu_copy_of_itself(name):
+    guard = BatchGuard(agree().agreement, limits(), torch.device("meta"))
+    batch = make_batch([1, 3], [5, 3])
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    moved = evolve(batch, **{each: getattr(batch, each).to("meta") for each in names})
+
+    assert guard.check(moved).num_decodes == 1
+    with pytest.raises(TensorError, match=f"{name}_cpu of .* on meta"):
+        guard.check(evolve(moved, **{f"{name}_cpu": getattr(moved, name)}))
 
 
 def test_what_follows_from_a_read_batch_is_not_read(reads):

@@ -368,7 +368,7 @@ class MetadataBuilder:
             fields[name] = lengths.cut_alike(before, name, tensor)
             fields[f"{name}_cpu"] = fields[name] if copy is tensor else lengths.cut_alike(before, name, copy)
         batch = with_fields(before, **fields)
-        batch.derived[self._guard.terms] = lengths  # of the same requests
+        batch.derived[self._guard.terms] = None, lengths  # of the same requests
         split = self._guard.check(batch)
         return assemble(self, split, self.replan_block_table(metadata, split.batch, split))
 

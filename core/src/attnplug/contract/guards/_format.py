@@ -81,7 +81,7 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
             "build reads CPU copies alone, so that it never waits for the device",
             f"pass {name}_cpu=..., the values that the host computed {name} from" + _ABSENT.get(name, ""),
         )
-    if host is tensor:
+    if host is tensor and host.is_cpu:
         return host
     check_index(f"{name}_cpu", host, tuple(tensor.shape), tensor.dtype, "cpu")
     if tensor.is_cpu and not (torch.equal(tensor, host) if exact else bool((tensor <= host).all())):

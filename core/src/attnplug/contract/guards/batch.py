@@ -117,12 +117,12 @@ class BatchGuard:
         if in_place and batch.num_padded_reqs:
             check_null_padding(with_lengths(batch, self.terms), self._size)
         if exact.dummy and not in_place:
-            exact = with_null_pages(exact, self.terms, self._size)
+            exact = with_null_pages(exact, self.terms, lengths, self._size)
         query_lens = self._check_queries(exact, lengths)
         if exact.num_actual_tokens != tokens and not batch.num_padded_reqs and (in_place or not exact.dummy):
             check_slots_beyond(batch, exact.num_actual_tokens)
         seq_lens = self._check_lengths(exact, lengths, query_lens)
-        if not (self._requests_plain and batch.causal is self._requested.causal and is_plain(batch)):
+        if not (self._requests_plain and exact.causal is self._requested.causal and is_plain(exact)):
             check_negotiated(exact, self._agreement, query_lens, self._device_type, is_exact=self.terms.exact)
         num_decodes, num_decode_tokens = self._count_decodes(exact, lengths, query_lens)
         if self._pages is not None:
@@ -185,9 +185,7 @@ class BatchGuard:
     def _check_queries(self, batch: Batch, lengths: Lengths) -> Tensor:
         """Return the query lengths on the CPU."""
         check_index("query_start_loc", batch.query_start_loc, (batch.num_reqs + 1,), torch.int32, self._device_type)
-        host = batch.query_start_loc_cpu
-        if host is not batch.query_start_loc:
-            host = check_mirror("query_start_loc", batch.query_start_loc, host)
+        host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
         return _refuse_starts(batch, host) if lengths.query_lens is None else lengths.query_lens
 
     def _check_lengths(self, batch: Batch, lengths: Lengths, query_lens: Tensor) -> Tensor | None:
@@ -196,16 +194,17 @@ class BatchGuard:
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self.terms.exact
         if batch.seq_lens_cpu is None and not exact:
-            _check_longest(batch.max_seq_len, batch.max_query_len if self._orders_keys else 0)
+            least = batch.max_query_len if self._orders_keys else 0
+            if batch.max_seq_len < least:
+                _refuse_longest(batch.max_seq_len, least)
             if computed is not None:
                 check_index("num_computed_tokens_cpu", computed, shape, torch.int32, "cpu")
             return None
-        host = batch.seq_lens_cpu
-        if host is not batch.seq_lens:
-            host = check_mirror("seq_lens", batch.seq_lens, host, exact=exact)
+        host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         assert lengths.seq_range is not None  # noqa: S101 - of a CPU copy of this form
         low, high = lengths.seq_range
-        _check_longest(batch.max_seq_len, high)
+        if batch.max_seq_len < high:
+            _refuse_longest(batch.max_seq_len, high)
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
         may_be_short = self._orders_keys and low < batch.max_query_len
         if low < 0 or (may_be_short and int((host - query_lens).amin()) < 0):
@@ -255,13 +254,12 @@ def _refuse_starts(batch: Batch, host: Tensor) -> NoReturn:
     )
 
 
-def _check_longest(bound: int, longest: int) -> None:
-    if bound < longest:
-        raise BatchError(
-            f"max_seq_len={bound} was given",
-            f"the longest sequence has {longest} tokens, and max_seq_len is at least that",
-            f"pass max_seq_len={longest} or more",
-        )
+def _refuse_longest(bound: int, longest: int) -> NoReturn:
+    raise BatchError(
+        f"max_seq_len={bound} was given",
+        f"the longest sequence has {longest} tokens, and max_seq_len is at least that",
+        f"pass max_seq_len={longest} or more",
+    )
 
 
 def _refuse_short(seq_lens: Tensor, query_lens: Tensor) -> None:

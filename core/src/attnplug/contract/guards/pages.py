@@ -78,9 +78,9 @@ class PageGuard:
         if batch.dummy:
             return self._check_dummy(batch)
         host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
-        if host_table is not None and host_table is not table:
+        if host_table is not None:
             check_mirror("block_table", table, host_table)
-        if host_slots is not None and host_slots is not slots is not None:
+        if host_slots is not None and slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
         rows, highest = self._num_key_rows(slots, host_slots), self._highest
         are_decodes = batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
@@ -91,7 +91,7 @@ class PageGuard:
                 if found is not None:
                     return rows, found
             # Without slots nothing is written, and a host without a null block may have keys in block 0.
-            highest = self._check_blocks(used, keys, self._first_keys(query_lens, seq_lens), int(slots is not None))
+            highest = self._check_blocks(used, keys, query_lens, lowest=int(slots is not None))
         if host_slots is not None and host_slots.shape[0]:
             written = self._check_slots(batch, host_slots, None if are_decodes else query_lens, keys)
             highest = max(highest, written)
@@ -191,34 +191,32 @@ class PageGuard:
             )
         return width
 
-    def _first_keys(self, query_lens: Tensor, seq_lens: Tensor | None) -> Tensor | None:
+    def _first_keys(self, keys: Tensor, query_lens: Tensor) -> Tensor | None:
         """``(num_reqs,)`` the first key that a query attends to, or None where that is 0."""
-        if seq_lens is None or (self._window is None and self._chunk is None):
+        if self._window is None and self._chunk is None:
             return None
-        contexts = seq_lens - query_lens
+        contexts = keys - query_lens
         first = torch.zeros_like(contexts) if self._window is None else (contexts - (self._window - 1)).clamp_(min=0)
         if self._chunk is not None:
             first = torch.maximum(first, contexts - contexts % self._chunk)
         return first
 
-    def _check_blocks(self, table: Tensor, keys: Tensor, first_keys: Tensor | None, lowest: int) -> int:
+    def _check_blocks(self, table: Tensor, keys: Tensor, query_lens: Tensor, lowest: int) -> int:
         """Return an upper bound of the used block numbers. Columns that a request does not use may hold anything."""
-        if self._num_blocks is not None:
+        most, low, high = self._num_blocks, -1, 0
+        if most is not None:
             low, high = extremes(table)
-            if high < self._num_blocks and (
-                low >= lowest or (low == 0 and self._zeros_are_unused(table, keys, first_keys))
-            ):
+            if lowest <= low and high < most:
                 return high
+        first_keys = self._first_keys(keys, query_lens)
+        if most is not None and low == 0 and high < most and self._zeros_are_unused(table, keys, first_keys):
+            return high
         used = self._used(table.shape[1], keys, first_keys)
         entries = table * used
-        low, highest = extremes(entries)
-        if (
-            low < 0
-            or (lowest and int((entries - used).amin()) < 0)
-            or (self._num_blocks is not None and highest >= self._num_blocks)
-        ):
+        low, high = extremes(entries)
+        if low < 0 or (lowest and int((entries - used).amin()) < 0) or (most is not None and high >= most):
             self._refuse_block(table, used, lowest)
-        return highest
+        return high
 
     def _zeros_are_unused(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> bool:
         """Whether each used entry is above 0: the usual table ends in zeros, and three operations clear it."""

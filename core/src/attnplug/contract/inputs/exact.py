@@ -75,11 +75,11 @@ class Lengths(NamedTuple):
         given_rows: The rows of the host's block table and slot mapping, where some were cut off.
     """
 
-    query_lens: Tensor | None = None
-    query_len: int | None = None
-    is_packed: bool = False
-    seq_range: tuple[int, int] | None = None
-    given_rows: Mapping[str, int] = _NO_ROWS
+    query_lens: Tensor | None
+    query_len: int | None
+    is_packed: bool
+    seq_range: tuple[int, int] | None
+    given_rows: Mapping[str, int]
 
     def cut_alike(self, batch: Batch, name: str, tensor: Tensor | None) -> Tensor | None:
         """Return another block table or slot mapping of the host, without the rows that were cut off this batch's."""
@@ -105,15 +105,14 @@ def exact_batch(batch: Batch, terms: LengthTerms, *, is_read: bool = False) -> t
         BatchError: All requests are padding, their number is invalid, or a length is larger than the host's bound.
         TensorError: A tensor has not one entry for each request.
     """
-    found = batch.derived.get(terms)
-    if found is None:
-        read = with_lengths(batch, terms) if terms.read and not is_read else batch
-        exact, found = _make_exact(read, terms)
-        exact.derived[terms] = found
-        if exact is not batch:
-            batch.derived[terms] = exact
-        return exact, found
-    return (batch, found) if type(found) is Lengths else (found, found.derived[terms])
+    if terms in batch.derived:
+        kept, lengths = batch.derived[terms]
+        return batch if kept is None else kept, lengths
+    exact, lengths = _make_exact(with_lengths(batch, terms) if terms.read and not is_read else batch, terms)
+    exact.derived[terms] = None, lengths  # it is exact itself
+    if exact is not batch:
+        batch.derived[terms] = exact, lengths
+    return exact, lengths
 
 
 def _make_exact(given: Batch, terms: LengthTerms) -> tuple[Batch, Lengths]:
@@ -271,20 +270,21 @@ def _read(batch: Batch, *, reads_queries: bool) -> Batch:
     return with_fields(batch, **fields, num_computed_tokens_cpu=None)
 
 
-def with_null_pages(batch: Batch, terms: LengthTerms, block_size: int) -> Batch:
+def with_null_pages(batch: Batch, terms: LengthTerms, lengths: Lengths, block_size: int) -> Batch:
     """
     Return an exact dummy batch that touches nothing but the null block: other pages and slots are replaced.
 
     Args:
         batch: An exact batch with `Batch.dummy`.
         terms: What the agreement says about lengths.
+        lengths: The batch's lengths.
         block_size: Slots per block.
     """
     table, slots = batch.block_table, batch.slot_mapping
     if table is None or table.ndim != 2 or _is_null(batch):
         return batch
     made = batch.cached(("dummy", block_size), lambda: _with_null_pages(batch, table, slots, block_size))
-    made.derived[terms] = batch.derived[terms]
+    made.derived[terms] = None, lengths
     return made
 
 
