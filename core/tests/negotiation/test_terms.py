@@ -98,7 +98,7 @@ class TestLevel:
 
         agreed = evaluate(offer(rule), request).agreement
 
-        assert (str(agreed.block_sizes), agreed.cudagraph) == ("multiples of 16", "never")
+        assert (str(agreed.block_sizes), agreed.cudagraph) == ("multiples of 16 from 16 up to 1024", "never")
         assert terms_of(offer(rule), block_size=48)["cudagraph"] == "uniform_batch"
         graphs = Request(WANTED.evolve(late=("block_size",), cudagraph="uniform_batch"), Device.cpu())
         assert str(evaluate(offer(rule), graphs).agreement.block_sizes) == "multiples of 16 from 48 up to 1024"

@@ -340,22 +340,24 @@ def open_block_size(
     """
     declared = candidate.supports("block_size") or Constraint(FIELDS["block_size"].domain, (Range(min=1),))
     view = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
-    sizes = None
-    if not common and not live_rules(candidate, request, *view):
+    level_depends_on_it = any(
+        mentions(rule, {"block_size"})
+        and all_hold(rule.when, *view, candidate.installed, besides=(*CACHE_TERMS, "cudagraph"))
+        for rule in candidate.graph_rules
+    )
+    if not common and not level_depends_on_it and not live_rules(candidate, request, *view):
         whole = (Range(min=1) if each == Range() else each for each in declared.alternatives)
-        sizes = Constraint(declared.domain, tuple(whole))
-        if not any(mentions(rule, {"block_size"}) for rule in candidate.graph_rules):
-            return {**terms, "block_size": None}, sizes
+        return {**terms, "block_size": None}, Constraint(declared.domain, tuple(whole))
+    # A rule can refuse any block size, so the set is found by trial, and stated as far as it was tried.
     first: dict[int | None, Mapping[str, Any]] = {}
     for values in common or passing_terms(candidate, request, terms):
         first.setdefault(values[0], {**terms, **dict(zip(CACHE_TERMS, values, strict=True))})
     # What depends on the block size is open too, but for the graph level: the lowest holds for all of them.
-    same = {name: {each[name] for each in first.values()} for name in CACHE_TERMS[1:]}
-    settled = {name: values.pop() if len(values) == 1 else None for name, values in same.items()}
+    found = {name: {each[name] for each in first.values()} for name in CACHE_TERMS[1:]}
+    same = {name: values.pop() if len(values) == 1 else None for name, values in found.items()}
     level = min((_highest_level(candidate, request, each) for each in first.values()), key=GRAPH_LEVELS.index)
-    settled = {**terms, **settled, "block_size": None, "cudagraph": level}
-    # A rule can refuse any block size, so the set is found by trial, and stated as far as it was tried.
-    return settled, sizes or declared.restrict(lambda size: size in first)
+    settled = {**terms, **same, "block_size": None, "cudagraph": level}
+    return settled, declared.restrict(lambda size: size in first)
 
 
 def agree(
