@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[1]
 SENTINELS = ("logits_soft_cap", "attention_chunk")  # fields of a layer that have nothing else in common
+HOST = "comfyui"  # no engine that other parts of the project name
+PLACES = ("*.md", "*.toml", "*.yml", "Makefile", "tools/*", "docs/**/*.md", "*/src/**/*.py", "tests/*.py")
+
+
+def listed(section: str) -> list[str]:
+    """Return the files in the table of a section."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE)
+
+
+def naming(paths: Iterable[Path], *words: str) -> list[str]:
+    """Return the files that name all words."""
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths if path.is_file()}
+    return [name for name, text in texts.items() if all(re.search(rf"\b{word}\b", text) for word in words)]
 
 
 def test_the_files_of_a_field_are_listed() -> None:
-    section = re.search(
-        r"^## Add a field$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
-    listed = re.findall(r"^\| `(\S+)` \|", section[1], re.MULTILINE)
     sources = [path for part in ("core/src", "kit/src") for path in (ROOT / part).rglob("*.py")]
-    named = {path for path in sources if all(re.search(rf"\b{one}\b", path.read_text("utf-8")) for one in SENTINELS)}
 
-    assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in named)
+    assert sorted(listed("Add a field")) == sorted(naming(sources, *SENTINELS))
+
+
+def test_the_files_of_a_host_are_listed() -> None:
+    found = naming((path for place in PLACES for path in ROOT.glob(place) if path != Path(__file__)), rf"[\w-]*{HOST}")
+
+    assert sorted(name.replace("NAME", HOST) for name in listed("Add a host")) == sorted(found)
