@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -29,6 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("attnplug")
 
+_ROOT = Path(__file__).parent  # programs of tests run pytest below other folders
 _DESELECTED = pytest.StashKey[int]()
 
 
@@ -75,8 +77,8 @@ def _is_measured(item: pytest.Item) -> bool:
         return False
     if os.environ.get("EXHAUSTIVE"):
         return True
-    folder = item.path.relative_to(item.config.rootpath).parts[0]
-    return folder not in {"hosts", "plugins"} and item.get_closest_marker("slow") is None
+    is_of_core = not any(item.path.is_relative_to(_ROOT / folder) for folder in ("hosts", "plugins"))
+    return is_of_core and item.get_closest_marker("slow") is None
 
 
 @pytest.hookimpl(trylast=True)
