@@ -59,7 +59,7 @@ test: $(READY) ## lint, docs, and the fast tests: a few minutes
 	@$(MAKE) --no-print-directory -j2 lint docs # each is one process
 	@$(call PYTEST) -m 'not slow and not exhaustive' $(PYTEST_ARGS)
 
-# Coverage is of core and the kit, by their fast tests: conftest.py leaves out all others, which tracing would make slower.
+# Coverage is of core and the kit: conftest.py leaves out the tests of hosts and plugins, which tracing would make slower.
 test-ci: $(READY) ## what CI runs but for the hosts' engines: `make test` with coverage, and the tests marked slow, in one session
 	@$(MAKE) --no-print-directory -j2 lint docs
 	@$(BIN)/python -m coverage erase

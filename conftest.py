@@ -72,13 +72,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _is_measured(item: pytest.Item) -> bool:
-    """Whether coverage measures a test: in `make test-all` nearly every one, in CI the fast ones of core and kit."""
+    """Whether coverage measures a test: in `make test-all` nearly every one, in CI not those of hosts and plugins."""
     if item.get_closest_marker("unmeasured") is not None:
         return False
     if os.environ.get("EXHAUSTIVE"):
         return True
-    is_of_core = not any(item.path.is_relative_to(_ROOT / folder) for folder in ("hosts", "plugins"))
-    return is_of_core and item.get_closest_marker("slow") is None
+    return not any(item.path.is_relative_to(_ROOT / folder) for folder in ("hosts", "plugins"))
 
 
 @pytest.hookimpl(trylast=True)
