@@ -19,11 +19,11 @@ WORDS: Final = MappingProxyType(
         "long": "kernels may read it for each key: each value is in long sequences",
         "splits": "kernels may split keys by it: each value is in a test of batch invariance",
         "steps": "each value is in chunked prefills and in advanced steps",
-        "layers": "a layer has a tensor or a scale of its own for it: each value is in builders of two layers",
+        "layers": "each layer has a separate tensor or scale for it: each value is in builders of two layers",
         "cache": "it forms the KV cache: each value is in tests of what is written where",
         "graphs": "a captured graph fixes it: each value is in replays",
         "sizes": "graph buffers and workspaces have sizes by it: two values share a state",
-        "elsewhere": "it has tests of its own, and is not combined with others",
+        "elsewhere": "separate tests cover it, and it is not combined with others",
     }
 )
 """The tests that a field may be in."""
