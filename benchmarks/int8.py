@@ -32,7 +32,7 @@ from torch import Tensor
 
 import attnplug
 import attnplug_int8_ixformer
-from attnplug.contract import Backend, Batch, Layer, Limits
+from attnplug.contract import Batch, Layer, Limits, LoadedBackend
 from attnplug.errors import DuplicateBackendError
 from attnplug.ops import split_bytes, write_kv
 from attnplug_int8_ixformer.pages import Pages
@@ -257,7 +257,7 @@ def hosted(step: Step, backend: str, dtype: str) -> Launch:
     return lambda: impl.forward(step.query, key, value, cache, built, step.out.view(rows, -1))
 
 
-def _filled(step: Step, loaded: Backend) -> Any:
+def _filled(step: Step, loaded: LoadedBackend) -> Any:
     cache = loaded.make_cache(step.blocks)
     if "k_scale" in cache:
         if "v_scale" in cache:

@@ -26,7 +26,7 @@ from attnplug.request import Device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import AttentionImpl, Backend, Metadata
+    from attnplug.contract import Attention, LoadedBackend, Metadata
 
 BLOCK = 16
 
@@ -101,7 +101,7 @@ def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | s
     return Timing(work.name, variant, *(round(1e3 * seconds, 3) for seconds in (first, build, forward)))
 
 
-def load(requested: attnplug.Requirements, device: Device, variant: str) -> Backend:
+def load(requested: attnplug.Requirements, device: Device, variant: str) -> LoadedBackend:
     """Load a variant; flex also on the CPU, where it is never selected, to measure whether it should be."""
     if (device.type, variant) != ("cpu", "flex"):
         return attnplug.load(requested, device, backend=f"torch/{variant}")
@@ -135,7 +135,7 @@ def make_batch(work: Work, pages: list[int], device: str) -> Batch:
     )
 
 
-def make_call(work: Work, impl: AttentionImpl, cache: Any, options: argparse.Namespace) -> Callable[[Metadata], None]:
+def make_call(work: Work, impl: Attention, cache: Any, options: argparse.Namespace) -> Callable[[Metadata], None]:
     """Return a call of forward on random tensors."""
     dtype, tokens = getattr(torch, options.dtype), sum(work.query_lens)
     (q_heads, kv_heads), size = options.heads, options.head_size

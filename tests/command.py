@@ -71,8 +71,7 @@ print("this plugin talks while it is imported")
 
 @hookimpl
 def attnplug_backend(variant, agreement):
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract import AttentionImpl, Backend
 
     class Impl(AttentionImpl):
         cache_write = "forward"

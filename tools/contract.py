@@ -25,8 +25,7 @@ the source; a test fails where the page is stale. The [API](api/contract.md#attn
 the fields of the data classes. [Write a backend](../tutorial/write-a-backend.md) and [Host attnplug in your
 engine](../how-to/host-engine.md) show both sides; [design validation](evidence/design-validation.md) has the reasons.
 
-- *override?*: *yes* (there is a default), *must* (there is none), *no* (core refuses an override), *-* (nothing to
-  override).
+- *override?*: *yes* (there is a default), *must* (there is none), *-* (nothing to override).
 - *default*: the value of a field, or the sentence of the docstring.
 
 ## Life cycle
@@ -36,12 +35,14 @@ engine](../how-to/host-engine.md) show both sides; [design validation](evidence/
  ----                                ----                                   ------
  select / plan              ->  negotiates, from manifests alone
  selection.load()           ->  imports the plugin                  ->  attnplug_backend()
-                                Backend(agreement, device)
- make_impl(layer)           ->  completes and checks the layer      ->  AttentionImpl(layer, backend)
+                                LoadedBackend holds it              ->  Backend(agreement, device)
+ make_impl(layer)           ->  completes and checks the layer;     ->  AttentionImpl(layer, backend)
+                                Attention holds it
  make_cache(num_blocks)     ->  allocates                           ->  cache_tensors, init_cache
- make_state(limits)         ->                                      ->  State(...), workspace_bytes
- make_builder(impls, state) ->  one per agreement and block table   ->  MetadataBuilder(...)
- warmup(shapes)             ->                                      ->  compiles
+ make_state(limits)         ->  Captures holds it                   ->  State(...), workspace_bytes
+ make_builder(impls, state) ->  one per agreement and block table;  ->  MetadataBuilder(...)
+                                StepBuilder holds it
+ warmup(shapes)             ->                                      ->  warmup(loaded, shapes): compiles
                                      capture, where graphs were agreed on
  state.begin_capture(n)     ->  allocates the workspace
    state.graph(shape)       ->  makes graph buffers
@@ -71,10 +72,15 @@ _ENTRY: Final = re.compile(r"^    (\w+): (.*)$")
 
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "What a plugin subclasses": ("Backend", "AttentionImpl", "MetadataBuilder", "Metadata", "State"),
+    "What a host calls": ("LoadedBackend", "Attention", "StepBuilder", "Captures"),
     "What a plugin returns or is given": ("CacheTensor", "KVCache", "BatchSplit", "Phase", "GraphBuffers"),
     "What a host passes, and gets": ("Layer", "Batch", "Limits", "Parallel", "GraphShape", "Step", "DecodeInputs"),
 }
 CALLERS: Final[Mapping[str, str]] = {
+    "LoadedBackend": _HOST,
+    "Attention": _HOST,
+    "StepBuilder": _HOST,
+    "Captures": _HOST,
     "Metadata": _PLUGIN,
     "CacheTensor": _BOTH,
     "KVCache": _BOTH,
@@ -192,11 +198,7 @@ def _attributes(cls: type) -> Iterator[Member]:
             default = f"`{_shown(getattr(cls, name))}`" if hasattr(cls, name) else "-"
             yield Member(name, _PLUGIN, override, default, text)
         else:
-            yield Member(name, _CORE, "no" if cls.__name__ in CONTRACT else "-", "-", text)
-
-
-CONTRACT: Final = ("Backend", "AttentionImpl", "MetadataBuilder", "State")
-"""The classes whose names core reserves in plugins (`attnplug.contract._final`)."""
+            yield Member(name, _CORE, "-", "-", text)
 
 
 def _entries(doc: str) -> Iterator[tuple[str, str]]:
@@ -251,8 +253,6 @@ def _methods(cls: type) -> Iterator[Member]:
 
 def _override(member: Any, override: str) -> str:
     function = getattr(member, "fget", member)
-    if getattr(function, "__final__", False):
-        return "no"
     return "must" if getattr(function, "__isabstractmethod__", False) else override
 
 

@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 import attnplug
-from attnplug.contract.impl import AttentionImpl
+from attnplug.contract import Attention
 from attnplug_kit.oracle import Case
 from tests.backends import checks
 
@@ -41,7 +41,7 @@ def test_steps_pass() -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_halved_outputs_fail(monkeypatch, check) -> None:
-    forward = AttentionImpl.forward
+    forward = Attention.forward
 
     def halved(self, query, key, value, kv_cache, metadata, output, *, lse=None, **sinks):
         forward(self, query, key, value, kv_cache, metadata, output, lse=lse, **sinks)
@@ -49,6 +49,6 @@ def test_halved_outputs_fail(monkeypatch, check) -> None:
         if lse is not None:
             lse *= 0.5
 
-    monkeypatch.setattr(AttentionImpl, "forward", halved)
+    monkeypatch.setattr(Attention, "forward", halved)
     with pytest.raises(AssertionError):
         check(load, "sdpa", evolve(MIXED, seed=1))

@@ -24,7 +24,7 @@ from attnplug.batching import (
     split_decodes_and_prefills,
 )
 from attnplug.batching import reorder_batch_to_split_decodes_and_prefills as reorder
-from attnplug.contract import Batch, Layer, Limits
+from attnplug.contract import Batch, Layer, Limits, MetadataBuilder
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError, LayerError
 from attnplug_kit.oracle import assert_close, cases, materialize
@@ -73,9 +73,8 @@ any_order = st.lists(st.integers(1, 6), min_size=1, max_size=8)
 @given(lens=any_order, threshold=st.integers(1, 4), padded=st.integers(0, 3))
 def test_any_order_is_split_as_a_build_does(uniform: bool, lens: list[int], threshold: int, padded: int) -> None:
     backend = make_backend(decode_query_len=threshold)
-    cls = type("Builder", (backend.builder_class,), {"requires_uniform_decodes": uniform})
-    impl = make_layer(backend)
-    builder = cls(backend, [impl], backend.make_state(limits(max_num_tokens=128)))
+    backend.wrapped.builder_class = type("Builder", (MetadataBuilder,), {"requires_uniform_decodes": uniform})
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits(max_num_tokens=128)))
     # Padded requests repeat the first one, with a real length, as SGLang's graphs have them.
     batch = evolve(make_batch([*lens, *[lens[0]] * padded], [6] * (len(lens) + padded)), num_padded_reqs=padded)
 

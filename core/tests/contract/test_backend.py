@@ -4,7 +4,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, MetadataBuilder, State, split_kv
+from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, LoadedBackend, MetadataBuilder, State, split_kv
 from attnplug.errors import LayerError, LimitsError, PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, make_layer, refused
@@ -17,7 +17,7 @@ def with_impl(**body):
 
 def test_a_backend_is_its_agreement():
     selection = agree()
-    backend = ToyBackend(selection.agreement, selection.device)
+    backend = LoadedBackend(ToyBackend(selection.agreement, selection.device))
 
     assert (backend.name, backend.variant, backend.id) == ("toy", "plain", "toy/plain")
     assert (backend.agreement, backend.device_properties) == (selection.agreement, selection.device)
@@ -69,7 +69,7 @@ def test_a_plugin_may_have_its_own_state_class():
     class Own(State):
         pass
 
-    assert type(make_backend(type("B", (ToyBackend,), {"state_class": Own})).make_state(limits())) is Own
+    assert type(make_backend(type("B", (ToyBackend,), {"state_class": Own})).make_state(limits()).wrapped) is Own
 
 
 # --- builders -----------------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ def test_a_plan_reaches_its_layers():
 
     metadata = builder.build(make_batch([1], [3]), fast=True)
 
-    assert impl.plan_of(metadata) == (1, True, None)
+    assert impl.wrapped.plan_of(metadata) == (1, True, None)
     with refused(LayerError, "no plan for layer 'layers.1'", "has plans (1)", "make_builder"):
-        stranger.plan_of(metadata)
+        stranger.wrapped.plan_of(metadata)
     with refused(LayerError, "no plan for layer 'layers.1'", "made no plans"):
-        stranger.plan_of(evolve(metadata, plans={}))
+        stranger.wrapped.plan_of(evolve(metadata, plans={}))
 
 
 def test_planning_gets_the_split_of_the_batch_that_was_checked():
@@ -118,7 +118,7 @@ def test_planning_gets_the_split_of_the_batch_that_was_checked():
 
     metadata = make_builder(backend, impl).build(batch)
 
-    split = impl.plan_of(metadata)
+    split = impl.wrapped.plan_of(metadata)
     assert metadata.batch is batch
     assert (split.num_decodes, split.num_prefills, split.num_decode_tokens, split.num_prefill_tokens) == (1, 1, 1, 2)
     assert (split.decodes, split.prefills) == (metadata.decodes, metadata.prefills)
@@ -198,7 +198,7 @@ def test_a_layer_fills_its_own_part_of_the_cache():
 def test_metadata_leads_to_its_state():
     backend = make_backend()
     builder = make_builder(backend)
-    assert builder.build(make_batch([1], [3])).state is builder.state
+    assert builder.build(make_batch([1], [3])).state is builder.state.wrapped
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_metadata_leads_to_its_state():
 )
 def test_batch_invariance_is_as_agreed_or_less(requested, limit, is_invariant):
     backend = make_backend(batch_invariant=requested)
-    assert make_builder(backend, batch_invariant=limit).batch_invariant is is_invariant
+    assert make_builder(backend, batch_invariant=limit).wrapped.batch_invariant is is_invariant
 
 
 def test_every_plan_key_has_a_plan():

@@ -358,7 +358,7 @@ def test_an_op_writes_the_memory_that_it_was_given():
     clones = [memory.clone() for memory in cache.storages]
 
     with forward_context({"layers.0": metadata}):
-        torch.ops.attnplug.forward(query, key, value, clones, cache.handle, output, None, impl._handle)
+        torch.ops.attnplug.forward(query, key, value, clones, cache.handle, output, None, impl._number)
 
     assert not cache.storages[0].any()
     assert torch.equal(cache.over(clones).k[1, :2], key)
@@ -378,7 +378,7 @@ def test_a_cache_that_was_collected_is_named():
         forward_context({"layers.0": metadata}),
         refused(CacheError, problem=f"KV cache number {handle}", expected="garbage-collected"),
     ):
-        torch.ops.attnplug.forward(query, key, value, memory, handle, output, None, impl._handle)
+        torch.ops.attnplug.forward(query, key, value, memory, handle, output, None, impl._number)
 
 
 def test_an_op_takes_bound_memory_only():

@@ -7,10 +7,10 @@ import pytest
 from attrs import frozen
 
 from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder, State, check_backend_class
-from attnplug.contract.calls.check import check_backend
+from attnplug.contract.calls.check import check_made
 from attnplug.errors import PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import limits, make_backend, make_builder, make_layer, refused
+from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
 
 
 def with_builder(**body):
@@ -73,22 +73,22 @@ def test_only_a_backend_class_is_one(value):
         (with_impl(static_scales="kv"), "static_scales is 'kv'"),
         (
             with_impl(forward=lambda self: None),
-            "Impl.forward hides AttentionImpl.forward of the contract: override run",
+            "Impl.forward is never called: the engine calls forward, write run",
         ),
         (
             with_impl(write_kv=lambda self: None),
-            "Impl.write_kv hides AttentionImpl.write_kv of the contract: override update_kv_cache",
+            "Impl.write_kv is never called: the engine calls write_kv, write update_kv_cache",
         ),
         (
             type("Bad", (ToyBackend,), {"make_impl": lambda self, layer: None}),
-            "Bad.make_impl hides Backend.make_impl of the contract: rename it",
+            "Bad.make_impl is never called: the engine calls make_impl, write impl_class",
         ),
         (type("Bad", (ToyBackend,), {"builder_class": dict}), "no subclass of MetadataBuilder"),
         (type("Bad", (ToyBackend,), {"metadata_class": 3}), "metadata_class is 3"),
         (type("Bad", (ToyBackend,), {"state_class": None}), "state_class is None"),
         (
             type("Bad", (ToyBackend,), {"builder_class": type("B", (ToyBackend.builder_class,), {"build": None})}),
-            "B.build hides MetadataBuilder.build of the contract: override plan_batch",
+            "B.build is never called: the engine calls build, write plan_batch",
         ),
         (
             with_builder(plan_batch=lambda self, batch: None),
@@ -161,46 +161,55 @@ def test_metadata_is_decorated():
     assert check_backend_class(good, "toy/plain") is good
 
 
-# --- names that core reserves ---------------------------------------------------------------------------------------
+# --- the contract before handles -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("cls", "finding"),
     [
+        (with_impl(forward_op=None), "the engine calls forward_op, write run"),
+        (with_impl(update_scales=lambda self: None), "the engine calls update_scales, write parameters_changed"),
+        (with_builder(advance_step=lambda self: None), "the engine calls advance_step, write plan_next_step"),
+        (type("Bad", (ToyBackend,), {"swap_blocks": None}), "the engine calls swap_blocks, write move_blocks"),
         (
-            with_impl(plan_of=lambda self, batch: None),
-            "Impl.plan_of hides AttentionImpl.plan_of of the contract",
+            type("Bad", (ToyBackend,), {"warmup": lambda self, shapes: None}),
+            "Bad.warmup(self, shapes) is called with (loaded, shapes)",
         ),
-        (with_impl(forward_op=None), "Impl.forward_op hides"),
-        (with_impl(scale=property(lambda self: 1.0)), "Impl.scale hides AttentionImpl.scale"),
-        (with_impl(window=lambda self: None), "Impl.window hides"),
-        (with_impl(_guard=None), "Impl._guard hides"),
-        (with_builder(limits=3), "B.limits hides MetadataBuilder.limits"),
-        (with_builder(persist=lambda self, tensor: tensor), "B.persist hides"),
-        (with_builder(advance_step=lambda self: None), "advance_step of the contract: override plan_next_step"),
-        (with_state(parallel=None), "S.parallel hides State.parallel"),
-        (with_state(_graphs={}), "S._graphs hides"),
-        (type("Bad", (ToyBackend,), {"id": "mine"}), "Bad.id hides Backend.id"),
-        (type("Bad", (ToyBackend,), {"selection": None}), "Bad.selection hides"),
-        (type("Bad", (ToyBackend,), {"_spec": None}), "Bad._spec hides"),
     ],
 )
-def test_names_of_core_are_reserved(cls, finding):
+def test_a_class_from_before_handles_is_told_what_to_write(cls, finding):
     with pytest.raises(PluginContractError) as caught:
         check_backend_class(cls, "toy/plain")
 
     assert finding in caught.value.problem
+    assert "attnplug_kit.upgrade" in caught.value.fix
 
 
-def test_a_clash_in_a_shared_base_is_named_by_the_class_that_has_it():
+def test_a_method_of_a_shared_base_is_found_too():
     class Mixin:
-        def plan_of(self, layer):
+        def forward(self, layer):
             return None
 
     cls = type("Bad", (ToyBackend,), {"impl_class": type("Impl", (Mixin, ToyImpl), {})})
 
-    with pytest.raises(PluginContractError, match=r"Mixin\.plan_of hides AttentionImpl\.plan_of"):
+    with pytest.raises(PluginContractError, match=r"Impl\.forward is never called"):
         check_backend_class(cls, "toy/plain")
+
+
+def test_a_plugin_names_its_own_attributes_as_it_likes():
+    """Core keeps what it sets in its handles: no name of a plugin's can hide one of them."""
+    own = {"_guard": 1, "_builders": [], "_number": 3, "selection": 4, "graphs": {}, "name": "mine", "_run": len}
+    impl = with_impl(**own).impl_class
+    builder = type("B", (MetadataBuilder,), own)
+    cls = type("Good", (ToyBackend,), {"impl_class": impl, "builder_class": builder, **own})
+    backend = make_backend(check_backend_class(cls, "toy/plain"))
+    layer = make_layer(backend)
+    query, key, value, output = make_qkv(backend, 1)
+
+    metadata = make_builder(backend, layer).build(make_batch([1], [1]))
+    layer.forward(query, key, value, backend.make_cache(4), metadata, output)
+
+    assert (backend.name, layer.wrapped.name, backend.wrapped.name) == ("toy", "mine", "mine")
 
 
 def test_names_may_be_annotated_anew():
@@ -213,56 +222,14 @@ def test_names_may_be_annotated_anew():
     assert check_backend_class(cls, "toy/plain") is cls
 
 
-def setting(base, **attributes):
-    """Return a constructor that sets attributes after the contract's own one."""
+@pytest.mark.parametrize("base", [AttentionImpl, Backend, MetadataBuilder, State])
+def test_a_constructor_that_forgets_the_contracts_own_is_named(base):
+    part = {AttentionImpl: "impl_class", MetadataBuilder: "builder_class", State: "state_class"}.get(base)
+    forgetful = type("Own", (getattr(ToyBackend, part) if part else ToyBackend,), {"__init__": lambda *given: None})
+    cls = type("Bad", (ToyBackend,), {part: forgetful}) if part else forgetful
 
-    def construct(self, *args):
-        base.__init__(self, *args)
-        vars(self).update(attributes)
-
-    return construct
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("scale", 2.0),
-        ("window", None),
-        ("layer_name", 1),
-        ("plan_of", lambda layer: None),
-        ("forward", lambda *given: None),
-        ("_guard", object()),
-        ("cache_roles", ("kv",)),
-    ],
-)
-def test_attributes_of_an_implementation_are_not_replaced(name, value):
-    cls = with_impl(__init__=setting(ToyImpl, **{name: value}))
-    backend = make_backend(check_backend_class(cls, "toy/plain"))
-
-    if name == "layer_name":
-        assert make_layer(backend).layer_name == value
-        return
-    with refused(PluginContractError, f"Impl.__init__ sets {name}, which hides", "core sets", f"rename {name} in Impl"):
-        make_layer(backend)
-
-
-def test_attributes_may_be_set_to_what_they_are():
-    cls = with_impl(__init__=setting(ToyImpl, scale=8**-0.5, window=(-1, -1), run=len))
-
-    assert make_layer(make_backend(cls)).run is len
-
-
-def test_attributes_of_the_other_parts_are_not_replaced():
-    builder = with_builder(__init__=setting(ToyBackend.builder_class, plan_groups={}))
-    state = with_state(__init__=setting(State, limits=None))
-    backend = type("Own", (ToyBackend,), {"__init__": setting(ToyBackend, selection=3, agreement=4)})
-
-    with refused(PluginContractError, "B.__init__ sets plan_groups, which hides MetadataBuilder.plan_groups"):
-        make_builder(make_backend(builder))
-    with refused(PluginContractError, "S.__init__ sets limits, which hides State.limits"):
-        make_backend(state).make_state(limits())
-    with refused(PluginContractError, "Own.__init__ sets agreement, which", fix="rename agreement, selection in Own"):
-        check_backend(make_backend(backend))
+    with refused(PluginContractError, f"holds nothing of what {base.__name__} keeps", fix="call super().__init__("):
+        make_builder(make_backend(cls))
 
 
 def test_a_state_may_make_its_workspace_at_once():
@@ -280,9 +247,8 @@ def test_a_state_may_make_its_workspace_at_once():
 def test_what_core_sets_is_declared(base):
     backend = make_backend()
     builder = make_builder(backend)
-    made = {Backend: backend, MetadataBuilder: builder, State: builder.state, AttentionImpl: builder.impls[0]}[base]
+    held = {Backend: backend, MetadataBuilder: builder, State: builder.state, AttentionImpl: builder.impls[0]}[base]
     declared = {name for name, text in inspect.get_annotations(base).items() if not text.startswith("ClassVar")}
-    check_backend(backend)
+    check_made(held.wrapped, base)
 
-    assert set(vars(made)) <= declared
-    assert declared - set(vars(made)) <= {"selection"}
+    assert set(vars(held.wrapped)) == declared

@@ -17,6 +17,7 @@ from attnplug.contract import (
     DecodeInputs,
     GraphShape,
     Layer,
+    LoadedBackend,
     MetadataBuilder,
     Parallel,
     check_backend_class,
@@ -60,7 +61,7 @@ class World:
 
     def __init__(self, cls, *layers, limited=None, parallel=None, options=None, level="uniform_batch", **requested):
         selection = agree(agreed_graphs=level, **requested)
-        self.backend = cls(evolve(selection.agreement, options=options or {}), selection.device)
+        self.backend = LoadedBackend(cls(evolve(selection.agreement, options=options or {}), selection.device))
         self.impls = [self.backend.make_impl(layer) for layer in layers or [Layer(name="layers.0")]]
         self.state = self.backend.make_state(limits(**(limited or {})), parallel)
         self.builder = self.backend.make_builder(self.impls, self.state)
@@ -123,14 +124,14 @@ def test_flashinfer_plans_each_phase_once_per_plan_key_and_step():
     for index, scale in enumerate((0.5, 0.5, 0.25)):
         output = world.run(metadata, index=index)
         assert not output.eq(7).any()
-        plan = world.impls[index].plan_of(metadata)
+        plan = world.impls[index].wrapped.plan_of(metadata)
         for wrapper, rows in ((plan.decode, 2), (plan.prefill, 5)):
             assert wrapper.runs[-1]["q"].shape[0] == rows
             assert wrapper.runs[-1]["cache"] is world.caches[index]
             assert {name: wrapper.plans[0][name] for name in ("sm_scale", "logits_soft_cap", "window_left")} == {
                 "sm_scale": scale, "logits_soft_cap": 30.0, "window_left": -1,
             }  # fmt: skip
-    assert world.impls[0].plan_of(metadata) is world.impls[1].plan_of(metadata)
+    assert world.impls[0].wrapped.plan_of(metadata) is world.impls[1].wrapped.plan_of(metadata)
 
     world.builder.build(make_batch([1], [3]))
     assert sorted(len(wrapper.plans) for wrapper in flashinfer.Wrapper.made) == [1, 1, 2, 2]
@@ -139,7 +140,7 @@ def test_flashinfer_plans_each_phase_once_per_plan_key_and_step():
 def test_flashinfer_gets_pages_in_compressed_rows_from_the_host():
     world = flash_infer()
     metadata = world.builder.build(make_batch([1, 1, 5], [9, 4, 8]))  # blocks of 4: 1-3, 4, 5-6
-    plan = world.impls[0].plan_of(metadata)
+    plan = world.impls[0].wrapped.plan_of(metadata)
 
     indptr, indices, last = plan.decode.plans[0]["arrays"]
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], [1, 2, 3, 4], [1, 4])
@@ -152,7 +153,7 @@ def test_flashinfer_gets_pages_in_compressed_rows_from_the_host():
 def test_flashinfer_decodes_of_another_length_are_prefills():
     world = flash_infer(decode_query_len=3)
     metadata = world.builder.build(make_batch([3, 3, 2, 1], [9, 8, 7, 6]))
-    plan = world.impls[0].plan_of(metadata)
+    plan = world.impls[0].wrapped.plan_of(metadata)
 
     assert (metadata.num_decodes, metadata.num_prefills, plan.decode.plans[0]["q_len_per_req"]) == (2, 2, 3)
     assert plan.prefill.plans[0]["arrays"][0].tolist() == [0, 2, 3]
@@ -171,7 +172,7 @@ def test_flashinfer_scales_are_floats_and_its_lse_has_base_two():
     lse = torch.full((7, 4), 7.0)
     metadata = world.builder.build(make_batch([1, 5], [9, 8]))
     world.run(metadata, tokens=7, lse=lse)
-    run = world.impls[0].plan_of(metadata).decode.runs[0]
+    run = world.impls[0].wrapped.plan_of(metadata).decode.runs[0]
 
     assert (run["k_scale"], run["v_scale"]) == (0.5, 2.0)
     assert (run["cache"].k.shape, run["cache"].k.dtype) == ((NUM_BLOCKS, 4, 2, 8), torch.float8_e4m3fn)
@@ -186,7 +187,7 @@ def test_flashinfer_sinks_take_the_wrapper_that_knows_them():
     metadata = world.builder.build(make_batch([1], [9]))
     world.run(metadata)
 
-    (run,) = world.impls[0].plan_of(metadata).decode.runs
+    (run,) = world.impls[0].wrapped.plan_of(metadata).decode.runs
     assert run["extra"][0] is sinks
     assert run["extra"][1] == world.impls[0].scale
 
@@ -194,14 +195,14 @@ def test_flashinfer_sinks_take_the_wrapper_that_knows_them():
 def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
     world = flash_infer()
     ((graph, captured), (_, other)) = world.capture(GraphShape(3, 3, 1), GraphShape(8, 8, 1))
-    wrapper = world.impls[0].plan_of(captured).decode
+    wrapper = world.impls[0].wrapped.plan_of(captured).decode
     places = [buffer.data_ptr() for buffer in wrapper.buffers]
-    assert world.impls[0].plan_of(other).decode is not wrapper
+    assert world.impls[0].wrapped.plan_of(other).decode is not wrapper
     assert [buffer.shape[0] for buffer in wrapper.buffers] == [4, 3 * 16, 3]
 
     for lens, indptr in (([9, 4], [0, 3, 4, 4]), ([1, 5, 8], [0, 1, 3, 5])):
         seen = world.builder.build(make_batch([1] * len(lens), lens), graph=graph)
-        assert world.impls[0].plan_of(seen).decode is wrapper
+        assert world.impls[0].wrapped.plan_of(seen).decode is wrapper
         assert wrapper.buffers[0].tolist() == indptr
         assert wrapper.buffers[1][: indptr[-1]].tolist() == list(range(1, indptr[-1] + 1))
         assert wrapper.buffers[2].tolist() == [*[(n - 1) % 4 + 1 for n in lens], 1][:3]
@@ -221,7 +222,7 @@ def test_flashinfer_groups_of_one_state_have_separate_wrappers():
         mine, theirs = (each.build(graph.dummy_batch(), graph=graph) for each in (world.builder, second))
     impl = world.impls[0]
 
-    assert impl.plan_of(mine).decode is not impl.plan_of(theirs).decode
+    assert impl.wrapped.plan_of(mine).decode is not impl.wrapped.plan_of(theirs).decode
 
 
 def test_flashinfer_multi_token_graphs_satisfy_the_librarys_shortest_sequence():
@@ -229,7 +230,7 @@ def test_flashinfer_multi_token_graphs_satisfy_the_librarys_shortest_sequence():
     ((graph, captured),) = world.capture(GraphShape(3, 6, 2))
     world.builder.build(make_batch([2], [9]), graph=graph)
 
-    wrapper = world.impls[0].plan_of(captured).decode
+    wrapper = world.impls[0].wrapped.plan_of(captured).decode
     assert wrapper.plans[-1]["q_len_per_req"] == 2
     assert wrapper.buffers[2].tolist() == [1, 2, 2]
 
@@ -251,7 +252,7 @@ def test_flashinfer_advances_by_planning_again_on_the_host(in_graph):
     )
     advanced = world.builder.advance_step(metadata, tokens=tokens, num_queries=2)
 
-    wrapper = world.impls[0].plan_of(advanced).decode
+    wrapper = world.impls[0].wrapped.plan_of(advanced).decode
     indptr, indices, last = wrapper.plans[-1]["arrays"]
     assert (indptr.tolist()[:3], indices.tolist()[:5]) == ([0, 3, 5], [1, 2, 3, 4, 20])
     assert set(indptr.tolist()[3:]) == ({5} if in_graph else set())  # in a graph the finished request is padding
@@ -271,7 +272,7 @@ def test_flashinfer_cascades_in_two_levels():
     metadata = world.builder.build(batch)
     output = world.run(metadata)
     (shared, own), (shared_pages, own_pages), (shared_indices, own_indices), (full, last) = (
-        world.impls[0].plan_of(metadata).cascade.plans[0]["levels"]
+        world.impls[0].wrapped.plan_of(metadata).cascade.plans[0]["levels"]
     )
 
     assert (shared.tolist(), own.tolist()) == ([0, 3], [0, 1, 3])
@@ -318,13 +319,13 @@ def test_flash_attention_builds_fast_without_schedules():
 def test_flash_attention_schedules_stay_in_place_and_their_tail_is_zero():
     world = flash_attention(limited={"capture_sizes": (4, 8), "max_num_splits": 16})
     ((small, captured), _) = world.capture(GraphShape(4, 4, 1), GraphShape(8, 8, 1))
-    (call,) = world.impls[0].plan_of(captured)
+    (call,) = world.impls[0].wrapped.plan_of(captured)
     place = call.scheduler_metadata.data_ptr()
     whole = torch.as_strided(call.scheduler_metadata, (1 + 16,), (1,))
     whole.fill_(9)  # what an earlier step left
 
     seen = world.builder.build(make_batch([1, 1], [9, 4]), graph=small, fast=True)
-    (call,) = world.impls[0].plan_of(seen)
+    (call,) = world.impls[0].wrapped.plan_of(seen)
     assert call.scheduler_metadata.data_ptr() == place
     assert whole[:4].eq(len(flash_attn.fa3.scheduled)).all()
     assert not whole[4:].any()
@@ -348,9 +349,8 @@ def test_flash_attention_takes_other_pages_without_a_new_schedule():
     updated = world.builder.update_block_table(metadata, table, slots)
 
     assert len(flash_attn.fa3.scheduled) == 2
-    for new, old, rows in zip(
-        world.impls[0].plan_of(updated), world.impls[0].plan_of(metadata), (slice(1), slice(1, 2)), strict=True
-    ):
+    plan_of = world.impls[0].wrapped.plan_of
+    for new, old, rows in zip(plan_of(updated), plan_of(metadata), (slice(1), slice(1, 2)), strict=True):
         assert new.scheduler_metadata is old.scheduler_metadata
         assert torch.equal(new.block_table, table[rows])
         assert torch.equal(old.block_table, batch.block_table[rows])
@@ -416,7 +416,7 @@ def test_flash_attention_keeps_the_lengths_of_a_shard_in_place():
     )
     world.builder.build(batch, graph=graph)
 
-    context, new = world.impls[0].plan_of(captured)
+    context, new = world.impls[0].wrapped.plan_of(captured)
     assert (context.seqused_k.tolist(), new.seqused_k.tolist()) == ([4, 2, 0], [1, 1, 0])
     assert context.scheduler_metadata.data_ptr() != new.scheduler_metadata.data_ptr()
 
@@ -594,7 +594,7 @@ def test_int8_calibrates_around_a_backend_that_the_selector_chose():
         query, (key, value) = world.given[0], world.given[1:]
         other.impls[0].forward(query, key, value, other.caches[0], other.builder.build(batch), expected)
         assert torch.equal(output, expected)
-        assert torch.equal(world.impls[0].largest >= value.abs().amax(0), torch.ones(2, 8, dtype=torch.bool))
+        assert torch.equal(world.impls[0].wrapped.largest >= value.abs().amax(0), torch.ones(2, 8, dtype=torch.bool))
     assert same(world.caches[0], other.caches[0])
 
 
@@ -616,7 +616,7 @@ def test_block_sparse_heads_are_counted_over_all_ranks(rank, size):
     world = block_sparse(rank, size)
     lens = [33, 7]
     metadata = world.builder.build(make_batch([1, 1], lens, block_size=4))
-    visited = world.impls[0].plan_of(metadata)["visited"]
+    visited = world.impls[0].wrapped.plan_of(metadata)["visited"]
     step = max(1, 8 // (4 * size))
 
     for request, length in enumerate(lens):
@@ -641,11 +641,11 @@ def test_block_sparse_prefix_hits_start_behind_what_is_cached():
 def test_block_sparse_decode_graphs_update_what_is_visited_in_place():
     world = block_sparse()
     ((graph, captured),) = world.capture(GraphShape(3, 3, 1))
-    kept = world.impls[0].plan_of(captured)["visited"]
+    kept = world.impls[0].wrapped.plan_of(captured)["visited"]
 
     world.builder.build(make_batch([1, 1], [33, 7]), graph=graph)
 
-    eager = world.impls[0].plan_of(world.builder.build(make_batch([1, 1], [33, 7])))["visited"]
+    eager = world.impls[0].wrapped.plan_of(world.builder.build(make_batch([1, 1], [33, 7])))["visited"]
     assert kept.shape == (3, 2, 16)
     assert torch.equal(kept[:2, :, :9], eager)
     assert not kept[:2, :, 9:].any()
@@ -905,8 +905,8 @@ def test_other_ranks_plan_from_the_same_plain_data():
     theirs = other.builder.build(Batch(**mine.batch.to_dict()))
 
     for one, two in zip(
-        world.impls[0].plan_of(mine).decode.plans[0]["arrays"],
-        other.impls[0].plan_of(theirs).decode.plans[0]["arrays"],
+        world.impls[0].wrapped.plan_of(mine).decode.plans[0]["arrays"],
+        other.impls[0].wrapped.plan_of(theirs).decode.plans[0]["arrays"],
         strict=True,
     ):
         assert torch.equal(one, two)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import PAD_SLOT_ID, GraphShape, MetadataBuilder, forward_context
+from attnplug.contract import PAD_SLOT_ID, GraphShape, LoadedBackend, MetadataBuilder, forward_context
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.contract.inputs import exact
 from attnplug.contract.inputs.exact import LengthTerms, exact_batch, with_lengths
@@ -63,7 +63,7 @@ def reads(monkeypatch):
 
 def make_reader(count=1, cls=ToyBackend, **requested):
     selection = agree(**{"seq_lens_cpu_kind": "absent", **requested})
-    backend = cls(evolve(selection.agreement, reads_lengths=True), selection.device)
+    backend = LoadedBackend(cls(evolve(selection.agreement, reads_lengths=True), selection.device))
     state = backend.make_state(limits())
     return [backend.make_builder([make_layer(backend, name=str(n))], state) for n in range(count)]
 
@@ -118,7 +118,7 @@ def test_a_host_may_have_no_lengths_of_queries(kind, reads):
 def test_starts_are_read_only_where_that_was_requested(reads_lengths):
     """A variant that reads no lengths could not serve the same host."""
     selection = agree(seq_lens_cpu_kind="absent")
-    backend = ToyBackend(evolve(selection.agreement, reads_lengths=reads_lengths), selection.device)
+    backend = LoadedBackend(ToyBackend(evolve(selection.agreement, reads_lengths=reads_lengths), selection.device))
     builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
 
     with pytest.raises(BatchError, match="no query_start_loc_cpu") as caught:
@@ -167,7 +167,7 @@ def make_graphs(host_owned_inputs=False):
     """Return a builder that has captured decodes of two and four requests."""
     cls = type("B", (ToyBackend,), {"builder_class": type("C", (MetadataBuilder,), {"supports_graphs": True})})
     selection = agree(cudagraph="uniform_batch", agreed_graphs="uniform_batch")
-    backend = cls(selection.agreement, selection.device)
+    backend = LoadedBackend(cls(selection.agreement, selection.device))
     builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
     with builder.state.graph_capture(4):
         for shape in (GraphShape(2, 2, 1), GraphShape(4, 4, 1)):
@@ -241,6 +241,7 @@ def test_plugins_decide_on_captures_by_exact_counts():
     )
     selection = agree(cudagraph="uniform_batch", agreed_graphs="uniform_batch")
     backend = type("B", (ToyBackend,), {"builder_class": picky})(selection.agreement, selection.device)
+    backend = LoadedBackend(backend)
     builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
     batch = make_batch([1, 1, 1], [5, 7, 7])
     slots = torch.tensor([*batch.slot_mapping[:2].tolist(), 0, PAD_SLOT_ID])
@@ -258,7 +259,7 @@ def test_the_host_writes_prefills_behind_which_decodes_are():
     written = []
     keep = {"update_kv_cache": lambda _, key, value, cache, slots: written.append((key, slots))}
     impl_class = type("ByPhase", (ToyImpl,), by_phase | keep)
-    backend = type("B", (ToyBackend,), {"impl_class": impl_class})(*_of(agree()))
+    backend = LoadedBackend(type("B", (ToyBackend,), {"impl_class": impl_class})(*_of(agree())))
     impl = make_layer(backend)
     batch = make_batch([1, 3, 1], [5, 3, 6])
     metadata = backend.make_builder([impl], backend.make_state(limits())).build(batch)

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, KVCache, Layer, Metadata
-from attnplug.errors import BatchError, CacheError, LayerError, NotNegotiatedError, TensorError
+from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import (
     NUM_BLOCKS,
@@ -131,7 +131,7 @@ def test_keys_may_be_absent_where_another_layer_cached_them():
 
     call.run(key=None, value=None)
 
-    assert call.impl.seen == ("forward", True, False)
+    assert call.impl.wrapped.seen == ("forward", True, False)
     assert call.is_untouched()
 
 
@@ -154,7 +154,7 @@ def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
 
     call.run(key=None, value=None, metadata=metadata)
 
-    assert call.impl.seen == ("forward", True, False)
+    assert call.impl.wrapped.seen == ("forward", True, False)
 
 
 @pytest.mark.parametrize("change", [{"metadata": None}, {"metadata": None, "kv_cache": None}])
@@ -172,7 +172,7 @@ def test_a_backend_may_profile_its_own_way():
 
     call.run(metadata=None)
 
-    assert call.impl.seen == ("profile", False, None)
+    assert call.impl.wrapped.seen == ("profile", False, None)
 
 
 def test_a_profiling_run_checks_its_tensors_too():
@@ -223,7 +223,7 @@ def test_a_quantized_output_has_its_dtype():
     with refused(TensorError, problem="output of", expected="float8_e4m3fn"):
         call.run(metadata=metadata)
     call.run(output=torch.zeros(5, 32, dtype=torch.float8_e4m3fn))
-    assert call.impl.seen[0] == "forward"
+    assert call.impl.wrapped.seen[0] == "forward"
 
 
 def test_queries_that_the_host_quantizes_have_the_caches_dtype():
@@ -234,7 +234,7 @@ def test_queries_that_the_host_quantizes_have_the_caches_dtype():
     with refused(TensorError, problem="query of", expected="float8_e4m3fn"):
         call.run()
     call.run(query=torch.zeros(5, 4, 8, dtype=torch.float8_e4m3fn))
-    assert call.impl.seen[0] == "forward"
+    assert call.impl.wrapped.seen[0] == "forward"
     assert make_layer(make_backend(cls)).query_dtype == torch.float32
 
 
@@ -393,24 +393,10 @@ def test_a_cache_elsewhere_is_refused():
         call.run(kv_cache=call.backend.make_cache(NUM_BLOCKS, device="meta"))
 
 
-def test_an_implementation_is_made_by_its_backend():
-    backend = make_backend()
-    query, key, value, output = make_qkv(backend, 1)
-
-    alone = ToyImpl(Layer(name="layers.0"), backend)
-
-    for call in (
-        lambda: alone.forward(query, key, value, None, None, output),
-        lambda: alone.write_kv(key, value, backend.make_cache(2), torch.tensor([4])),
-    ):
-        with refused(LayerError, problem="constructed by itself", fix="make_impl"):
-            call()
-
-
 def test_guards_read_no_values():
     """Meta tensors have none: a call on them passes every guard, and reaches the implementation."""
     call = Call(RecordingBackend, device="meta")
 
     call.run()
 
-    assert call.impl.seen == ("forward", False, False)
+    assert call.impl.wrapped.seen == ("forward", False, False)

@@ -46,7 +46,7 @@ def captured(builder, *, prepares, shape=SHAPE, batch=None):
         def step():
             if prepares:
                 builder.prepare(metadata)
-            return builder.impls[0].plan_of(metadata).clone()
+            return builder.impls[0].wrapped.plan_of(metadata).clone()
 
         result, replay = capture(step, CPU)
     return graph, metadata, result, replay
@@ -57,21 +57,21 @@ def test_a_replay_is_prepared_once(prepares):
     """By the build where the graph does not record it, otherwise by the replay alone."""
     _, _, builder = world(cls=DoublingBackend)
     graph, _, result, replay = captured(builder, prepares=prepares)
-    builder.prepared = 0
+    builder.wrapped.prepared = 0
 
     for lens in ([5, 9], [3, 2], [60, 1]):
         builder.build(make_batch([1, 1], lens), graph=graph)
         replay()
         assert result.tolist() == [2 * length for length in lens]
 
-    assert builder.prepared == 3
+    assert builder.wrapped.prepared == 3
 
 
 def test_a_build_leaves_out_what_the_graph_records():
     _, _, builder = world(cls=DoublingBackend)
     graph, metadata, _, _ = captured(builder, prepares=True)
     builder.build(make_batch([1, 1], [5, 9]), graph=graph)
-    assert builder.impls[0].plan_of(metadata).tolist() == [4, 4]  # of the dummy batch: the replay writes it
+    assert builder.impls[0].wrapped.plan_of(metadata).tolist() == [4, 4]  # of the dummy batch: the replay writes it
 
 
 def test_preparing_outside_a_capture_changes_nothing():
@@ -82,7 +82,7 @@ def test_preparing_outside_a_capture_changes_nothing():
         metadata = builder.build(graph.dummy_batch(builder), graph=graph)
     builder.prepare(metadata)
     builder.build(make_batch([1, 1], [5, 9]), graph=graph)
-    assert impl.plan_of(metadata).tolist() == [10, 18]
+    assert impl.wrapped.plan_of(metadata).tolist() == [10, 18]
     builder.prepare(builder.build(make_batch([1], [3])))  # eager metadata: there is nothing to do
 
 
@@ -109,7 +109,7 @@ def test_several_shapes_and_builders_prepare_for_themselves():
     for graph in graphs:
         for each in (builder, other):
             each.build(batch, graph=graph)
-    plans = {key: impl.plan_of(metadata).tolist()[:2] for key, metadata in made.items()}
+    plans = {key: impl.wrapped.plan_of(metadata).tolist()[:2] for key, metadata in made.items()}
     assert plans.pop((builder, graphs[0])) == [4, 4]
     assert all(plan == [10, 18] for plan in plans.values())
 
@@ -123,7 +123,7 @@ def test_an_aborted_capture_recorded_nothing():
     capture(lambda: builder.prepare(metadata), CPU)
     builder.state.abort_capture()
     builder.build(make_batch([1, 1], [5, 9]), graph=graph)
-    assert impl.plan_of(metadata).tolist() == [10, 18]
+    assert impl.wrapped.plan_of(metadata).tolist() == [10, 18]
 
 
 def test_metadata_of_others_is_refused():

@@ -445,9 +445,9 @@ def test_per_graph_keeps_for_one_builder():
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
         graph = builder.state.graph(GraphShape(2, 2, 1))
-    mine, theirs = (each.per_graph(graph, "wrapper", object) for each in (builder, other))
+    mine, theirs = (each.wrapped.per_graph(graph, "wrapper", object) for each in (builder, other))
     assert mine is not theirs
-    assert builder.per_graph(graph, "wrapper", object) is mine
+    assert builder.wrapped.per_graph(graph, "wrapper", object) is mine
     assert graph.share("shared", object) is graph.share("shared", object)
 
 
@@ -506,10 +506,10 @@ def test_what_was_captured_in_inference_mode_is_built_into_outside_of_it():
     _, _, builder = world()
     with torch.inference_mode():
         (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
-        kept = builder.persist(graph, "starts", torch.arange(2))
+        kept = builder.wrapped.persist(graph, "starts", torch.arange(2))
 
     builder.build(make_batch([1], [5]), graph=graph)
-    builder.persist(graph, "starts", torch.arange(2) + 5)
+    builder.wrapped.persist(graph, "starts", torch.arange(2) + 5)
 
     assert captured.batch.seq_lens.tolist() == [5, 0]
     assert kept.tolist() == [5, 6]
@@ -727,9 +727,9 @@ def test_tensors_of_a_step_persist_in_the_buffers():
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     first, second = torch.arange(3), torch.arange(3) + 5
-    assert builder.persist(None, "starts", first) is first
-    kept = builder.persist(graph, "starts", first)
-    assert builder.persist(graph, "starts", second) is kept
+    assert builder.wrapped.persist(None, "starts", first) is first
+    kept = builder.wrapped.persist(graph, "starts", first)
+    assert builder.wrapped.persist(graph, "starts", second) is kept
     assert kept.tolist() == second.tolist()
 
 

@@ -39,7 +39,7 @@ def test_a_layer_may_repeat_what_was_agreed():
         backend, num_q_heads=4, sliding_window=5, scale=2, block_sparse={"block": 64, "stride": 2}, attn_type="decoder"
     )
 
-    assert (impl.scale, impl.window, impl.num_queries_per_kv) == (2.0, (4, 0), 2)
+    assert (impl.scale, impl.window, impl.wrapped.num_queries_per_kv) == (2.0, (4, 0), 2)
 
 
 @pytest.mark.parametrize(

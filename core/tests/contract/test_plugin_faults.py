@@ -98,7 +98,7 @@ def test_planning_does_not_return_metadata():
 
 def test_fields_without_a_default_are_planned():
     builder = building(lambda self, batch: {})
-    builder.backend.metadata_class = OwnMetadata
+    builder.backend.wrapped.metadata_class = OwnMetadata
 
     with refused(PluginContractError, "returned no field", expected="needs mine", fix="metadata_class"):
         builder.build(make_batch([1], [5]))

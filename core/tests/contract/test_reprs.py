@@ -49,7 +49,7 @@ def test_metadata_shows_no_tensor():
         "OwnMetadata(batch=<2 requests, 3 tokens>, num_decodes=1, num_prefills=1, "
         "num_decode_tokens=1, num_prefill_tokens=2, num_key_rows=3, highest_block=3, agreement='toy/plain', "
         "plans=<0>, graph=None, "
-        f"state={state!r}, mine=3)"
+        f"state={state.wrapped!r}, mine=3)"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnplug
-from attnplug.contract import GraphShape, Layer, dummy_batch_of, dummy_layer, warm_up
+from attnplug.contract import GraphShape, Layer, LoadedBackend, dummy_batch_of, dummy_layer, warm_up
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -30,7 +30,7 @@ def make(monkeypatch):
     def backend(**requested):
         fields = {"head_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "bfloat16", **requested}
         selection = attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa")
-        return RecordingBackend(selection.agreement, selection.device)
+        return LoadedBackend(RecordingBackend(selection.agreement, selection.device))
 
     return backend
 

@@ -95,7 +95,7 @@ def test_slots_on_a_device_are_not_read():
 
     impl.write_kv(rows, rows, backend.make_cache(2), slots)
 
-    assert impl.seen is slots
+    assert impl.wrapped.seen is slots
 
 
 def test_nothing_is_written_twice():
@@ -164,10 +164,10 @@ def test_a_profiling_run_writes_nothing():
     with forward_context({"layers.0": make_builder(backend, impl).build(make_batch([1], [3]))}):
         impl.write_kv(key, value, None, torch.tensor([4]))
         impl.write_kv_op(key, value, None)
-        assert impl.seen is None
+        assert impl.wrapped.seen is None
 
         impl.write_kv_op(key, value, backend.make_cache(NUM_BLOCKS))
-        assert impl.seen is not None
+        assert impl.wrapped.seen is not None
 
 
 def test_a_layer_chooses_where_a_phase_leaves_the_choice():

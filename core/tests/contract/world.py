@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 import torch
 
-from attnplug.contract import Batch, Layer, Limits
+from attnplug.contract import Batch, Layer, Limits, LoadedBackend
 from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
@@ -41,7 +41,7 @@ def agree(*, agreed_graphs="never", device="cpu", **requested):
 
 def make_backend(cls=ToyBackend, **requested):
     selection = agree(**requested)
-    return cls(selection.agreement, selection.device)
+    return LoadedBackend(cls(selection.agreement, selection.device))
 
 
 def make_layer(backend, **fields):

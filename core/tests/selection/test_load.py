@@ -25,7 +25,7 @@ from attnplug.selection.selection import Selection
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from attnplug.contract.backend import Backend
+from attnplug.contract import LoadedBackend
 
 REFUSING_PROBE = """{source}
 from attnplug import Reason
@@ -143,7 +143,7 @@ def failing(request, world, flash_manifest, plugin_source):
 def test_load_returns_the_backend_of_the_selection(both, request_of):
     backend = attnplug.load(request_of(sinks=True))
 
-    assert isinstance(backend, Backend)
+    assert isinstance(backend, LoadedBackend)
     assert backend.id == "flash/new"
     assert backend.selection is attnplug.select(request_of(sinks=True))
 

@@ -71,7 +71,7 @@ def test_the_prefix_is_read_once() -> None:
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
 
-    plan: Plan = impl.plan_of(builder.build(scene.paged(backend).batch))
+    plan: Plan = impl.wrapped.plan_of(builder.build(scene.paged(backend).batch))
 
     assert plan.prefix is not None
     assert (plan.prefix.members, plan.prefix.rows, plan.prefix.keys) == (1, 8, 64)
@@ -93,8 +93,8 @@ def test_only_cascades_require_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     batch = scene.paged(backend).batch
 
-    flat: Plan = impl.plan_of(builder.build(evolve(batch, common_prefix_len=0)))
-    cascade: Plan = impl.plan_of(builder.build(batch))
+    flat: Plan = impl.wrapped.plan_of(builder.build(evolve(batch, common_prefix_len=0)))
+    cascade: Plan = impl.wrapped.plan_of(builder.build(batch))
 
     assert flat.kernel is sdpa.FUSED
     assert cascade.kernel is sdpa.UNFUSED

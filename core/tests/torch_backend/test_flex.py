@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import Limits
+from attnplug.contract import Limits, LoadedBackend
 from attnplug.errors import LimitsError
 from attnplug.request.device import Device
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
@@ -48,10 +48,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "BLOCK", BLOCK)
 
 
-def load(case: Case, **engine: object) -> TorchBackend:
+def load(case: Case, **engine: object) -> LoadedBackend:
     """The variant on the CPU, where it is never selected."""
     selection = attnplug.select(case.requirements(**engine), Device.cpu(), backend="torch/sdpa")
-    return TorchBackend(evolve(selection.agreement, variant="flex"), Device.cpu())
+    return LoadedBackend(TorchBackend(evolve(selection.agreement, variant="flex"), Device.cpu()))
 
 
 @pytest.mark.usefixtures("_small_blocks")
@@ -203,5 +203,5 @@ def test_a_split_kv_limit_is_refused() -> None:
     limits = Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=2)
 
     with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*does not support a split-KV limit"):
-        FlexBackend(selection.agreement, selection.device).make_state(limits)
-    TorchBackend(selection.agreement, selection.device).make_state(limits)
+        LoadedBackend(FlexBackend(selection.agreement, selection.device)).make_state(limits)
+    LoadedBackend(TorchBackend(selection.agreement, selection.device)).make_state(limits)

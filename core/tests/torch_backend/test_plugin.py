@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 import attnplug
-from attnplug.contract import GraphShape, Limits
+from attnplug.contract import GraphShape, Limits, LoadedBackend
 from attnplug.request.device import Device
 from attnplug.torch_backend import plugin
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
@@ -128,7 +128,7 @@ def test_warming_up_runs_each_shape(
     selection = attnplug.select(wanted, Device.cpu(), backend="torch/sdpa")
     agreement = evolve(selection.agreement, variant="flex")
 
-    FlexBackend(agreement, Device.cpu()).warmup([shape])
+    LoadedBackend(FlexBackend(agreement, Device.cpu())).warmup([shape])
 
     assert sum(members * rows for members, rows in ran) >= shape.num_tokens
 

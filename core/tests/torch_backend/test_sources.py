@@ -34,7 +34,7 @@ def plan_of(case: Case) -> Plan:
     backend, scene = load(case), materialize(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-    return impl.plan_of(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
+    return impl.wrapped.plan_of(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
 
 
 def check_shared_call(
@@ -73,7 +73,7 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, requested:
         patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
         impl = backend.make_impl(scene.layer())
         builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-        plan: Plan = impl.plan_of(builder.build(scene.paged(backend).batch))
+        plan: Plan = impl.wrapped.plan_of(builder.build(scene.paged(backend).batch))
         (group,) = plan.groups
         check(backend, scene)
 
@@ -98,7 +98,7 @@ def test_consecutive_blocks_are_read_in_place(rows: int, layout: str, requested:
     runs = [
         group.source.run
         for shown in (in_a_row, evolve(scene, block_table=in_a_row.block_table.flip(1)))
-        for group in impl.plan_of(builder.build(shown.paged(backend).batch)).groups
+        for group in impl.wrapped.plan_of(builder.build(shown.paged(backend).batch)).groups
         if isinstance(group.source, BlockKeys)
     ]
 

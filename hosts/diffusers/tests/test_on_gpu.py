@@ -27,15 +27,15 @@ def on_gpu(small, dtype):
 @pytest.fixture
 def forwards(monkeypatch):
     """Return the forwards of every backend, each with its candidate."""
-    from attnplug.contract import AttentionImpl  # noqa: PLC0415 - imports torch
+    from attnplug.contract import Attention  # noqa: PLC0415 - imports torch
 
-    made, forward = [], AttentionImpl.forward
+    made, forward = [], Attention.forward
 
     def counted(self, *given, **more):
         made.append(self.agreement.id)
         return forward(self, *given, **more)
 
-    monkeypatch.setattr(AttentionImpl, "forward", counted)
+    monkeypatch.setattr(Attention, "forward", counted)
     return made
 
 

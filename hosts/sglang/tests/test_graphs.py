@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnplug
-from attnplug.contract import MetadataBuilder
+from attnplug.contract import StepBuilder
 from attnplug.errors import NotNegotiatedError
 from attnplug_sglang import steps
 from hosts.sglang.tests.rig import ForwardMode, World, worst
@@ -171,7 +171,7 @@ def test_graphs_are_requested_once_sglang_has_some(drafts: int, expected: tuple[
 
 def test_what_is_prepared_in_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
-    monkeypatch.setattr(MetadataBuilder, "prepare", lambda builder, metadata: prepared.append((builder, metadata)))
+    monkeypatch.setattr(StepBuilder, "prepare", lambda builder, metadata: prepared.append((builder, metadata)))
     world = World(16, (20, -1), swa=True)
     backend = world.backend()
     backend.init_cuda_graph_state(2, 2)

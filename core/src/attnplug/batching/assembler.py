@@ -103,7 +103,7 @@ class BatchAssembler:
 
         Args:
             agreement: The agreement of the group's layers.
-            device: As for the constructor, usually `Backend.device`.
+            device: As for the constructor, usually `LoadedBackend.device`.
             upload: As for the constructor.
 
         Raises:

@@ -22,7 +22,7 @@ from attnplug.errors import BatchError, LayerError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, MutableSequence, Sequence
 
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.attention import Attention
     from attnplug.contract.inputs.batch import Batch
 
 
@@ -45,7 +45,7 @@ class Split(NamedTuple):
 
 def split_decodes_and_prefills(batch: Batch, decode_threshold: int = 1, *, require_uniform: bool = False) -> Split:
     """
-    Split a batch of any order as `MetadataBuilder.build` does. Only CPU tensors are read.
+    Split a batch of any order as `StepBuilder.build` does. Only CPU tensors are read.
 
     Short queries behind the first longer one are prefills. A padded request (query length 0) counts as the request
     before it does; those that `Batch.num_padded_reqs` counts are left out.
@@ -165,7 +165,7 @@ class Hyperparameters(NamedTuple):
     sm_scale: float
 
 
-def per_layer_parameters(impls: Iterable[AttentionImpl]) -> dict[str, Hyperparameters]:
+def per_layer_parameters(impls: Iterable[Attention]) -> dict[str, Hyperparameters]:
     """
     Return the values of each layer, by its name.
 
@@ -206,7 +206,7 @@ def infer_global_hyperparameters(per_layer: Mapping[str, Hyperparameters]) -> Hy
         raise LayerError(
             f"{first!r} has {_text(shared)}; {listed}",
             "one plan for all layers requires one window, one soft cap and one scale",
-            "plan per group of equal values: MetadataBuilder keeps one plan for each plan_key",
+            "plan per group of equal values: StepBuilder keeps one plan for each plan_key",
         )
     return Hyperparameters(*shared)
 

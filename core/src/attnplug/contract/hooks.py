@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import pluggy
 
 if TYPE_CHECKING:
-    from attnplug.contract.backend import Backend
+    from attnplug.contract.vendor import Backend
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.reason import Reason
     from attnplug.request.device import Device

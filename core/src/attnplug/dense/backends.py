@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.attention import Attention
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.loaded import LoadedBackend
+    from attnplug.contract.step_builder import StepBuilder
+    from attnplug.contract.vendor import Metadata
     from attnplug.dense.params import CallParams
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
-_backends: Final[DecisionCache[Backend]] = DecisionCache(weak=True)
+_backends: Final[DecisionCache[LoadedBackend]] = DecisionCache(weak=True)
 _planners: Final[DecisionCache[BatchPlanner]] = DecisionCache(64, per_thread=True)
 _lock: Final = threading.RLock()
 
@@ -42,7 +42,7 @@ def shared_backend(
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
-) -> Backend:
+) -> LoadedBackend:
     """
     Return what `load` returns, and the same object for the same decision, as long as somebody holds it.
 
@@ -131,7 +131,7 @@ class BatchPlanner:
         impl: The layer that was given.
     """
 
-    def __init__(self, backend: Backend, impl: AttentionImpl, *, max_num_splits: int | None = None) -> None:
+    def __init__(self, backend: LoadedBackend, impl: Attention, *, max_num_splits: int | None = None) -> None:
         self.impl = impl
         self._backend = backend
         self._max_num_splits = max_num_splits
@@ -151,12 +151,12 @@ class BatchPlanner:
         Return new metadata of the batch.
 
         Raises:
-            ContractError: As for `MetadataBuilder.build`.
+            ContractError: As for `StepBuilder.build`.
             LimitsError: The backend does not keep `max_num_splits`.
         """
         return self._builder(batch).build(batch)
 
-    def _builder(self, batch: Batch) -> MetadataBuilder:
+    def _builder(self, batch: Batch) -> StepBuilder:
         """Return a builder whose limits hold the batch: the last one, or one for the next powers of two."""
         needed = (batch.num_reqs, batch.num_actual_tokens, max(1, batch.max_seq_len))
         limits: tuple[int, ...] = getattr(self._local, "limits", (0, 0, 0))
@@ -174,5 +174,5 @@ class BatchPlanner:
             state = self._backend.make_state(most)
             self._local.builder = self._backend.make_builder([self.impl], state)
             self._local.limits = limits
-        builder: MetadataBuilder = self._local.builder
+        builder: StepBuilder = self._local.builder
         return builder

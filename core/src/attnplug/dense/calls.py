@@ -31,8 +31,8 @@ from attnplug.dense.params import (
 )
 
 if TYPE_CHECKING:
-    from attnplug.contract.impl import AttentionImpl
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.attention import Attention
+    from attnplug.contract.vendor import Metadata
 
 _MOST: Final = 32
 """Entries of each cache of a thread: a plan of FlashInfer takes 8 MiB of device memory."""
@@ -55,7 +55,7 @@ class PreparedAttention:
     """
 
     id: str
-    _impl: AttentionImpl = field(repr=False)
+    _impl: Attention = field(repr=False)
     _metadata: Metadata | None = field(repr=False)  # None where no query is given
     _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
     _rows: tuple[int, int] = field(repr=False)

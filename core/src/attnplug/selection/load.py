@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType
 
-    from attnplug.contract.backend import Backend
+    from attnplug.contract.loaded import LoadedBackend
+    from attnplug.contract.vendor import Backend
     from attnplug.discovery.plugin import Plugin
     from attnplug.negotiation.candidate import Candidate
     from attnplug.request.settings import BackendNames, Options
@@ -55,7 +56,7 @@ def load(
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
-) -> Backend:
+) -> LoadedBackend:
     """
     Select, import, probe; select again without a candidate that failed, until one loads. Arguments as for `select`.
 
@@ -123,7 +124,7 @@ def _check_bound(what: str, late: tuple[str, ...]) -> None:
         )
 
 
-def load_selection(selection: Selection) -> Backend:
+def load_selection(selection: Selection) -> LoadedBackend:
     """
     Load exactly this decision, which may come from another process.
 
@@ -150,7 +151,7 @@ def load_selection(selection: Selection) -> Backend:
     return outcome
 
 
-def _load_here(plugin: Plugin, selection: Selection) -> Backend | PluginLoadError:
+def _load_here(plugin: Plugin, selection: Selection) -> LoadedBackend | PluginLoadError:
     """Load a plugin; return the error where its probe refuses, which is recorded, and breaks nothing else of it."""
     manager = _register(_import(plugin), plugin)
     refusal = probe(manager, selection)
@@ -212,7 +213,7 @@ def _refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
 
 def _import_contract(what: str) -> None:
     with ForeignCode("does not import:") as code:
-        import_module("attnplug.contract.backend")
+        import_module("attnplug.contract.loaded")
     if code.error is not None:
         absent = isinstance(code.error, ModuleNotFoundError) and code.error.name == "torch"
         raise PluginLoadError(
@@ -368,17 +369,14 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
     return backend_class
 
 
-def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
-    from attnplug.contract.calls.check import check_backend  # noqa: PLC0415 - the contract imports torch
+def _construct(backend_class: type[Backend], selection: Selection) -> LoadedBackend:
+    from attnplug.contract.loaded import LoadedBackend  # noqa: PLC0415 - the contract imports torch
 
     with ForeignCode(
         f"{backend_class.__name__}(agreement, device) raised",
         lambda reason: PluginLoadError(f"{selection.id!r} was selected", reason, "repair the plugin, or block it"),
     ):
         backend = backend_class(selection.agreement, selection.device)
-    check_backend(backend)
-    backend.selection = selection
     candidates = registry().candidates(current_state().settings)
     declared = next((one.supports("kv_cache_form") for one in candidates if one.id == selection.id), None)
-    backend.kv_cache_forms = () if declared is None else declared.choices()
-    return backend
+    return LoadedBackend(backend, selection, () if declared is None else declared.choices())

@@ -17,7 +17,7 @@ from attnplug.request.tables import read_only
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug.contract.backend import Backend
+    from attnplug.contract.loaded import LoadedBackend
     from attnplug.negotiation.reason import Unverified
     from attnplug.request.requirements import Requirements
 
@@ -103,7 +103,7 @@ class Selection:
         values = {"block_size": block_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
         return bind_selection(self, values)
 
-    def load(self) -> Backend:
+    def load(self) -> LoadedBackend:
         """
         Import the plugin, check it, call its probe, and return the backend. Never substitutes another one.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.contract.backend import Backend
 from attnplug.contract.calls.warm_up import warm_up
+from attnplug.contract.vendor import Backend
 from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder, bytes_per_key, keys_per_gather
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.sources import padded_keys
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.limits import Limits
+    from attnplug.contract.loaded import LoadedBackend
 
 
 class TorchBackend(Backend):
@@ -40,6 +41,6 @@ class FlexBackend(TorchBackend):
     builder_class = FlexBuilder
     supports_max_num_splits = False
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query are enough."""
-        warm_up(self, [self.dummy_batch(shape) for shape in shapes])
+        warm_up(loaded, [self.dummy_batch(shape) for shape in shapes])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve, field, frozen
 
-from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
+from attnplug.contract.vendor import MetadataBuilder
 from attnplug.torch_backend.captured import CapturedPlan
 from attnplug.torch_backend.masks import Visibility
 from attnplug.torch_backend.plan import Budget, make_plan
@@ -18,13 +18,10 @@ from attnplug.torch_backend.sdpa import TileKernel, choose_kernel, flex_kernel
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from attnplug.contract.backend import Backend
     from attnplug.contract.graphs.buffers import GraphBuffers
-    from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.phase import BatchSplit
-    from attnplug.contract.metadata import Metadata
-    from attnplug.contract.state import State
+    from attnplug.contract.vendor import AttentionImpl, Backend, Metadata, State
     from attnplug.negotiation.agreement import Agreement
     from attnplug.torch_backend.plan import Plan
 

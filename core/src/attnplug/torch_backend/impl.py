@@ -8,8 +8,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.batch import Batch
+from attnplug.contract.vendor import AttentionImpl
 from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.write import write_kv
 from attnplug.torch_backend.builder import plan_params_of
@@ -21,12 +21,9 @@ from attnplug.torch_backend.sources import Sources, narrow
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.impl import CacheWrite
     from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.layer import Layer
-    from attnplug.contract.metadata import Metadata
-    from attnplug.contract.state import State
+    from attnplug.contract.vendor import Backend, CacheWrite, Metadata, State
     from attnplug.torch_backend.masks import Tile
     from attnplug.torch_backend.plan import Group, Plan, WholeCall
 

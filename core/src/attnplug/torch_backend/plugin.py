@@ -10,7 +10,7 @@ from attnplug.contract.hooks import hookimpl
 from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:
-    from attnplug.contract.backend import Backend
+    from attnplug.contract.vendor import Backend
     from attnplug.negotiation.agreement import Agreement
     from attnplug.request.device import Device
 

@@ -90,7 +90,7 @@ class Int8Impl(AttentionImpl):
 
     def init_cache(self, kv_cache):
         """Level 1: the value scales of this layer, from the file that a calibration wrote. No step changes them."""
-        if "v_scale" in self.cache_roles:
+        if "v_scale" in kv_cache.tensors:
             kv_cache["v_scale"].copy_(torch.load(self.agreement.options["value_scales"])[self.layer.name])
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
@@ -129,7 +129,7 @@ class Int8Impl(AttentionImpl):
     def _saved(self, key, value, kv_cache, part):
         key, scale = ixformer.scaled_int8_quant_for_attn(key[part], 2)
         value = value[part]
-        if "v_scale" in self.cache_roles:
+        if "v_scale" in kv_cache.tensors:
             value, _ = ixformer.scaled_int8_quant_for_attn(value, 0, scale=kv_cache["v_scale"])
         return {"save_key": key, "save_value": value, "save_key_scale": scale}
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from attnplug import Requirements
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_comfyui.arguments import AttentionCall
 
 REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
@@ -32,9 +32,9 @@ class Decisions:
     def __init__(self, backend: str | None = None, options: dict[str, dict[str, Any]] | None = None) -> None:
         self.backend = backend
         self.options = options
-        self._kept: DecisionCache[Backend] = DecisionCache(refusals=REFUSALS)
+        self._kept: DecisionCache[LoadedBackend] = DecisionCache(refusals=REFUSALS)
 
-    def backend_of(self, call: AttentionCall) -> Backend:
+    def backend_of(self, call: AttentionCall) -> LoadedBackend:
         """
         Return the backend for a call, loaded.
 
@@ -45,7 +45,7 @@ class Decisions:
         """
         return self._kept.get(_kind(call), call.query.device, lambda: self._decide(call))
 
-    def _decide(self, call: AttentionCall) -> Backend:
+    def _decide(self, call: AttentionCall) -> LoadedBackend:
         where = device_of(call.query.device)
         return shared_backend(_requirements(call), where, backend=self.backend, options=self.options)
 

@@ -115,7 +115,7 @@ def requirements_of(layer: HostLayer, *, dtype: Any, kv_cache_dtype: Any, **engi
 
 def contract_layer(layer: HostLayer, *, quantized: bool) -> Layer:
     """
-    Return a layer as `Backend.make_impl` takes it.
+    Return a layer as `LoadedBackend.make_impl` takes it.
 
     Args:
         layer: The layer, with its weights.

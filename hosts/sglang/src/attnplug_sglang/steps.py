@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Limits, Plan
-    from attnplug.contract import AttentionImpl, Batch, GraphShape, KVCache, Metadata, MetadataBuilder, State
+    from attnplug.contract import Attention, Batch, Captures, GraphShape, KVCache, Metadata, StepBuilder
     from attnplug_sglang.batches import Lengths
     from attnplug_sglang.layers import HostLayer
     from attnplug_sglang.pools import Pools
@@ -65,8 +65,8 @@ class BoundLayer:
     """
 
     host: HostLayer
-    impl: AttentionImpl
-    builder: MetadataBuilder
+    impl: Attention
+    builder: StepBuilder
     scales: tuple[Any, ...] | None = None
     cache: KVCache | None = None
     _sinks: tuple[Tensor, Tensor] | None = None
@@ -120,7 +120,7 @@ class Step:
     """
 
     kind: Kind
-    metadata: Mapping[MetadataBuilder, Metadata]
+    metadata: Mapping[StepBuilder, Metadata]
     num_tokens: int
     is_captured: bool = False
 
@@ -132,8 +132,8 @@ class Kind:
         self.engine, self.requested = engine, requested
         self.plan = plan_of(engine, requested)
         self.layers: dict[int, BoundLayer] = {}
-        self.parts: dict[MetadataBuilder, tuple[str, bool]] = {}
-        self.states: dict[str, State] = {}
+        self.parts: dict[StepBuilder, tuple[str, bool]] = {}
+        self.states: dict[str, Captures] = {}
         self._max_captured = 0
         by_name = {layer.name: layer for layer in engine.layers}
         for group in self.plan.groups:
@@ -182,7 +182,7 @@ class Kind:
         # SGLang says when it captures a shape, and not when it has captured all: each is a capture by itself, the first
         # of the largest size.
         self._max_captured = self._max_captured or max_batch_size
-        built: dict[MetadataBuilder, Metadata] = {}
+        built: dict[StepBuilder, Metadata] = {}
         for state, builders in self._by_state():
             with state.graph_capture(self._max_captured):
                 graph = state.graph(shape)
@@ -197,7 +197,7 @@ class Kind:
         """
         self._renew_scales()
         batches = self._batches(step, lengths) if lengths.queries else {}
-        built: dict[MetadataBuilder, Metadata] = {}
+        built: dict[StepBuilder, Metadata] = {}
         for state, builders in self._by_state():
             graph = state.graph(shape)
             given = {b: batches[b] if batches else graph.dummy_batch(b) for b in builders}
@@ -208,11 +208,11 @@ class Kind:
         for layer in self.layers.values():
             layer.renew_scales()
 
-    def _by_state(self) -> Iterator[tuple[State, list[MetadataBuilder]]]:
+    def _by_state(self) -> Iterator[tuple[Captures, list[StepBuilder]]]:
         for state in self.states.values():
             yield state, [builder for builder in self.parts if builder.state is state]
 
-    def _batches(self, step: Any, lengths: Lengths) -> dict[MetadataBuilder, Batch]:
+    def _batches(self, step: Any, lengths: Lengths) -> dict[StepBuilder, Batch]:
         made: dict[tuple[str, bool], Batch] = {}
         for part, causal in self.parts.values():
             if (part, causal) not in made:

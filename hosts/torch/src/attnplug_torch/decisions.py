@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
 
 
 class RefusedError(Exception):
@@ -61,7 +61,7 @@ REFUSALS: Final = (NoBackendError, RequirementsError, NotNegotiatedError)
 """Errors of a call that no backend serves. Others are mistakes: a damaged plugin, a page outside of its pool."""
 
 
-_decisions: Final[DecisionCache[Backend]] = DecisionCache(refusals=(RefusedError,))
+_decisions: Final[DecisionCache[LoadedBackend]] = DecisionCache(refusals=(RefusedError,))
 
 
 _UNFUSED: Final = "torch/sdpa"
@@ -70,7 +70,7 @@ _UNFUSED: Final = "torch/sdpa"
 
 def decide(
     kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
-) -> Backend:
+) -> LoadedBackend:
     """
     Return the backend for a kind of call, loaded.
 
@@ -91,7 +91,7 @@ def decide(
 
 def _decide(
     device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
-) -> Backend:
+) -> LoadedBackend:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)

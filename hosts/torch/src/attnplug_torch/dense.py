@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
 
 
 def on_cpu(
@@ -103,7 +103,7 @@ def random_state(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def backend_of(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, attn_mask: Tensor | None, dropout_p: float = 0.0
-) -> Backend:
+) -> LoadedBackend:
     """
     Return the backend for a call of `scaled_dot_product_attention` that reaches the flash operator.
 

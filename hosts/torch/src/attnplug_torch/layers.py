@@ -19,7 +19,7 @@ from attnplug_torch.decisions import RefusedError, decide
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_torch.visibility import Visibility
 
 
@@ -63,7 +63,7 @@ _LARGEST: Final = 256
 """The largest heads of torch's own flash attention (FlashAttention 2)."""
 
 
-def backend_of(call: PackedCall) -> Backend:
+def backend_of(call: PackedCall) -> LoadedBackend:
     """
     Return the backend for a call.
 
@@ -254,7 +254,9 @@ def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
     return backend.id, output.view(tokens, heads, call.value.shape[-1]), lse
 
 
-def _planner(backend: Backend, device: torch.device, scale: float | None, max_num_splits: int | None) -> BatchPlanner:
+def _planner(
+    backend: LoadedBackend, device: torch.device, scale: float | None, max_num_splits: int | None
+) -> BatchPlanner:
     def make() -> BatchPlanner:
         impl = backend.make_impl(attnplug.Layer(name="torch.nn.attention", scale=scale))
         return BatchPlanner(backend, impl, max_num_splits=max_num_splits)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from attrs import frozen
 
 from attnplug import Selection, select
-from attnplug.contract import AttentionImpl, Backend, Layer
+from attnplug.contract import Attention, Layer, LoadedBackend
 from attnplug.dense import BatchPlanner, DecisionCache, device_of, shared_backend
 from attnplug.errors import RequirementsError
 from attnplug.models import ModelLayer, model_layers
@@ -46,7 +46,7 @@ class Binding:
     signature: CallSignature
     requirements: Requirements
     selection: Selection
-    impl: AttentionImpl
+    impl: Attention
     planner: BatchPlanner
 
 
@@ -94,7 +94,7 @@ def _make(call: AttentionCall, requirements: Requirements, name: str) -> Binding
         return Binding(call.signature, requirements, select(requirements, where), impl, planner)
 
 
-def _find_planner(backend: Backend, impl: AttentionImpl, device: torch.device) -> BatchPlanner:
+def _find_planner(backend: LoadedBackend, impl: Attention, device: torch.device) -> BatchPlanner:
     key = (id(backend), impl.plan_key, device)
     planner = _planners.get(key)
     if planner is None:

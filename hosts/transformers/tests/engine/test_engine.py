@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract import StepBuilder
 from attnplug.errors import BatchError, CacheError, LimitsError, NotNegotiatedError, UnknownBackendError
 from attnplug_transformers.engine import Engine, Sampling
 from attnplug_transformers.engine.sampling import sample
@@ -301,13 +301,13 @@ def test_a_named_backend_with_a_plan_per_layer(open_engine, tmp_path):
 
 def test_each_group_builds_once_a_step(open_engine, monkeypatch):
     engine = open_engine("gemma2")
-    built, build = [], MetadataBuilder.build
+    built, build = [], StepBuilder.build
 
     def counting(self, batch, **how):
         built.append((self, batch))
         return build(self, batch, **how)
 
-    monkeypatch.setattr(MetadataBuilder, "build", counting)
+    monkeypatch.setattr(StepBuilder, "build", counting)
     engine.generate(reference("gemma2")[1], max_new_tokens=3)
 
     assert len(built) == 3 * 2  # three steps, layers with and without a window

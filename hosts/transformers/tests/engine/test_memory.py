@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug.contract import AttentionImpl, Backend, Limits
+from attnplug.contract import Attention, Limits, LoadedBackend
 from attnplug.errors import LimitsError
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.layers import CPU_BYTES, count_blocks, free_bytes, make_caches
@@ -46,7 +46,7 @@ def test_caches_that_do_not_fit(host, monkeypatch):
     def full(*given, **keywords):
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(Backend, "make_cache", full)
+    monkeypatch.setattr(LoadedBackend, "make_cache", full)
     with pytest.raises(LimitsError, match="smaller num_blocks"):
         make_caches(engine._groups, 5, CPU)
     engine.close()
@@ -55,9 +55,7 @@ def test_caches_that_do_not_fit(host, monkeypatch):
 def test_each_layer_initializes_its_kv_cache(host, monkeypatch):
     """Scales of a quantized KV cache, for one: uninitialized they make attention NaN."""
     written = {}
-    monkeypatch.setattr(
-        AttentionImpl, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache)
-    )
+    monkeypatch.setattr(Attention, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache))
     engine = Engine(reference("llama")[0])
     first = set(written)  # when it was opened
     written.clear()

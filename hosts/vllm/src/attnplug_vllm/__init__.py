@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug.contract import AttentionImpl
+    from attnplug.contract import Attention
 
 
 def register() -> None:
@@ -33,7 +33,7 @@ def register() -> None:
     phi3_small_config.register_model()
 
 
-def implementations(worker: Any) -> dict[str, AttentionImpl]:
+def implementations(worker: Any) -> dict[str, Attention]:
     """
     Return attnplug's implementations of a worker's layers, by vLLM's names: for `LLM.collective_rpc`.
 

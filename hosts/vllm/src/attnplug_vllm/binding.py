@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug import Selection
-    from attnplug.contract import AttentionImpl, Backend, Parallel, State
+    from attnplug.contract import Attention, Captures, LoadedBackend, Parallel
     from attnplug_vllm.cache import Terms
 
 
@@ -38,7 +38,7 @@ class SharedState:
         layers: The names of the layers that have a builder.
     """
 
-    state: State
+    state: Captures
     layers: set[str] = field(factory=set)
 
 
@@ -112,7 +112,7 @@ def _may_cascade(config: Any) -> bool:
     return hasattr(AttentionMetadataBuilder, "use_cascade_attention") and not config.model_config.disable_cascade_attn
 
 
-def load(selection: Selection, spec: Any, config: Any) -> Backend:
+def load(selection: Selection, spec: Any, config: Any) -> LoadedBackend:
     """
     Return the backend of a decision: that of another layer of the model where the agreement is the same.
 
@@ -130,7 +130,7 @@ def load(selection: Selection, spec: Any, config: Any) -> Backend:
     return backend
 
 
-def bind(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> AttentionImpl:
+def bind(impl: LayerImpl, layer: Any, name: str, backend: LoadedBackend) -> Attention:
     """
     Return the implementation of a layer, made once for an agreement.
 
@@ -153,7 +153,7 @@ def impls_of(config: Any) -> list[LayerImpl]:
     return [impl for impl in impls if isinstance(impl, LayerImpl)]
 
 
-def share_state(backend: Backend, names: list[str], spec: Any, config: Any) -> State:
+def share_state(backend: LoadedBackend, names: list[str], spec: Any, config: Any) -> Captures:
     """
     Return the state for a builder of these layers: that of builders of other layers, or a new one.
 
@@ -174,7 +174,7 @@ def share_state(backend: Backend, names: list[str], spec: Any, config: Any) -> S
     return shared.state
 
 
-def limits_of(backend: Backend, spec: Any, config: Any) -> Limits:
+def limits_of(backend: LoadedBackend, spec: Any, config: Any) -> Limits:
     """
     Return the most that vLLM's batches need.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Requirements, Selection
-    from attnplug.contract import Backend, GraphBuffers, MetadataBuilder
+    from attnplug.contract import GraphBuffers, LoadedBackend, StepBuilder
     from attnplug_vllm.impl import LayerImpl
 
 LEVELS: Final[Mapping[str, str]] = {
@@ -66,8 +66,8 @@ class Part:
         graphs: The graph buffers that it has captured, each with the addresses that the graph reads.
     """
 
-    backend: Backend
-    builder: MetadataBuilder
+    backend: LoadedBackend
+    builder: StepBuilder
     graphs: dict[Shape, tuple[GraphBuffers, tuple[int, ...]]] = field(factory=dict)
 
     def build(self, batch: Batch, *, fast: bool) -> Any:
@@ -324,7 +324,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         return metadata
 
     @staticmethod
-    def _metadata(parts: Mapping[Backend, Any], common: Any) -> StepMetadata:
+    def _metadata(parts: Mapping[LoadedBackend, Any], common: Any) -> StepMetadata:
         return StepMetadata(parts, common, common.num_actual_tokens, common.slot_mapping)
 
 

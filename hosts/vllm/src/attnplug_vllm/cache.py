@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Backend, KVCache
+    from attnplug.contract import KVCache, LoadedBackend
 
 Terms = tuple[str, str]
 """A form and a layout, in the words of `attnplug.Requirements`: ``("packed", "NHD")``."""
@@ -213,7 +213,7 @@ def with_form(spec: Any, terms: Terms) -> Any:
     return replace(spec, num_head_slots=2 * rows, state_content_bytes=content)
 
 
-def views_of(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
+def views_of(pool: Tensor, backend: LoadedBackend) -> dict[str, Tensor]:
     """
     Return the keys and the values in a layer's pool, ``(blocks, tokens, heads, size)`` each.
 
@@ -243,7 +243,7 @@ def views_of(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
     return split_kv(pool, form, kv_layout, size)
 
 
-def bind_pool(pool: Tensor, backend: Backend, attn: Any = None) -> KVCache:
+def bind_pool(pool: Tensor, backend: LoadedBackend, attn: Any = None) -> KVCache:
     """
     Return a layer's pool as the KV cache of its backend.
 
@@ -268,7 +268,7 @@ def bind_pool(pool: Tensor, backend: Backend, attn: Any = None) -> KVCache:
     return backend.bind_cache({**views, **further}, impl=attn)
 
 
-def check_pool(spec: Any, order: str | None, backend: Backend) -> None:
+def check_pool(spec: Any, order: str | None, backend: LoadedBackend) -> None:
     """
     Check that the pool which vLLM is about to make fits the agreement, before there is memory.
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl as Implementation
-    from attnplug.contract import Backend, KVCache
+    from attnplug.contract import Attention as Implementation
+    from attnplug.contract import KVCache, LoadedBackend
     from attnplug_vllm.binding import SharedState
     from attnplug_vllm.builder import StepMetadata
 
@@ -38,7 +38,7 @@ class Binding:
         attn: The layer's implementation.
     """
 
-    backend: Backend
+    backend: LoadedBackend
     attn: Implementation
 
 
@@ -113,7 +113,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         self.shared: SharedState | None = None
         self._pool: object = _NO_POOL
         self._cache: KVCache | None = None
-        self._backend: Backend | None = None
+        self._backend: LoadedBackend | None = None
         self._attend: Any = None
         self._known_sinks: Tensor | None = None
         self._width = 0
@@ -215,7 +215,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
                 "captured graphs may have what was derived from the former ones, and would go on with it",
                 "start vLLM again with the new weights, or with --enforce-eager",
             )
-        attn.parameters_changed()
+        attn.wrapped.parameters_changed()
         self._known_sinks = sinks.clone()
 
     def _bound(self) -> Binding:
@@ -284,7 +284,7 @@ def make_impl_class(choice: tuple[str, ...] = ()) -> type[LayerImpl]:
     return type("AttnplugImpl", (LayerImpl,), {"choice": choice, "__module__": __name__})
 
 
-def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> Layer:
+def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: LoadedBackend) -> Layer:
     """
     Return a layer of the contract, with the learned tensors of vLLM's, after its weights are loaded.
 
@@ -310,7 +310,7 @@ def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: Backend) -> 
     )
 
 
-def scales_of(layer: Any, backend: Backend) -> dict[str, Any]:
+def scales_of(layer: Any, backend: LoadedBackend) -> dict[str, Any]:
     """
     Return the quantization scales of vLLM's layer that its backend applies, as fields of `Layer`.
 

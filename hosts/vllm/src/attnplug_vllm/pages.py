@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Requirements
-    from attnplug.contract import Backend, CacheTensor
+    from attnplug.contract import CacheTensor, LoadedBackend
 
 FORM: Final = "split"
 """The form of a KV cache in pages, in the contract's words: keys and values are views for themselves."""
@@ -38,7 +38,7 @@ def in_pages(requirements: Requirements) -> bool:
     return requirements.kv_cache_dtype in int8.DTYPES
 
 
-def backend_for(spec: Any, layers: Iterable[Any], kv_layout: str) -> Backend:
+def backend_for(spec: Any, layers: Iterable[Any], kv_layout: str) -> LoadedBackend:
     """
     Return the backend of the layers whose pool vLLM describes, bound to a block size that it has.
 
@@ -68,7 +68,7 @@ def backend_for(spec: Any, layers: Iterable[Any], kv_layout: str) -> Backend:
 
 
 @lru_cache(maxsize=16)
-def _loaded(requirements: Requirements, choice: facts.Choice) -> Backend:
+def _loaded(requirements: Requirements, choice: facts.Choice) -> LoadedBackend:
     selection = facts.select(requirements, choice)
     sizes = selection.agreement.block_sizes
     if "block_size" not in requirements.late or sizes is None:
@@ -76,12 +76,12 @@ def _loaded(requirements: Requirements, choice: facts.Choice) -> Backend:
     return selection.bind(block_size=sizes.first()).load()
 
 
-def page_bytes(backend: Backend) -> int:
+def page_bytes(backend: LoadedBackend) -> int:
     """Return the bytes of one block, gaps for alignment included."""
     return _layout(backend.cache_tensors(2))[1]
 
 
-def paged_spec(spec: Any, backend: Backend) -> Any:
+def paged_spec(spec: Any, backend: LoadedBackend) -> Any:
     """
     Return vLLM's description of a layer's pool, with pages as large as the backend's (0.32 and later).
 
@@ -95,7 +95,7 @@ def paged_spec(spec: Any, backend: Backend) -> Any:
     return replace(spec, dtype=torch.int8, num_head_slots=heads, state_content_bytes=per_token // heads)
 
 
-def page_views(pool: Tensor, backend: Backend) -> dict[str, Tensor]:
+def page_views(pool: Tensor, backend: LoadedBackend) -> dict[str, Tensor]:
     """
     Return the tensors of a layer's KV cache, by role, in a pool of pages.
 

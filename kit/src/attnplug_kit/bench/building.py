@@ -17,7 +17,7 @@ from attnplug_kit.bench.timing import Contender, host_clock, interleaved
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from attnplug.contract import MetadataBuilder
+    from attnplug.contract import StepBuilder
     from attnplug_kit.bench.baseline import Baseline
     from attnplug_kit.bench.rig import Planner, Step, Target
     from attnplug_kit.bench.timing import Clock, Samples
@@ -161,13 +161,14 @@ def _eager(planner: Planner) -> dict[str, Contender]:
     }
 
 
-def _without_plan(builder: MetadataBuilder) -> MetadataBuilder:
+def _without_plan(builder: StepBuilder) -> StepBuilder:
     """Return a builder of the same layers that checks a batch, and plans nothing."""
-    from attnplug.contract import MetadataBuilder  # noqa: PLC0415 - imports torch
+    from attnplug.contract import MetadataBuilder, StepBuilder  # noqa: PLC0415 - imports torch
 
     own: dict[str, Any] = {"requires_uniform_decodes": builder.requires_uniform_decodes}
     kind: type[MetadataBuilder] = type("PlansNothing", (MetadataBuilder,), own)
-    return kind(builder.backend, builder.impls, builder.state)
+    held = builder.wrapped
+    return StepBuilder(kind(held.backend, held.impls, held.state), builder.backend, builder.impls, builder.state)
 
 
 def _over_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterator[Measurement]:

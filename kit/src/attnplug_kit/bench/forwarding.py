@@ -170,12 +170,12 @@ def _in_turn(
 
 def noop_backend(rig: Rig) -> Callable[[], None]:
     """Return the forward of a layer that checks its call as always and computes nothing: the contract's own part."""
+    from attnplug.contract import LoadedBackend  # noqa: PLC0415 - imports torch
+
     backend, metadata = rig.backend, rig.metadata
     impl_class: Any = type("NoopImpl", (backend.impl_class,), {"run": lambda *_: None})
-    noop: Any = type("NoopBackend", (type(backend),), {"impl_class": impl_class})(
-        backend.agreement, backend.device_properties
-    )
-    impl = noop.make_impl(rig.layer)
+    noop: Any = type("NoopBackend", (type(backend.wrapped),), {"impl_class": impl_class})
+    impl = LoadedBackend(noop(backend.agreement, backend.device_properties)).make_impl(rig.layer)
     query, key, value, cache, output = rig.query, rig.key, rig.value, rig.cache, rig.output
 
     def call() -> None:

@@ -31,7 +31,7 @@ from attnplug.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
 
 Unit = Literal["ms", "us", "x"]
 
@@ -373,7 +373,7 @@ def _processor() -> str:
     return found or platform.processor() or "unknown"
 
 
-def setup_of(backend: Backend) -> dict[str, str]:
+def setup_of(backend: LoadedBackend) -> dict[str, str]:
     """Return what numbers of a backend depend on, as names and texts."""
     import torch  # noqa: PLC0415 - it is imported by now: a backend is loaded
 
@@ -389,7 +389,7 @@ def setup_of(backend: Backend) -> dict[str, str]:
     }
 
 
-def _libraries(backend: Backend) -> str:
+def _libraries(backend: LoadedBackend) -> str:
     """Return the installed versions of what the variant requires besides the packages that every result names."""
     from attnplug import registry  # noqa: PLC0415 - likewise
     from attnplug.manifest import requirement_name  # noqa: PLC0415 - likewise

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.batching import BatchAssembler
-    from attnplug.contract import AttentionImpl, Backend, Batch, GraphBuffers, KVCache, Layer, Metadata, MetadataBuilder
+    from attnplug.contract import Attention, Batch, GraphBuffers, KVCache, Layer, LoadedBackend, Metadata, StepBuilder
 
 LAYER = "layer"
 
@@ -159,7 +159,7 @@ class Target:
             )
         return found
 
-    def load(self, requirements: Requirements) -> Backend:
+    def load(self, requirements: Requirements) -> LoadedBackend:
         """
         Select and load.
 
@@ -197,10 +197,10 @@ class Planner:
     """
 
     step: Step
-    backend: Backend
+    backend: LoadedBackend
     layer: Layer
-    impl: AttentionImpl
-    builder: MetadataBuilder
+    impl: Attention
+    builder: StepBuilder
     blocks: tuple[list[int], ...]
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -196,7 +196,7 @@ def new_slots(call: Paged, scene: Scene) -> Tensor:
     return call.batch.slot_mapping[: scene.case.num_tokens].cpu()  # type: ignore[index]
 
 
-def require_rows(backend: Backend, scene: Scene, call: Paged, slots: Tensor) -> None:
+def require_rows(backend: LoadedBackend, scene: Scene, call: Paged, slots: Tensor) -> None:
     """
     Compare slots of a KV cache with what the host would have written into them.
 

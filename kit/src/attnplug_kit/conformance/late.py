@@ -21,7 +21,7 @@ from attnplug_kit.oracle.running import longest_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug.contract import Backend, Layer
+    from attnplug.contract import Layer, LoadedBackend
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -105,7 +105,7 @@ class LateValues(Tier):
         backend = load_for(subject, spec, scene.case)
         shape = GraphShape(3, 3, 1, longest_of(scene.case))
         runner = ReplayRunner(backend, [scene], shape, layer=_with_own_scales(scene, backend))
-        if not runner.impl.graphs_read_scales:
+        if not backend.impl_class.graphs_read_scales:
             pytest.skip(f"{subject}: {backend.impl_class.__name__} refuses other scales behind a capture")
         graph, replay = runner.capture()
         for each in (scene, _with_half_key_scale(scene)):
@@ -151,7 +151,7 @@ def _check_bound(subject: Subject, spec: RequestSpec, *late: str) -> None:
     runner.compare(call, scene, what)
 
 
-def _with_own_scales(scene: Scene, backend: Backend) -> Layer:
+def _with_own_scales(scene: Scene, backend: LoadedBackend) -> Layer:
     """Return the layer with a key scale that no other layer has."""
     layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
     return evolve(layer, k_scale_tensor=None if layer.k_scale_tensor is None else layer.k_scale_tensor.clone())
@@ -173,6 +173,6 @@ def _change_key_scale(runner: SceneRunner, scene: Scene) -> None:
     runner.impl.update_scales(k_scale_tensor=own)
 
 
-def _require_late(subject: Subject, backend: Backend) -> None:
+def _require_late(subject: Subject, backend: LoadedBackend) -> None:
     if backend.impl_class.parameters_changed is AttentionImpl.parameters_changed:
         pytest.skip(f"{subject}: {backend.impl_class.__name__} takes scales and sinks in make_impl only")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pytest
     from torch import Tensor
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import RunResult, Scene
 
@@ -60,7 +60,7 @@ class Record:
         """Record that a declared value was requested and served."""
         self._add(EXERCISED, text_of(field, value))
 
-    def served(self, backend: Backend) -> None:
+    def served(self, backend: LoadedBackend) -> None:
         """Record all values of an agreement."""
         agreed, requirements = backend.agreement, backend.agreement.requirements
         terms = {name: getattr(agreed, name) for name in ("block_size", "kv_layout", "kv_cache_form")}
@@ -78,7 +78,7 @@ class Record:
             elif value is not None:
                 self.exercised(name, value)
 
-    def errors(self, backend: Backend, scene: Scene, ran: RunResult) -> None:
+    def errors(self, backend: LoadedBackend, scene: Scene, ran: RunResult) -> None:
         """Record the largest and the mean difference from the oracle's results, beside the tolerance."""
         exact, scaled = scene.expected(), scene.rounding is not None
         limit = tolerance(ran.output.dtype, scaled_keys=scaled, byte_weights=scene.has_byte_weights)
@@ -87,7 +87,7 @@ class Record:
             expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
             self._error(backend, "lse", ran.lse, expected, (limit.lse, limit.lse))
 
-    def _error(self, backend: Backend, what: str, got: Tensor, exact: Tensor, limit: tuple[float, float]) -> None:
+    def _error(self, backend: LoadedBackend, what: str, got: Tensor, exact: Tensor, limit: tuple[float, float]) -> None:
         finite = exact.isfinite()
         error = (got.detach().cpu().double() - exact).abs()[finite]
         if not error.numel():

@@ -10,7 +10,7 @@ from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.oracle import SceneRunner, check, materialize
 
 if TYPE_CHECKING:
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
@@ -31,7 +31,7 @@ def require(condition: object, message: str) -> None:
         raise AssertionError(message)
 
 
-def load_for(subject: Subject, spec: RequestSpec, case: Case) -> Backend:
+def load_for(subject: Subject, spec: RequestSpec, case: Case) -> LoadedBackend:
     """Return the backend that serves a case of a request; in half of them, one whose block size was settled late."""
     requirements = case.requirements(**spec.engine)
     if requirements.paged and random.Random(f"late {spec}").random() < _LATE:

@@ -15,7 +15,7 @@ from attnplug.request import FIELDS, Device, near
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug.manifest import Constraint, Rule
     from attnplug.negotiation import Reason
     from attnplug.request import Requirements
@@ -65,7 +65,7 @@ class Subject:
         """Return why the candidate does not serve the requirements; nothing where it does."""
         return negotiate(self.candidate, Request(requirements, self.device)).objections
 
-    def load(self, requirements: Requirements) -> Backend:
+    def load(self, requirements: Requirements) -> LoadedBackend:
         """Return the backend for requirements, by the public entry point."""
         return load(requirements, self.device, backend=self.id)
 

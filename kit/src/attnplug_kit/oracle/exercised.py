@@ -13,10 +13,10 @@ from attnplug_kit.fields import CUTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_kit.oracle.scene import Scene
 
-    Observer = Callable[[Backend, Scene], None]
+    Observer = Callable[[LoadedBackend, Scene], None]
 
 _observers: Final[list[Observer]] = []
 
@@ -31,7 +31,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def passed(backend: Backend, scene: Scene) -> None:
+def passed(backend: LoadedBackend, scene: Scene) -> None:
     """Report a comparison that passed to the observers."""
     for observer in _observers:
         observer(backend, scene)
@@ -51,7 +51,7 @@ class Exercised:
     ranges: dict[str, tuple[float, float]] = field(factory=dict)
     sizes: dict[str, set[int]] = field(factory=dict)
 
-    def add(self, backend: Backend, scene: Scene) -> None:
+    def add(self, backend: LoadedBackend, scene: Scene) -> None:
         """Add a scene; an observer of `observing`."""
         for name, value in (*_of_batch(scene), *_of_request(backend, scene)):
             self._extend(name, value, value)
@@ -95,7 +95,7 @@ def _of_batch(scene: Scene) -> Iterator[tuple[str, int]]:
     yield from (("num_reqs", len(scene.case.query_lens)), ("num_tokens", scene.case.num_tokens))
 
 
-def _of_request(backend: Backend, scene: Scene) -> Iterator[tuple[str, float]]:
+def _of_request(backend: LoadedBackend, scene: Scene) -> Iterator[tuple[str, float]]:
     case, wanted = scene.case, backend.agreement.requirements
     longest = max((keys for _, keys in _running(scene)), default=0)
     for name, value in wanted.facts().items():
@@ -108,7 +108,7 @@ def _of_request(backend: Backend, scene: Scene) -> Iterator[tuple[str, float]]:
             yield "block_number", int(scene.block_table[row, : -(-keys // case.block_size)].max())
 
 
-def _sizes(backend: Backend, scene: Scene) -> Iterator[tuple[str, int]]:
+def _sizes(backend: LoadedBackend, scene: Scene) -> Iterator[tuple[str, int]]:
     """Yield sizes; that of blocks where a request has more than one of them."""
     wanted, case = backend.agreement.requirements, scene.case
     yield "head_size", wanted.head_size

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract import Backend, CacheTensor, KVCache
+    from attnplug.contract import CacheTensor, KVCache, LoadedBackend
 
 _LAYERS: Final = 2
 _WHOLE_NUMBERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,7 +17,7 @@ _POISON: Final = 0xFF
 """Every float of these bytes is NaN: who reads past a block without its stride shows it."""
 
 
-def bind_pool(backend: Backend, num_blocks: int, device: torch.device | str) -> KVCache:
+def bind_pool(backend: LoadedBackend, num_blocks: int, device: torch.device | str) -> KVCache:
     """
     Return a KV cache of a backend over a fresh pool, in the form and the layout of the agreement.
 

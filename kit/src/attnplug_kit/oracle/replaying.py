@@ -16,7 +16,7 @@ from attnplug_kit.oracle.scene import CANARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attnplug.contract import Backend, Batch, GraphBuffers, Metadata
+    from attnplug.contract import Batch, GraphBuffers, LoadedBackend, Metadata
     from attnplug_kit.oracle.scene import Paged, Scene
 
 
@@ -32,7 +32,7 @@ class ReplayRunner(SceneRunner):
         backend: Loaded for the requirements of the scenes, with a graph level.
         scenes: Batches whose cases differ in lengths only, padded to the rows of the shape.
         shape: The shape.
-        prepares: Whether the graph prepares itself (`MetadataBuilder.prepare`).
+        prepares: Whether the graph prepares itself (`StepBuilder.prepare`).
         options: Layer and state, as for `SceneRunner`.
 
     Attributes:
@@ -45,7 +45,7 @@ class ReplayRunner(SceneRunner):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: LoadedBackend,
         scenes: Sequence[Scene],
         shape: GraphShape,
         *,
@@ -112,7 +112,7 @@ class ReplayRunner(SceneRunner):
 
 
 def check_replays(
-    backend: Backend,
+    backend: LoadedBackend,
     scenes: Sequence[Scene],
     *,
     num_reqs: int,
@@ -153,7 +153,7 @@ def check_replays(
     return results
 
 
-def check_advanced_replays(backend: Backend, steps: Sequence[Scene], *, max_seq_len: int) -> None:
+def check_advanced_replays(backend: LoadedBackend, steps: Sequence[Scene], *, max_seq_len: int) -> None:
     """
     Capture the shape of decodes, build and replay the first step, advance its metadata for each later one and replay.
 
@@ -180,7 +180,7 @@ def check_advanced_replays(backend: Backend, steps: Sequence[Scene], *, max_seq_
         runner.replayed(call, step)
 
 
-def check_replays_without_build(backend: Backend, scenes: Sequence[Scene], *, max_seq_len: int) -> bool:
+def check_replays_without_build(backend: LoadedBackend, scenes: Sequence[Scene], *, max_seq_len: int) -> bool:
     """
     Capture a shape that reads a host's own tensors, write each scene into those on the device, replay, and compare.
 
@@ -230,7 +230,7 @@ def _widened(table: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(table, (0, columns - table.shape[1]))
 
 
-def check_shared_state(backends: Sequence[Backend], scenes: Sequence[Sequence[Scene]], shape: GraphShape) -> None:
+def check_shared_state(backends: Sequence[LoadedBackend], scenes: Sequence[Sequence[Scene]], shape: GraphShape) -> None:
     """
     Run layers of several agreements in one state: eager steps, and replays of one graph that holds all of them.
 

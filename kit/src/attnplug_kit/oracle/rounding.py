@@ -17,7 +17,7 @@ from attnplug.contract import is_narrow_float, torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attnplug.contract import Backend, KVCache
+    from attnplug.contract import KVCache, LoadedBackend
     from attnplug_kit.oracle.case import Case
 
 INT8_DTYPES: Final = ("int8", "int8_k")
@@ -121,7 +121,7 @@ def scales_of(
     return found
 
 
-def as_host_gives(query: Tensor, backend: Backend, rounding: Fp8Rounding | None) -> Tensor:
+def as_host_gives(query: Tensor, backend: LoadedBackend, rounding: Fp8Rounding | None) -> Tensor:
     """
     Return queries as a host passes them: in the dtype of an FP8 cache, if the backend leaves their quantization to it.
 

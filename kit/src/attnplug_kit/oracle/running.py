@@ -16,7 +16,7 @@ from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import Backend, Layer, Metadata, State
+    from attnplug.contract import Captures, Layer, LoadedBackend, Metadata
     from attnplug_kit.oracle.case import Case
     from attnplug_kit.oracle.scene import Scene
 
@@ -54,13 +54,13 @@ class SceneRunner:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: LoadedBackend,
         scene: Scene,
         *,
         layer: Layer | None = None,
         host_writes: bool = False,
         limits: Limits = _LIMITS,
-        state: State | None = None,
+        state: Captures | None = None,
     ) -> None:
         self.backend = backend
         writer, scales = "host" if host_writes else None, backend.impl_class.static_scales
@@ -75,7 +75,7 @@ class SceneRunner:
         return scene.paged(self.backend, device) if is_paged else scene.dense(device)
 
     def forward(self, call: Dense | Paged, metadata: Metadata, *, sinks: Tensor | None = None) -> None:
-        """Run a step that was built; `sinks` as of `AttentionImpl.forward`."""
+        """Run a step that was built; `sinks` as of `Attention.forward`."""
         cache = call.cache if isinstance(call, Paged) else None
         slots = call.batch.slot_mapping
         if self.impl.host_writes and cache is not None and call.key is not None:  # None: shared K/V are cached already
@@ -123,12 +123,12 @@ def longest_of(case: Case) -> int:
     return max(1, *case.seq_lens, *case.key_lens) + 3 * (case.lens_on_cpu != "exact")
 
 
-def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
+def run(backend: LoadedBackend, scene: Scene, *, host_writes: bool = False) -> RunResult:
     """Build and run one step within the tightest limits. Arguments as of `SceneRunner`."""
     return SceneRunner(backend, scene, host_writes=host_writes, limits=limits_of(scene)).run(scene)
 
 
-def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
+def check(backend: LoadedBackend, scene: Scene, *, host_writes: bool = False) -> RunResult:
     """
     Run a scene and compare output and LSE with the oracle's. Arguments as for `run`.
 
@@ -143,7 +143,7 @@ def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunRe
     return ran
 
 
-def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
+def compare(ran: RunResult, backend: LoadedBackend, scene: Scene) -> None:
     """
     Compare output and LSE with the oracle's.
 

@@ -26,7 +26,7 @@ from attnplug_kit.oracle.rounding import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from attnplug_kit.oracle.case import Case
 
 
@@ -216,7 +216,7 @@ class Scene:
 
     def paged(
         self,
-        backend: Backend,
+        backend: LoadedBackend,
         device: torch.device | str | None = None,
         *,
         written: bool = False,
@@ -259,7 +259,7 @@ class Scene:
     def _as_known(self, batch: Batch) -> Batch:
         return batch if self.case.lens_on_cpu == "exact" else with_inexact_lens(batch, self.case.lens_on_cpu)
 
-    def _check_agreed(self, backend: Backend) -> None:
+    def _check_agreed(self, backend: LoadedBackend) -> None:
         """The tensors fit no other agreement: slots are counted in the case's blocks."""
         agreement, case, requirements = backend.agreement, self.case, self.case.requirements()
         agreed = {name: getattr(agreement.requirements, name) for name in _SHAPING}
@@ -282,7 +282,7 @@ class Scene:
     def _custom_mask(self, device: torch.device | str | None) -> Tensor | None:
         return None if self.masks is None else torch.cat([mask.flatten() for mask in self.masks]).to(device)
 
-    def _fill_from_host(self, backend: Backend, cache: KVCache, *, written: bool) -> None:
+    def _fill_from_host(self, backend: LoadedBackend, cache: KVCache, *, written: bool) -> None:
         """Fill a cache on the CPU, and copy it: loops over slots are slow on a device."""
         here = backend.make_cache(self.num_blocks, device="cpu")
         self.fill(here, written=written or self.case.kv_sharing)

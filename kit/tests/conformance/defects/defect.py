@@ -312,9 +312,5 @@ class _Builder(TorchBuilder):
 class _Backend(TorchBackend):
     builder_class = _Builder
 
-    def swap_blocks(self, src, dst, src_to_dst):
-        self.defect.move(lambda: super(_Backend, self).swap_blocks(src, dst, src_to_dst), self, dst)
-
-    def copy_blocks(self, caches, src_to_dsts):
-        for cache in caches:
-            self.defect.move(lambda cache=cache: super(_Backend, self).copy_blocks([cache], src_to_dsts), self, cache)
+    def move_blocks(self, src, dst, pairs):
+        self.defect.move(lambda: super(_Backend, self).move_blocks(src, dst, pairs), self, dst)

@@ -7,10 +7,10 @@ from attnplug.torch_backend.backend import TorchBackend
 
 
 class MutantBackend(TorchBackend):
-    def swap_blocks(self, src, dst, src_to_dst):
+    def move_blocks(self, src, dst, pairs):
         values = dst.v
         held = values.clone()
-        super().swap_blocks(src, dst, src_to_dst)
+        super().move_blocks(src, dst, pairs)
         values.copy_(held)
 
 

@@ -18,7 +18,7 @@ from attnplug_blocksparse.warmup import run_warmup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphShape, Limits
+    from attnplug.contract import GraphShape, Limits, LoadedBackend
 
 _HOPPER: Final = (9, 0)
 """The compute capability with warpgroup MMA (wgmma); later ones lack it."""
@@ -93,7 +93,7 @@ class BlocksparseBackend(Backend):
         splits = self.decode_tiles.max_parts(limits.max_num_reqs, requested.num_kv_heads, self.multiprocessors)
         return split_bytes(splits, requested.num_q_heads, requested.head_size)
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Compile the kernels by a tiny step of each kind."""
         if shapes:
-            run_warmup(self)
+            run_warmup(self, loaded)

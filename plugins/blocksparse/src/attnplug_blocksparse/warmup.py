@@ -9,13 +9,13 @@ from attnplug.contract import Parallel, dummy_batch_of, warm_up
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnplug.contract import Batch
+    from attnplug.contract import Batch, LoadedBackend
     from attnplug_blocksparse.backend import BlocksparseBackend
 
 
-def run_warmup(backend: BlocksparseBackend) -> None:
+def run_warmup(backend: BlocksparseBackend, loaded: LoadedBackend) -> None:
     """Run decodes, and prefills with contiguous and with paged K/V, short and long."""
-    warm_up(backend, _batches(backend), parallel=_first_rank(backend))
+    warm_up(loaded, _batches(backend), parallel=_first_rank(backend))
 
 
 def _first_rank(backend: BlocksparseBackend) -> Parallel:

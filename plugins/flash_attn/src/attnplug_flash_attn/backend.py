@@ -15,7 +15,7 @@ from attnplug_flash_attn.warmup import run_each_pass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphShape, Limits
+    from attnplug.contract import GraphShape, Limits, LoadedBackend
     from attnplug_flash_attn.kernels.interface import Kernels
 
 
@@ -38,7 +38,7 @@ class FlashAttentionBackend(Backend):
             return 0
         return workspace_bytes(self.agreement, limits)
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Run a small step of each kind, which compiles the kernels that are compiled at first use."""
         if shapes:
-            run_each_pass(self)
+            run_each_pass(self, loaded)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Requirements
-    from attnplug.contract import AttentionImpl, Backend, KVCache
+    from attnplug.contract import AttentionImpl, Backend, KVCache, LoadedBackend
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.impl import FlashAttentionImpl
 
 
-def run_each_pass(backend: FlashAttentionBackend) -> None:
+def run_each_pass(backend: FlashAttentionBackend, loaded: LoadedBackend) -> None:
     """
     Run decodes, prefills, and a shared prefix if requested. All keys are in the null block.
 
@@ -31,10 +31,10 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
     """
     required = backend.agreement.requirements
     if required.dcp_size > 1:
-        impl = backend.make_impl(dummy_layer(backend))
-        _run_shard(backend, cast("FlashAttentionImpl", impl), backend.make_cache(2))
+        impl = loaded.make_impl(dummy_layer(loaded)).wrapped
+        _run_shard(backend, cast("FlashAttentionImpl", impl), loaded.make_cache(2))
     else:
-        warm_up(backend, _batches(backend))
+        warm_up(loaded, _batches(backend))
 
 
 def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: KVCache) -> None:

@@ -13,7 +13,7 @@ from attnplug_flashinfer.workspace import workspace_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphShape, Limits
+    from attnplug.contract import GraphShape, Limits, LoadedBackend
 
 
 class FlashInferBackend(Backend):
@@ -27,7 +27,7 @@ class FlashInferBackend(Backend):
         """Return the size of the library's float workspace in bytes."""
         return workspace_bytes(self.agreement, self.device_properties, limits)
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Compile every kernel that the agreement can use. None depends on the shape of a batch."""
         if shapes:
-            run_each_kind(self)
+            run_each_kind(loaded)

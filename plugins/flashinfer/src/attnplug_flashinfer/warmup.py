@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Agreement
-    from attnplug.contract import AttentionImpl, Backend
+    from attnplug.contract import AttentionImpl, LoadedBackend
 
 
-def run_each_kind(backend: Backend) -> None:
+def run_each_kind(backend: LoadedBackend) -> None:
     """Run a dummy request of each kind of wrapper, and a merge for cascade attention."""
     required, device = backend.agreement.requirements, backend.device
     lens = _query_lens(backend.agreement) if required.paged else [2]

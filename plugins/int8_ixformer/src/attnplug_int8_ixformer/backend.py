@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug import Agreement, Device
-    from attnplug.contract import GraphShape, Limits
+    from attnplug.contract import GraphShape, Limits, LoadedBackend
 
 
 class Int8Backend(Backend):
@@ -68,7 +68,7 @@ class Int8Backend(Backend):
         """Return the bytes that the provider needs."""
         return self.provider.workspace_bytes(limits)
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Compile the kernels by a tiny step of each kind."""
         if shapes:
-            run_warmup(self)
+            run_warmup(self, loaded)

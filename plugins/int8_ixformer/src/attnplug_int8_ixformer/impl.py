@@ -52,7 +52,7 @@ class Int8Impl(AttentionImpl):
         Raises:
             LayerError: No calibration file was configured.
         """
-        if "v_scale" not in self.cache_roles:
+        if "v_scale" not in kv_cache.tensors:
             return
         if self._value_scales is None:
             raise LayerError(

@@ -8,7 +8,7 @@ import attnplug
 
 if TYPE_CHECKING:
     from attnplug import Agreement, Device, Requirements, Selection
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
 
 CALIBRATE: Final = "int8_ixformer.calibrate"
 """The open feature that requests the observer."""
@@ -32,7 +32,7 @@ def choose(agreement: Agreement, device: Device) -> Selection:
     return attnplug.select(requirements_of(agreement), device, backend=_name_of(agreement))
 
 
-def load(agreement: Agreement, device: Device) -> Backend:
+def load(agreement: Agreement, device: Device) -> LoadedBackend:
     """
     Select and load the inner backend.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Batch, BatchSplit, GraphBuffers, GraphShape, Layer, Limits, State
+    from attnplug.contract import Batch, BatchSplit, GraphBuffers, GraphShape, Layer, Limits, LoadedBackend, State
 
 
 @frozen(eq=False, kw_only=True)
@@ -55,7 +55,7 @@ class ObserverImpl(AttentionImpl):
 
     def init_cache(self, kv_cache: Any) -> None:
         """Initialize the cache by the inner layer."""
-        self.inner.init_cache(kv_cache)
+        self.inner.wrapped.init_cache(kv_cache)
 
     def run(
         self,
@@ -109,7 +109,7 @@ class ObserverBackend(Backend):
     metadata_class = ObservedMetadata
 
     @cached_property
-    def inner(self) -> Backend:
+    def inner(self) -> LoadedBackend:
         """The inner backend."""
         return inner.load(self.agreement, self.device_properties)
 
@@ -126,6 +126,7 @@ class ObserverBackend(Backend):
         """Return the bytes that the inner backend needs, which a host counts as this backend's."""
         return self.inner.workspace_bytes(limits)
 
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Warm up the inner backend."""
+        del loaded
         self.inner.warmup(shapes)

@@ -57,7 +57,7 @@ def of_planes(planes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         raise CacheError(
             f"a level 2 cache has the shape {tuple(planes.shape)}, {planes.dtype} and strides {planes.stride()}",
             "the shape is (3, num_blocks, num_kv_heads, block_size, head_size) int8, contiguous",
-            "allocate that, or let Backend.make_cache allocate two tensors",
+            "allocate that, or let LoadedBackend.make_cache allocate two tensors",
         )
     values = planes[1:].view(-1).view(dtype).view(planes.shape[1:])
     return {"k": planes[0].transpose(1, 2), "v": values.transpose(1, 2)}

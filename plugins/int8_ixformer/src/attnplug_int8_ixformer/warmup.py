@@ -9,6 +9,7 @@ from attrs import evolve
 from attnplug.contract import dummy_batch_of, dummy_layer, warm_up
 
 if TYPE_CHECKING:
+    from attnplug.contract import LoadedBackend
     from attnplug_int8_ixformer.backend import Int8Backend
 
 LAYER: Final = "attnplug_int8_ixformer.warmup"
@@ -18,16 +19,16 @@ _SPLIT: Final = (1024, 8192)
 """Lengths of sequences that have few splits, and many: different kernels merge them."""
 
 
-def run_warmup(backend: Int8Backend) -> None:
+def run_warmup(backend: Int8Backend, loaded: LoadedBackend) -> None:
     """Run decodes with one, few and many splits, and prefills."""
     target = "earlier" if backend.agreement.requirements.kv_sharing else None
-    layer = evolve(dummy_layer(backend, LAYER), kv_sharing_target=target)
-    cache = backend.make_cache(2)
+    layer = evolve(dummy_layer(loaded, LAYER), kv_sharing_target=target)
+    cache = loaded.make_cache(2)
     if "v_scale" in cache:
         cache["v_scale"].fill_(1.0)
     agreement, device = backend.agreement, backend.device
     batches = (dummy_batch_of(agreement, device, [query], [seq]) for query, seq in _lengths(backend))
-    warm_up(backend, batches, layer=layer, kv_cache=cache)
+    warm_up(loaded, batches, layer=layer, kv_cache=cache)
 
 
 def _lengths(backend: Int8Backend) -> list[tuple[int, int]]:

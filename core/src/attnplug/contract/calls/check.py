@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from attnplug.contract._final import check_made, clashes
-from attnplug.contract.backend import Backend
-from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.guards.cache import CHOICES, by_phase
-from attnplug.contract.impl import AttentionImpl
-from attnplug.contract.metadata import Metadata
-from attnplug.contract.state import State
+from attnplug.contract.vendor import AttentionImpl, Backend, Metadata, MetadataBuilder, State
 from attnplug.errors import PluginContractError
 
 if TYPE_CHECKING:
@@ -26,7 +22,7 @@ _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     (
         "",
         Backend,
-        ("__init__", "cache_tensors", "workspace_bytes", "dummy_batch", "swap_blocks", "copy_blocks", "warmup"),
+        ("__init__", "cache_tensors", "workspace_bytes", "dummy_batch", "move_blocks", "warmup"),
     ),
     ("impl_class", AttentionImpl, ("__init__", "run", "run_profile", "update_kv_cache", "init_cache")),
     (
@@ -44,6 +40,32 @@ _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ),
     ("state_class", State, ("__init__",)),
 )
+# What a host calls on the handle, and what a plugin writes for it.
+_WRITTEN: Final[Mapping[str, Mapping[str, str]]] = {
+    "": {
+        "make_cache": "cache_tensors",
+        "bind_cache": "cache_tensors",
+        "make_impl": "impl_class",
+        "make_builder": "builder_class",
+        "make_state": "state_class",
+        "swap_blocks": "move_blocks",
+        "copy_blocks": "move_blocks",
+    },
+    "impl_class": {
+        "forward": "run",
+        "forward_op": "run",
+        "write_kv": "update_kv_cache",
+        "write_kv_op": "update_kv_cache",
+        "update_scales": "parameters_changed",
+    },
+    "builder_class": {
+        "build": "plan_batch",
+        "prepare": "prepare_in_graph",
+        "can_run_in_cudagraph": "can_capture",
+        "update_block_table": "replan_block_table",
+        "advance_step": "plan_next_step",
+    },
+}
 
 
 def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
@@ -63,25 +85,41 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
             "it returns a subclass of attnplug.contract.Backend, the class itself",
             "return the class from the hook",
         )
-    findings = [*_parts(cls), *_impl(cls), *_clashes(cls), *_signatures(cls)]
+    findings = [*_parts(cls), *_impl(cls), *_never_called(cls), *_signatures(cls)]
     if findings:
         raise PluginContractError(
             f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
             "a backend class has every part of the contract (attnplug.contract)",
-            f"mend the plugin of {plugin_id}, or block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
+            f"mend the plugin of {plugin_id} (`python -m attnplug_kit.upgrade FILE` helps with classes of before), or "
+            f"block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
         )
     return cls
 
 
-def check_backend(backend: Backend) -> Backend:
+def check_made(made: object, base: type) -> None:
     """
-    Return a backend that a plugin's class has constructed, if it is whole.
+    Check that the constructor of the contract ran: whoever overrides it may have left it out.
+
+    Args:
+        made: What a plugin's class constructed.
+        base: The class of the contract.
 
     Raises:
-        PluginContractError: The contract's constructor did not run, or what it set was replaced.
+        PluginContractError: It did not run.
     """
-    check_made(backend, Backend)
-    return backend
+    if not isinstance(made, base) or any(not hasattr(made, name) for name in _set_by_constructor(base)):
+        name, given = type(made).__name__, ", ".join([*inspect.signature(base).parameters])
+        raise PluginContractError(
+            f"{name} was constructed, and holds nothing of what {base.__name__} keeps",
+            f"whoever overrides {base.__name__}.__init__ calls it",
+            f"call super().__init__({given}) first in {name}.__init__",
+        )
+
+
+@cache
+def _set_by_constructor(base: type) -> tuple[str, ...]:
+    annotations = inspect.get_annotations(base)
+    return tuple(name for name, text in annotations.items() if not str(text).startswith("ClassVar"))
 
 
 def _parts(cls: type[Backend]) -> Iterator[str]:
@@ -134,12 +172,13 @@ def _abstract(what: str, cls: type) -> Iterator[str]:
         yield f"{what} does not implement {', '.join(missing)}"
 
 
-def _clashes(cls: type[Backend]) -> Iterator[str]:
-    yield from clashes(cls, Backend)
-    for part, base in (("impl_class", AttentionImpl), *_PARTS.items()):
-        owner = getattr(cls, part, None)
-        if isinstance(owner, type) and issubclass(owner, base):
-            yield from clashes(owner, base)
+def _never_called(cls: type[Backend]) -> Iterator[str]:
+    """What the engine calls on the handle never reaches a plugin's method of that name."""
+    for part, instead in _WRITTEN.items():
+        owner = getattr(cls, part, None) if part else cls
+        if isinstance(owner, type):
+            for name in [name for name in instead if hasattr(owner, name)]:
+                yield f"{owner.__name__}.{name} is never called: the engine calls {name}, write {instead[name]}"
 
 
 def _signatures(cls: type[Backend]) -> Iterator[str]:

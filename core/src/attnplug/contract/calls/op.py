@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.impl import AttentionImpl
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.attention import Attention
+    from attnplug.contract.vendor import Metadata
 
 _in_force: ContextVar[Mapping[str, Metadata | None] | None] = ContextVar("attnplug_metadata", default=None)
-_impls: WeakValueDictionary[int, AttentionImpl] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, Attention] = WeakValueDictionary()
 _handles: Final = count(1)
 
 
 @contextmanager
 def forward_context(metadata: Mapping[str, Metadata | None]) -> Iterator[None]:
     """
-    Put a step's metadata in force, for `AttentionImpl.forward_op`, in this thread or task alone.
+    Put a step's metadata in force, for `Attention.forward_op`, in this thread or task alone.
 
     Args:
         metadata: What each layer's builder returned, by layer name; None is a profiling run.
@@ -66,10 +66,10 @@ def metadata_in_force(layer: str) -> Metadata | None:
     return metadata[layer]
 
 
-def enlist(impl: AttentionImpl) -> int:
+def enlist(impl: Attention) -> int:
     """Return the number by which graphs name an implementation, as long as it lives."""
     handle = next(_handles)
-    _impls[handle] = impl
+    _layers[handle] = impl
     return handle
 
 
@@ -85,7 +85,7 @@ def cache_arguments(kv_cache: KVCache | None) -> tuple[list[Tensor], int]:
         raise CacheError(
             f"a KV cache of type {type(kv_cache).__name__} was given",
             "it is a KVCache, which was checked once, when it was bound",
-            "pass what Backend.make_cache or Backend.bind_cache returned",
+            "pass what LoadedBackend.make_cache or LoadedBackend.bind_cache returned",
         )
     return list(kv_cache.storages), kv_cache.handle
 
@@ -118,7 +118,7 @@ def _write_kv_op(key: Tensor, value: Tensor, memory: list[Tensor], kv_cache: int
     impl.write_kv(key[rows], value[rows], cache, slots[rows])
 
 
-def _host_rows(impl: AttentionImpl, metadata: Metadata, count: int) -> slice:
+def _host_rows(impl: Attention, metadata: Metadata, count: int) -> slice:
     """The rows that the host writes: those of the phases that `host_writes` names, as far as there are slots."""
     if impl.host_writes == {"prefill"} and impl.forward_writes:
         return slice(metadata.num_decode_tokens, count)
@@ -127,8 +127,8 @@ def _host_rows(impl: AttentionImpl, metadata: Metadata, count: int) -> slice:
     return slice(0, count)
 
 
-def _enlisted(layer: int) -> AttentionImpl:
-    impl = _impls.get(layer)
+def _enlisted(layer: int) -> Attention:
+    impl = _layers.get(layer)
     if impl is None:
         raise LayerError(
             f"layer number {layer} was run by a compiled graph",

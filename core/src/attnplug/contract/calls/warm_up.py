@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.attention import Attention
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.limits import Parallel
+    from attnplug.contract.loaded import LoadedBackend
 
 
 def warm_up(
-    backend: Backend,
+    backend: LoadedBackend,
     batches: Iterable[Batch],
     *,
     layer: Layer | None = None,
@@ -33,8 +33,8 @@ def warm_up(
     """
     Build and run a step of zeros for each batch. What is made for it is discarded: layer, KV cache, states, builders.
 
-    `Backend.warmup` calls it with a batch for each kernel that compiles. An LSE is computed where it was negotiated.
-    With `kv_in_cache` each step runs without K/V too.
+    `Backend.warmup` calls it with the `LoadedBackend` that it is given, and a batch for each kernel that compiles. An
+    LSE is computed where it was negotiated. With `kv_in_cache` each step runs without K/V too.
 
     Args:
         backend: The backend.
@@ -61,7 +61,7 @@ def warm_up(
             impl.forward(query, None, None, kv_cache, metadata, output, lse=lse)
 
 
-def dummy_layer(backend: Backend, name: str = "warm_up") -> Layer:
+def dummy_layer(backend: LoadedBackend, name: str = "warm_up") -> Layer:
     """Return a layer with the tensors that the requirements name: sinks and slopes of 0, scales of 1 per head."""
     requested, device = backend.agreement.requirements, backend.device
     scales: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def dummy_layer(backend: Backend, name: str = "warm_up") -> Layer:
     )
 
 
-def _rows(impl: AttentionImpl, tokens: int, size: int) -> Tensor | None:
+def _rows(impl: Attention, tokens: int, size: int) -> Tensor | None:
     """Return K or V of zeros; None for a layer that reads the KV cache of another."""
     if impl.layer.kv_sharing_target is not None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from weakref import WeakSet, ref
 
 from attrs import evolve
@@ -19,20 +19,63 @@ from attnplug.errors import BatchError, PluginContractError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-    from attnplug.contract.builder import MetadataBuilder
+    import torch
+
+    from attnplug.contract.graphs.persistent import PersistentInputs
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.exact import Lengths
+    from attnplug.contract.inputs.limits import Limits
     from attnplug.contract.inputs.phase import BatchSplit
-    from attnplug.contract.metadata import Metadata
-    from attnplug.contract.state import State
+    from attnplug.negotiation.agreement import Agreement
 
 _T = TypeVar("_T")
 
 
+class Built(Protocol):
+    """What buffers read of `Metadata`."""
+
+    @property
+    def graph(self) -> GraphBuffers | None:
+        """The buffers that it was built into."""
+
+
+class Builder(Protocol):
+    """What buffers read of `StepBuilder`."""
+
+    @property
+    def plan_groups(self) -> Mapping[Hashable, Sequence[Any]]:
+        """The layers by plan key."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What was negotiated."""
+
+    def dummy_batch(self, key: GraphShape) -> Batch:
+        """Return a batch of this shape for a capture."""
+
+
+class Owner(Protocol):
+    """What buffers read of `Captures`."""
+
+    backend: Any
+    limits: Limits
+    device: torch.device
+
+    @property
+    def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
+        """The buffers of all captured graphs, by their shape."""
+
+    def inputs(self, builder: Any) -> PersistentInputs:
+        """Return the tensors that the graphs of a builder read."""
+
+    def dummy_batch(self, key: GraphShape) -> Batch:
+        """Return a batch of this shape for a capture."""
+
+
 class GraphBuffers:
     """
-    The buffers of one captured shape. `State.graph` makes them.
+    The buffers of one captured shape. `Captures.graph` makes them.
 
     A host captures with the metadata of ``builder.build(graph.dummy_batch(builder), graph=graph)``. Before each replay
     it calls ``builder.build(batch, graph=graph)``: every tensor of the metadata keeps the address of the capture, and
@@ -46,14 +89,14 @@ class GraphBuffers:
             Otherwise batches are copied into the state's tensors.
     """
 
-    def __init__(self, state: State, key: GraphShape, *, host_owned_inputs: bool) -> None:
+    def __init__(self, state: Owner, key: GraphShape, *, host_owned_inputs: bool) -> None:
         self.state = state
         self.key = key
         self.max_seq_len = key.max_seq_len or state.limits.max_seq_len
         self.host_owned_inputs = host_owned_inputs
         self._kept: dict[Hashable, Any] = {}
-        self._latest: dict[MetadataBuilder, ref[Metadata]] = {}  # of builders that `_kept` holds
-        self._outdated: WeakSet[Metadata] = WeakSet()
+        self._latest: dict[Builder, ref[Built]] = {}  # of builders that `_kept` holds
+        self._outdated: WeakSet[Built] = WeakSet()
 
     def __repr__(self) -> str:
         return f"GraphBuffers({self.key}, of {self.state.backend.id})"
@@ -73,15 +116,15 @@ class GraphBuffers:
 
     # --- what a host calls ---
 
-    def dummy_batch(self, builder: MetadataBuilder | None = None) -> Batch:
+    def dummy_batch(self, builder: Builder | None = None) -> Batch:
         """
         Return a batch of this shape for the capture. It touches nothing but the null block.
 
         Args:
             builder: Whose agreement it is made for; None is that of the backend which made the state.
         """
-        backend = self.state.backend if builder is None else builder.backend
-        return backend.dummy_batch(evolve(self.key, max_seq_len=self.max_seq_len))
+        owner = self.state if builder is None else builder
+        return owner.dummy_batch(evolve(self.key, max_seq_len=self.max_seq_len))
 
     def fits(self, batch: Batch) -> bool:
         """
@@ -102,13 +145,13 @@ class GraphBuffers:
         # Most shapes of a state are too small: that is compared first, and alone.
         return batch.num_reqs <= self.key.num_reqs and next(_misfits(self, batch, lengths), None) is None
 
-    def is_captured(self, builder: MetadataBuilder) -> bool:
+    def is_captured(self, builder: Builder) -> bool:
         """Whether this builder has built into these buffers."""
         return ("captured", builder) in self._kept
 
-    def take(self, batch: Batch, lengths: Lengths, split: BatchSplit, builder: MetadataBuilder) -> BatchSplit:
+    def take(self, batch: Batch, lengths: Lengths, split: BatchSplit, builder: Builder) -> BatchSplit:
         """
-        Return a checked batch as the graph sees it, with the split of the graph's shape. `MetadataBuilder.build` calls
+        Return a checked batch as the graph sees it, with the split of the graph's shape. `StepBuilder.build` calls
         it.
 
         Args:
@@ -124,7 +167,7 @@ class GraphBuffers:
             raise BatchError(
                 f"a batch with {given} was given for the graph {self.key}",
                 expected,
-                "pass a batch that fits the graph (State.find_graph finds one), or build with graph=None",
+                "pass a batch that fits the graph (Captures.find_graph finds one), or build with graph=None",
             )
         self._outdate(builder)
         seen = self._as_seen(batch, builder)
@@ -139,7 +182,7 @@ class GraphBuffers:
         self._kept = {name: value for name, value in self._kept.items() if name in mark}
         self._latest = {builder: seen for builder, seen in self._latest.items() if self.is_captured(builder)}
 
-    def is_outdated(self, metadata: Metadata) -> bool:
+    def is_outdated(self, metadata: Built) -> bool:
         """
         Whether a later build has overwritten what metadata of these buffers reads, so that it is of no step any more.
 
@@ -147,18 +190,18 @@ class GraphBuffers:
         """
         return metadata in self._outdated
 
-    def _outdate(self, builder: MetadataBuilder) -> None:
+    def _outdate(self, builder: Builder) -> None:
         """Mark the metadata whose tensors are written now. The state's tensors serve all shapes of a builder."""
         kept = self._latest.pop(builder, None) if self.host_owned_inputs else self.state.inputs(builder).latest
         latest = None if kept is None else kept()
         if latest is not None and latest.graph is not None:
             latest.graph.outdate(latest)
 
-    def outdate(self, metadata: Metadata) -> None:
+    def outdate(self, metadata: Built) -> None:
         """Mark metadata of these buffers as overwritten."""
         self._outdated.add(metadata)
 
-    def _as_seen(self, batch: Batch, builder: MetadataBuilder) -> Batch:
+    def _as_seen(self, batch: Batch, builder: Builder) -> Batch:
         if self.host_owned_inputs:
             check_unmoved(self.share(("addresses", builder), lambda: addresses(batch)), batch)
             seen = as_captured(batch, self.key, self.max_seq_len)
@@ -171,18 +214,18 @@ class GraphBuffers:
         mask = kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens, running)
         return with_fields(seen, custom_mask=mask)
 
-    def _make_mask(self, builder: MetadataBuilder) -> GraphMask:
+    def _make_mask(self, builder: Builder) -> GraphMask:
         """Return the mask of this shape, in the memory of another shape where that is large enough."""
         others = (graph.mask_of(builder) for graph in self.state.graphs.values())
         return GraphMask(self.key, self.max_seq_len, [mask for mask in others if mask is not None], self.state.device)
 
-    def mask_of(self, builder: MetadataBuilder) -> GraphMask | None:
+    def mask_of(self, builder: Builder) -> GraphMask | None:
         """Return the mask that a builder has in these buffers, None where it has none."""
         return self._kept.get(("mask", builder))
 
-    def seal(self, metadata: Metadata, builder: MetadataBuilder, given: Batch) -> Metadata:
+    def seal(self, metadata: Built, builder: Builder, given: Batch) -> None:
         """
-        Compare metadata with that of the capture, and return it. `MetadataBuilder.build` calls it.
+        Compare metadata with that of the capture. `StepBuilder.build` calls it.
 
         Args:
             metadata: What the plugin built.
@@ -205,22 +248,21 @@ class GraphBuffers:
             else:
                 self.state.inputs(builder).latest = ref(metadata)
         self._kept["given", builder] = given
-        return metadata
 
-    def is_current(self, metadata: Metadata, builder: MetadataBuilder) -> bool:
+    def is_current(self, metadata: Built, builder: Builder) -> bool:
         """Whether metadata is that of the builder's capture, or of its last build, into these buffers."""
         latest = self._latest.get(builder) if self.host_owned_inputs else self.state.inputs(builder).latest
         return any(kept is not None and kept() is metadata for kept in (self._kept.get(("metadata", builder)), latest))
 
-    def prepares_itself(self, builder: MetadataBuilder) -> bool:
+    def prepares_itself(self, builder: Builder) -> bool:
         """Whether the graph has recorded the builder's `prepare_in_graph`."""
         return ("prepared", builder) in self._kept
 
-    def keep_prepared(self, builder: MetadataBuilder) -> None:
+    def keep_prepared(self, builder: Builder) -> None:
         """Note that the graph records the builder's `prepare_in_graph`."""
         self._kept["prepared", builder] = True
 
-    def given(self, builder: MetadataBuilder) -> Batch:
+    def given(self, builder: Builder) -> Batch:
         """Return the batch that this builder last built into these buffers, as the host gave it."""
         return cast("Batch", self._kept["given", builder])
 
@@ -284,7 +326,7 @@ def _num_slots(batch: Batch) -> int:
     return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
 
 
-def _refuse_changed(builder: MetadataBuilder, changed: Sequence[str]) -> None:
+def _refuse_changed(builder: Builder, changed: Sequence[str]) -> None:
     """Raise for metadata whose fields differ from those of the capture; plans are named by their layers."""
     plans = {f"plans[{key!r}]": impls[0].layer.name for key, impls in builder.plan_groups.items()}
     raise PluginContractError(

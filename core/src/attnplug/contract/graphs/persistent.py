@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
-    from attnplug.contract.metadata import Metadata
     from attnplug.negotiation.agreement import Agreement
 
 _OPTIONAL = ("encoder_seq_lens", "dcp_local_seq_lens")
@@ -53,7 +52,7 @@ class PersistentInputs:
         self._block_table = zeros(max_num_reqs, columns)
         self._slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.latest: ref[Metadata] | None = None  # what reads the values that are in here now
+        self.latest: ref[Any] | None = None  # what reads the values that are in here now
 
     def write(self, batch: Batch, key: GraphShape, max_seq_len: int) -> Batch:
         """

@@ -101,7 +101,7 @@ class BatchGuard:
             in_place: Whether a graph reads the batch's own tensors: then their padding is checked too.
 
         Raises:
-            ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
+            ContractError: The batch contradicts itself, the agreement or the limits; see `StepBuilder.build`.
         """
         counts = reqs, tokens, _, longest, _ = _counts_of(batch)
         most_reqs, most_tokens, most_keys = self._most

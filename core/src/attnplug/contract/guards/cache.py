@@ -156,7 +156,7 @@ class CacheGuard:
             f"{self.agreement.id} agreed on kv_cache_form={mine[0]!r}, kv_layout={mine[1]!r}: {'; '.join(expected)}",
             f"select again with {' or '.join(f'kv_cache_form={f!r}, kv_layout={n!r}' for f, n in served)}"
             if served
-            else "let Backend.make_cache allocate it, or view a pool of the agreed form with split_kv",
+            else "let LoadedBackend.make_cache allocate it, or view a pool of the agreed form with split_kv",
         )
 
     def _check_places(self, role: str, tensor: Tensor) -> None:
@@ -209,7 +209,7 @@ def refuse_cache(layer: str, agreement: Agreement, spec: CacheSpec | None, given
     raise CacheError(
         f"layer {layer!r} was given a KV cache of {what}",
         "it is a KVCache, which was checked once, when it was bound",
-        "pass what Backend.make_cache returned, or backend.bind_cache({'k': keys, 'v': values}) over your own memory",
+        "pass what make_cache returned, or backend.bind_cache({'k': keys, 'v': values}) over your own memory",
     )
 
 

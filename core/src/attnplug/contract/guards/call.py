@@ -125,7 +125,7 @@ class ForwardGuard:
         Whether the call is a profiling run.
 
         Raises:
-            ContractError: A tensor does not fit; see `AttentionImpl.forward`.
+            ContractError: A tensor does not fit; see `Attention.forward`.
         """
         tokens = self._check_rows("query", query, self._query_heads, self._query_dtype)
         device = query.device
@@ -189,7 +189,7 @@ class ForwardGuard:
         Check a cache write apart from forward, and return whether there is a cache: a profiling run has none.
 
         Raises:
-            ContractError: See `AttentionImpl.write_kv`.
+            ContractError: See `Attention.write_kv`.
         """
         if not self._host_writes:
             raise CacheError(
@@ -359,7 +359,7 @@ class ForwardGuard:
             raise CacheError(
                 f"layer {self._name!r} was given no cache",
                 "paged=True was negotiated; only a profiling run has none, and its metadata is None",
-                "pass the cache that Backend.make_cache or Backend.bind_cache returned",
+                "pass the cache that LoadedBackend.make_cache or LoadedBackend.bind_cache returned",
             )
         self._check_bound(kv_cache, device)
         if metadata.highest_block >= kv_cache.num_blocks:

@@ -34,7 +34,7 @@ class Batch:
 
     A batch describes one step: its tensors are not changed while it is in use (graph buffers belong
     to `State`). Every name ending in ``_cpu`` is the host's copy of the device tensor of that name; where the tensor
-    itself is on the CPU it is its own copy and need not be given twice. The guards of `MetadataBuilder.build` read host
+    itself is on the CPU it is its own copy and need not be given twice. The guards of `StepBuilder.build` read host
     copies alone.
 
     Attributes:

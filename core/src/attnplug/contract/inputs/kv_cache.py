@@ -195,7 +195,7 @@ def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 @frozen(eq=False, repr=False)
 class KVCache:
     """
-    One layer's KV cache: views of memory that a host owns, checked once (`Backend.bind_cache`, `Backend.make_cache`).
+    One layer's KV cache: views of memory that a host owns, checked once (`bind_cache`, `make_cache`).
 
     Attributes:
         tensors: The views by role: ``"k"``, ``"v"``, and what else the backend describes.

@@ -35,7 +35,7 @@ class Layer:
     """
     One layer's values and learned tensors.
 
-    A value left None means "as agreed": `Backend.make_impl` fills it in from the agreement, and refuses a value that
+    A value left None means "as agreed": `make_impl` fills it in from the agreement, and refuses a value that
     differs from it. A tensor that was requested in the requirements has to be there, and one that was not is refused.
 
     Attributes:

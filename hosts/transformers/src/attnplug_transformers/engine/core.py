@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from attnplug import Selection
-    from attnplug.contract import AttentionImpl
+    from attnplug.contract import Attention
     from attnplug.request import BackendNames, Options
 
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class EngineCore:
         return {name: self._groups.plan[layer.spec.name] for name, layer in layers.items()}
 
     @property
-    def implementations(self) -> dict[str, AttentionImpl]:
+    def implementations(self) -> dict[str, Attention]:
         """The implementation of each attention layer, under the same names: some record statistics of their layer."""
         return {name: layer.impl for name, layer in self._groups.by_module_name(self.model).items()}
 

@@ -13,7 +13,7 @@ from attnplug.contract import GraphBuffers, GraphShape, capture
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attnplug.contract import Metadata, MetadataBuilder
+    from attnplug.contract import Metadata, StepBuilder
     from attnplug_transformers.engine.runner import Inputs
 
 _SMALL: Final = (1, 2, 4, 8)
@@ -71,7 +71,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        builders: Sequence[MetadataBuilder],
+        builders: Sequence[StepBuilder],
         forward: Callable[[Tensor, Tensor, None, Sequence[Metadata]], Tensor],
         device: torch.device,
     ) -> None:

@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug import Plan, plan
-from attnplug.contract import Backend, Layer
+from attnplug.contract import Layer, LoadedBackend
 from attnplug.dense import device_of
 from attnplug.errors import LimitsError, NotNegotiatedError
 from attnplug_transformers.call import tensor_version
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from attnplug.contract import AttentionImpl, KVCache, Limits, MetadataBuilder
+    from attnplug.contract import Attention, KVCache, Limits, StepBuilder
     from attnplug.request import BackendNames, Options, Requirements
     from attnplug_transformers.call import AttentionCall, CallSignature
 
@@ -109,7 +109,7 @@ class PagedLayer:
     """
 
     spec: LayerSpec
-    impl: AttentionImpl
+    impl: Attention
     group: int
 
 
@@ -126,7 +126,7 @@ class Groups:
     """
 
     plan: Plan
-    backends: tuple[Backend, ...]
+    backends: tuple[LoadedBackend, ...]
     layers: tuple[PagedLayer, ...]
     block_size: int
 
@@ -189,7 +189,7 @@ class Groups:
         """Return the bytes of all workspaces."""
         return sum(backend.workspace_bytes(limits) for backend in self._state_owners(limits).values())
 
-    def make_builders(self, limits: Limits) -> tuple[MetadataBuilder, ...]:
+    def make_builders(self, limits: Limits) -> tuple[StepBuilder, ...]:
         """Return the builder of each group; those of one backend share a state, and with it a workspace."""
         states = {name: backend.make_state(limits) for name, backend in self._state_owners(limits).items()}
         return tuple(
@@ -197,13 +197,13 @@ class Groups:
             for number, backend in enumerate(self.backends)
         )
 
-    def _state_owners(self, limits: Limits) -> dict[str, Backend]:
+    def _state_owners(self, limits: Limits) -> dict[str, LoadedBackend]:
         """Return by id the backend that needs the largest workspace: its state serves the other groups."""
         ordered = sorted(self.backends, key=lambda backend: backend.workspace_bytes(limits))
         return {backend.id: backend for backend in ordered}
 
 
-def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
+def _make_layer(spec: LayerSpec, backend: LoadedBackend, group: int) -> PagedLayer:
     sinks = spec.sinks[0]
     layer = Layer(
         name=spec.name,
@@ -215,7 +215,7 @@ def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
     return PagedLayer(spec, backend.make_impl(layer), group)
 
 
-def _check_shared_form(layer: PagedLayer, backend: Backend, owner: Backend) -> None:
+def _check_shared_form(layer: PagedLayer, backend: LoadedBackend, owner: LoadedBackend) -> None:
     """Compare the KV cache that a layer reads with the one that its backend expects."""
     if backend is not owner and _form_of(backend) != _form_of(owner):
         raise NotNegotiatedError(
@@ -225,7 +225,7 @@ def _check_shared_form(layer: PagedLayer, backend: Backend, owner: Backend) -> N
         )
 
 
-def _form_of(backend: Backend) -> tuple[object, ...]:
+def _form_of(backend: LoadedBackend) -> tuple[object, ...]:
     """Return all that a KV cache of a backend is."""
     agreement = backend.agreement
     return backend.cache_tensors(2), agreement.kv_cache_form, agreement.kv_layout

@@ -19,7 +19,7 @@ from attnplug_transformers.engine.model_attention import StepAttention, placehol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from attnplug.contract import KVCache, Metadata, MetadataBuilder
+    from attnplug.contract import KVCache, Metadata, StepBuilder
     from attnplug_transformers.engine.layers import Groups
     from attnplug_transformers.engine.schedule import Step
 
@@ -100,7 +100,7 @@ class Runner:
             self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
         )
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._builders: Sequence[MetadataBuilder] = ()
+        self._builders: Sequence[StepBuilder] = ()
         self._caches: Mapping[str, KVCache] = {}
         self._graphs: DecodeGraphs | None = None
 
@@ -117,7 +117,7 @@ class Runner:
         rows = torch.arange(min(num_rows, num_tokens), device=self.device)
         self.forward(ids, positions, rows, ())
 
-    def init_caches(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, KVCache]) -> None:
+    def init_caches(self, builders: Sequence[StepBuilder], caches: Mapping[str, KVCache]) -> None:
         """Set the builder of each group and the KV cache of each layer, by name. All steps but `profile` need them."""
         self.free()
         self._builders, self._caches = builders, caches

@@ -1,38 +1,36 @@
-"""Owns the workspace and the graph buffers: one object per backend, variant and device."""
+"""The state that the builders of one backend share, as a host has it: graph buffers, and the steps built into them."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
 from attrs import frozen
 
-from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import allows_graphs, check_key
 from attnplug.contract.guards.batch import check_batches
 from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
-from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
 
+    import torch
     from torch import Tensor
 
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.exact import Lengths
-    from attnplug.contract.inputs.limits import Limits
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.inputs.limits import Limits, Parallel
+    from attnplug.contract.loaded import LoadedBackend
+    from attnplug.contract.step_builder import StepBuilder
+    from attnplug.contract.vendor import Metadata, State
     from attnplug.negotiation.agreement import Agreement
 
 
@@ -47,7 +45,7 @@ class Step:
     """
 
     graph: GraphBuffers | None
-    metadata: Mapping[MetadataBuilder, Metadata]
+    metadata: Mapping[StepBuilder, Metadata]
 
     def __repr__(self) -> str:
         return f"Step(graph={self.graph}, built by {', '.join(map(repr, self.metadata))})"
@@ -66,81 +64,51 @@ class Capture:
 
     max_batch_size: int
     marks: Mapping[GraphBuffers, frozenset[Hashable]]
-    builders: frozenset[MetadataBuilder]
+    builders: frozenset[StepBuilder]
 
 
-class State:
+class Captures:
     """
-    Owns the workspace and the graph buffers that all builders of one backend share. Plugins subclass it for what else
-    must outlive a step. Everything in it is used in the order of one stream: microbatches on separate streams have
-    separate states. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
-    request pads to the null block in a separate tensor.
+    The graph buffers of the builders that share a state, made by `LoadedBackend.make_state`.
 
-    Several agreements of one backend and variant may share a state: windowed and full layers of one cache group, say.
-    Its workspace has the size that any of them needs.
+    Everything in it is used in the order of one stream: microbatches on separate streams have separate states. Several
+    agreements of one backend and variant may share it: windowed and full layers of one cache group, say.
 
     Attributes:
+        wrapped: The vendor's state: the workspace, and what else outlives a step.
         backend: The backend that made it.
         limits: The most that batches will need.
         parallel: The ranks that share the model.
         device: Where its tensors are.
     """
 
-    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
-    backend: Backend
-    limits: Limits
-    device: torch.device
-    parallel: Parallel
-    _workspace: Tensor | None
-    _workspace_bytes: int | None
-    _agreements: tuple[Agreement, ...]
-    _graphs: dict[GraphShape, GraphBuffers]
-    _inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs]
-    _most_reqs: int
-    _capture: Capture | None
-    _lock: Any
-
-    def __init__(
-        self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None
-    ) -> None:
+    def __init__(self, state: State, backend: LoadedBackend) -> None:
+        self.wrapped = state
         self.backend = backend
-        self.limits = limits
-        self.device = device
-        self.parallel = Parallel() if parallel is None else parallel
-        self._workspace = None
-        self._workspace_bytes = None
-        self._agreements = (backend.agreement,)
-        self._graphs = {}
-        self._inputs = WeakKeyDictionary()  # a builder that is garbage-collected frees its graphs' inputs
+        self.limits: Limits = state.limits
+        self.parallel: Parallel = state.parallel
+        self.device: torch.device = state.device
+        self._agreements: tuple[Agreement, ...] = (backend.agreement,)
+        self._graphs: dict[GraphShape, GraphBuffers] = {}
+        # Weak: a builder that is garbage-collected frees its graphs' inputs.
+        self._inputs: WeakKeyDictionary[StepBuilder, PersistentInputs] = WeakKeyDictionary()
         self._most_reqs = 0
-        self._capture = None
+        self._capture: Capture | None = None
         self._lock = Lock()
-        keep_attributes(self)
 
     def __repr__(self) -> str:
         most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"
-        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} graphs)"
-
-    # --- what a plugin uses ---
-
-    @property
-    def workspace(self) -> Tensor:
-        """
-        ``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order.
-
-        It has the size that the agreements of all builders need. A builder for an agreement that needs more replaces
-        it by a larger one, as long as no graph holds it: what a plugin keeps of it stays valid, and large enough for
-        the plugin's agreement.
-        """
-        if self._workspace is None:
-            with outside_inference_mode():
-                self._workspace = torch.zeros(self._workspace_size(), dtype=torch.uint8, device=self.device)
-        return self._workspace
+        name = type(self.wrapped).__name__
+        return f"{name}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} graphs)"
 
     # --- what a host calls ---
 
-    @final
-    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
+    @property
+    def workspace(self) -> Tensor:
+        """``(workspace_bytes,)`` uint8: the vendor's `State.workspace`."""
+        return self.wrapped.workspace
+
+    def begin_forward(self, batches: Mapping[StepBuilder, Batch], *, key: GraphShape | None = None) -> Step:
         """
         Pick a graph, or none, and build the step.
 
@@ -150,15 +118,14 @@ class State:
                 takes the smallest that fits.
 
         Raises:
-            ContractError: A batch is refused; see `MetadataBuilder.build`.
+            ContractError: A batch is refused; see `StepBuilder.build`.
             LimitsError: There is no graph for the key.
         """
         check_batches(batches)
         graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
         return Step(graph, {builder: builder.build(batch, graph=graph) for builder, batch in batches.items()})
 
-    @final
-    def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
+    def find_graph(self, batches: Mapping[StepBuilder, Batch]) -> GraphBuffers | None:
         """
         Return the smallest graph that all these builders have captured and all their batches fit, or None.
 
@@ -183,7 +150,6 @@ class State:
         found = [graph for graph in self._graphs.values() if _serves(graph, batches, seen)]
         return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
-    @final
     def begin_capture(self, max_batch_size: int) -> None:
         """
         Open a capture: until `end_capture` or `abort_capture`, `graph` makes buffers.
@@ -213,19 +179,17 @@ class State:
                 _refuse(max_batch_size, "another capture of this state is active")
             if self._graphs and max_batch_size > self._most_reqs:
                 _refuse(max_batch_size, f"its graph buffers were made for {self._most_reqs}, and are still held")
-            _ = self.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
+            _ = self.wrapped.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
             if not self._graphs:
                 self._inputs.clear()  # made for batches of another size
                 self._most_reqs = max_batch_size
             marks = {graph: graph.mark() for graph in self._graphs.values()}
             self._capture = Capture(max_batch_size, marks, frozenset(self._inputs))
 
-    @final
     def end_capture(self) -> None:
         """Close the capture and keep its buffers, until `release_graphs`. Without an active capture, do nothing."""
         self._capture = None
 
-    @final
     def abort_capture(self) -> None:
         """
         Close the capture and release what it made: its buffers, and what it added to buffers from before.
@@ -243,7 +207,6 @@ class State:
             for builder in set(self._inputs) - (capture.builders if self._graphs else set()):
                 del self._inputs[builder]
 
-    @final
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
         """
@@ -261,7 +224,6 @@ class State:
             raise
         self.end_capture()
 
-    @final
     def graph(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
         Return the buffers of a shape; while a capture is active they are made if need be.
@@ -285,12 +247,10 @@ class State:
         )
 
     @property
-    @final
     def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
         """The buffers of all captured graphs, by their shape."""
         return MappingProxyType(self._graphs)
 
-    @final
     def release_graphs(self) -> None:
         """Release all graph buffers and what they hold. The graphs that were captured with them cannot be replayed."""
         self._graphs.clear()
@@ -298,7 +258,11 @@ class State:
 
     # --- machinery ---
 
-    def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
+    def dummy_batch(self, key: GraphShape) -> Batch:
+        """Return a batch of this shape for a capture, of the agreement that the state was made for."""
+        return self.backend.dummy_batch(key)
+
+    def inputs(self, builder: StepBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
         found = self._inputs.get(builder)
         if found is None:  # agreements that share a state may differ in their block size
@@ -311,35 +275,30 @@ class State:
         """Whether buffers are those of their shape, and were not released."""
         return self._graphs.get(graph.key) is graph
 
-    def reserve_workspace(self, backend: Backend) -> None:
+    def reserve_workspace(self, agreement: Agreement, needed: int) -> None:
         """
-        Make the workspace as large as a further agreement needs it. `Backend.make_builder` calls it.
+        Make the workspace as large as a further agreement needs it. `LoadedBackend.make_builder` calls it.
 
         Raises:
             LimitsError: Graphs hold the workspace, and it is too small.
         """
-        needed, given = backend.workspace_bytes(self.limits), self._workspace_size()
+        given = self.wrapped.workspace_bytes
         if needed <= given:
             return
         with self._lock:
             if self._graphs or self._capture is not None:
                 raise LimitsError(
-                    f"a builder of {backend.id} was given a state with a workspace of {given} bytes, which graphs hold",
+                    f"a builder of {agreement.id} was given a state of a workspace of {given} bytes, which graphs hold",
                     f"this agreement needs {needed}",
                     "make all builders of a state before its first capture, or release_graphs() first",
                 )
-            self._workspace_bytes, self._workspace = needed, None
+            self.wrapped.enlarge(needed)
 
     def join(self, agreement: Agreement) -> None:
-        """Let the builders of another agreement share this state. `Backend.make_builder` calls it."""
+        """Let the builders of another agreement share this state. `LoadedBackend.make_builder` calls it."""
         with self._lock:
             if agreement not in self._agreements:
                 self._agreements = (*self._agreements, agreement)
-
-    def _workspace_size(self) -> int:
-        if self._workspace_bytes is None:
-            self._workspace_bytes = self.backend.workspace_bytes(self.limits)
-        return self._workspace_bytes
 
     def _make_graph(self, key: GraphShape, *, host_owned_inputs: bool) -> GraphBuffers | None:
         """Make the buffers of a shape, once; return None outside a capture."""
@@ -354,8 +313,8 @@ class State:
 
 def _serves(
     graph: GraphBuffers,
-    batches: Mapping[MetadataBuilder, Batch],
-    seen: Mapping[MetadataBuilder, tuple[Batch, Lengths]],
+    batches: Mapping[StepBuilder, Batch],
+    seen: Mapping[StepBuilder, tuple[Batch, Lengths]],
 ) -> bool:
     """Whether a graph takes the batches: as the host gave them where it owns the inputs, else made exact."""
     for builder, (exact, lengths) in seen.items():

@@ -1,26 +1,22 @@
-"""One backend bound to an agreement: where a host gets its cache, implementations, builders and state."""
+"""One backend, as a host has it: where it gets its cache, layers, builders and state."""
 
 from __future__ import annotations
 
-from abc import ABC
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from attnplug.contract._final import check_made, final, keep_attributes
-from attnplug.contract.builder import MetadataBuilder, check_supports_graphs
-from attnplug.contract.calls.block_copy import check_blocks, check_movable, copy_between, to_pairs
-from attnplug.contract.graphs.dummy import dummy_batch
+from attnplug.contract.attention import Attention
+from attnplug.contract.calls.block_copy import check_blocks, check_movable, to_pairs
+from attnplug.contract.calls.check import check_made
+from attnplug.contract.captures import Captures
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
-from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.memory import check_cache_writable
-from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.cache_form import allocate_kv
-from attnplug.contract.inputs.kv_cache import CacheTensor, KVCache, torch_dtype
 from attnplug.contract.inputs.limits import Parallel, check_limits
-from attnplug.contract.metadata import Metadata
-from attnplug.contract.state import State
+from attnplug.contract.step_builder import StepBuilder, check_supports_graphs
+from attnplug.contract.vendor import AttentionImpl, Backend, MetadataBuilder, State
 from attnplug.errors import CacheError, LayerError, LimitsError, NotNegotiatedError, PluginContractError, shown
 from attnplug.request.domains import MOST
 
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.inputs.kv_cache import CacheSpec
+    from attnplug.contract.inputs.kv_cache import CacheSpec, CacheTensor, KVCache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -40,98 +36,87 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
 
 
-class Backend(ABC):
+class LoadedBackend:
     """
-    A backend, bound to what was negotiated. A plugin sets `impl_class`, and the other classes where the defaults do not
-    suit. `attnplug_backend`, the plugin's hook, returns the class; `attnplug.load` constructs it.
+    A vendor's backend and what core checks around it. `attnplug.load` returns it.
+
+    Args:
+        backend: The vendor's backend.
+        selection: The decision that it carries out; None where it was constructed by hand.
+        kv_cache_forms: The forms of a KV cache that the variant declares, in order of preference.
 
     Attributes:
-        impl_class: The attention of one layer, with the kernels.
-        builder_class: Turns a batch into metadata, once per step; override it where the kernels plan.
-        metadata_class: What the builder returns; extend it for tensors that the kernels read besides the batch.
-        state_class: Owns workspace and graph buffers; extend it for what else outlives a step.
-        cache_alignment: Bytes of which addresses and strides of keys and values are multiples, where `cache_tensors` is
-            the default.
+        wrapped: The vendor's backend.
         agreement: What was negotiated.
         device_properties: The device that was selected for: vendor, compute capability, number of multiprocessors.
-        selection: The decision that this backend carries out. `attnplug.load` sets it, after the constructor.
-        kv_cache_forms: The forms of a KV cache that the variant declares, in order of preference. `attnplug.load` sets
-            it too.
+        selection: The decision.
+        kv_cache_forms: The declared forms.
+        impl_class: The vendor's class of layers.
     """
 
-    impl_class: ClassVar[type[AttentionImpl]]
-    builder_class: ClassVar[type[MetadataBuilder]] = MetadataBuilder
-    metadata_class: ClassVar[type[Metadata]] = Metadata
-    state_class: ClassVar[type[State]] = State
-    cache_alignment: ClassVar[int] = 1
-
-    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
-    agreement: Agreement
-    device_properties: Device
-    selection: Decision
-    kv_cache_forms: tuple[str, ...]
-    _cache_spec: CacheSpec | None
-
-    def __init__(self, agreement: Agreement, device: Device) -> None:
-        self.agreement = agreement
-        self.device_properties = device
-        self.kv_cache_forms = ()
-        self._cache_spec = None
-        keep_attributes(self)  # last: `check_backend` compares these with what a subclass's constructor leaves
+    def __init__(
+        self, backend: Backend, selection: Decision | None = None, kv_cache_forms: tuple[str, ...] = ()
+    ) -> None:
+        check_made(backend, Backend)
+        self.wrapped = backend
+        self.agreement: Agreement = backend.agreement
+        self.device_properties: Device = backend.device_properties
+        self.selection: Any = selection
+        self.kv_cache_forms = kv_cache_forms
+        self.impl_class: type[AttentionImpl] = backend.impl_class
+        self._cache_spec: CacheSpec | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, on {self.device})"
+        return repr(self.wrapped)
 
-    # --- what a plugin overrides, and a host calls ---
+    # --- what a host calls ---
 
-    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """
-        Describe one layer's KV cache: the roles ``"k"`` and ``"v"``, and what else is kept for its blocks or the layer.
+    @property
+    def name(self) -> str:
+        """The backend's name, such as ``"flash_attn"``."""
+        return self.agreement.backend
 
-        The default is keys ``(num_blocks, block_size, num_kv_heads, head_size)`` and values
-        ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
-        the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says. Further roles are in
-        memory as described. Dense agreements have no cache.
+    @property
+    def variant(self) -> str:
+        """The variant's name, such as ``"fa3"``."""
+        return self.agreement.variant
 
-        Args:
-            num_blocks: Blocks of the cache, the null block 0 included.
-        """
-        requested = self.agreement.requirements
-        if not requested.paged:
-            return {}
-        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), requested.num_kv_heads
-        size = self.agreement.block_size or 1  # an agreement with pages always has a block size
-        order = (0, 2, 1, 3) if self.agreement.kv_layout == "HND" else (0, 1, 2, 3)
-        widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
-        return {
-            role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order, alignment=self.cache_alignment)
-            for role, width in widths.items()
-        }
+    @property
+    def id(self) -> str:
+        """``"backend/variant"``, the same in every process."""
+        return self.agreement.id
 
-    # --- what a plugin overrides ---
+    @property
+    def device(self) -> torch.device:
+        """The device type that was selected for."""
+        return self.wrapped.device
 
-    def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the workspace that batches within these limits need. The default is 0."""
-        del limits
-        return 0
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block adds to one layer's cache; 0 without a cache."""
+        specs = {} if self._spec() is None else self.cache_tensors(2)
+        return sum(one.nbytes // 2 for one in specs.values() if one.block_axis is not None)
 
     @property
     def supports_max_num_splits(self) -> bool:
-        """Whether `Limits.max_num_splits` is kept. Where it is not, as by default, limits that name one are refused."""
-        return False
+        """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
+        return self.wrapped.supports_max_num_splits
 
-    # --- what a plugin overrides, and a host calls ---
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """Describe one layer's KV cache of so many blocks, the null block 0 included; see `Backend.cache_tensors`."""
+        return self.wrapped.cache_tensors(num_blocks)
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the workspace that batches within these limits need."""
+        return self.wrapped.workspace_bytes(limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
-        del shapes
+        """Compile and load what the first use of these batch shapes would."""
+        self.wrapped.warmup(self, shapes)
 
     def dummy_batch(self, key: GraphShape) -> Batch:
-        """
-        Return a valid batch of this shape that touches nothing but the null block: for warm-up, captures, and ranks
-        that have to run the model without having requests.
-        """
-        return dummy_batch(self.agreement, key, self.device)
+        """Return a valid batch of this shape that touches nothing but the null block; see `Backend.dummy_batch`."""
+        return self.wrapped.dummy_batch(key)
 
     def swap_blocks(self, src: KVCache, dst: KVCache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
         """
@@ -150,7 +135,7 @@ class Backend(ABC):
         """
         pairs = to_pairs(src_to_dst)
         self._check_move(src, dst, pairs, first=0)
-        self._move(src, dst, pairs)
+        self.wrapped.move_blocks(src, dst, pairs)
 
     def copy_blocks(
         self, caches: Iterable[KVCache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
@@ -170,45 +155,10 @@ class Backend(ABC):
         for cache in layers:
             self._check_move(cache, cache, pairs, first=1)
         for cache in layers:
-            self._move(cache, cache, pairs)
+            self.wrapped.move_blocks(cache, cache, pairs)
 
-    # --- what a plugin uses ---
-
-    @property
-    @final
-    def name(self) -> str:
-        """The backend's name, such as ``"flash_attn"``."""
-        return self.agreement.backend
-
-    @property
-    @final
-    def variant(self) -> str:
-        """The variant's name, such as ``"fa3"``."""
-        return self.agreement.variant
-
-    @property
-    @final
-    def id(self) -> str:
-        """``"backend/variant"``, the same in every process."""
-        return self.agreement.id
-
-    @property
-    @final
-    def device(self) -> torch.device:
-        """The device type that was selected for."""
-        return torch.device(self.device_properties.type)
-
-    # --- what a host calls ---
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes that one block adds to one layer's cache; 0 without a cache."""
-        specs = {} if self._spec() is None else self.cache_tensors(2)
-        return sum(one.nbytes // 2 for one in specs.values() if one.block_axis is not None)
-
-    @final
     def make_cache(
-        self, num_blocks: int, device: torch.device | str | None = None, *, impl: AttentionImpl | None = None
+        self, num_blocks: int, device: torch.device | str | None = None, *, impl: Attention | None = None
     ) -> KVCache:
         """
         Return a fresh cache of one layer, in the agreed form.
@@ -235,16 +185,15 @@ class Backend(ABC):
                 else "pass kv_cache=None to forward",
             )
         target = self.device if device is None else torch.device(device)
-        further = {role: one for role, one in self.cache_tensors(num_blocks).items() if role not in ("k", "v")}
+        further = {role: one for role, one in self.wrapped.cache_tensors(num_blocks).items() if role not in ("k", "v")}
         tensors = {role: one.allocate(target) for role, one in further.items()}
         return self.bind_cache({**allocate_kv(spec, num_blocks, target), **tensors}, impl=impl)
 
-    @final
-    def bind_cache(self, tensors: Mapping[str, Tensor], *, impl: AttentionImpl | None = None) -> KVCache:
+    def bind_cache(self, tensors: Mapping[str, Tensor], *, impl: Attention | None = None) -> KVCache:
         """
         Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay.
 
-        This is where strides are checked, once: `AttentionImpl.forward` then only recognizes what was bound.
+        This is where strides are checked, once: `Attention.forward` then only recognizes what was bound.
 
         Args:
             tensors: A view for each role of `cache_tensors`, of its shape but for the number of blocks. The strides of
@@ -264,13 +213,12 @@ class Backend(ABC):
             )
         cache = CacheGuard(self.agreement, spec, self.kv_cache_forms).bind(tensors)
         if impl is not None:
-            impl.init_cache(cache)
+            impl.wrapped.init_cache(cache)
         return cache
 
-    @final
-    def make_impl(self, layer: Layer) -> AttentionImpl:
+    def make_impl(self, layer: Layer) -> Attention:
         """
-        Return the implementation of one layer, which is first completed from the agreement.
+        Return one layer, which is first completed from the agreement.
 
         Values of its tensors are read and checked: call it after the weights are loaded.
 
@@ -278,36 +226,24 @@ class Backend(ABC):
             NotNegotiatedError: The layer has what was not requested, or lacks what was.
             LayerError: A value of the layer is wrong in itself.
             TensorError: A tensor has the wrong shape, dtype or device.
+            PluginContractError: The plugin's implementation is not whole.
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
         if completed.sinks_with_call:
             self._check_late_parameters(layer)
         # The layer is complete before the plugin sees it, so that no plugin has to resolve defaults.
-        impl = self.impl_class(completed, self)
-        if getattr(impl, "layer", None) is not completed:
+        impl = self.impl_class(completed, self.wrapped)
+        check_made(impl, AttentionImpl)
+        if impl.layer is not completed:
             raise PluginContractError(
                 f"{type(impl).__name__} was constructed, and does not hold the completed layer",
                 "an implementation keeps the layer that it was given",
                 "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
-        check_made(impl, AttentionImpl)
-        spec = self._spec()
-        form = CallForm(
-            query_dtype=impl.query_dtype,
-            output_dtype=impl.output_dtype,
-            output_width=impl.output_width,
-            host_writes=bool(impl.host_writes),
-            forward_writes=bool(impl.forward_writes),
-            cache=spec,
-            metadata_class=self.metadata_class,
-        )
-        roles = () if spec is None else tuple(spec.tensors)
-        impl.bind(ForwardGuard(completed, form, self.agreement, self.device), roles)
-        return impl
+        return Attention(impl, self, self._spec())
 
-    @final
-    def make_state(self, limits: Limits, parallel: Parallel | None = None) -> State:
+    def make_state(self, limits: Limits, parallel: Parallel | None = None) -> Captures:
         """
         Return the state that the builders of this backend share.
 
@@ -316,12 +252,11 @@ class Backend(ABC):
         """
         ranks = Parallel() if parallel is None else parallel
         check_limits(limits, ranks, self.agreement, supports_splits=self.supports_max_num_splits)
-        state = self.state_class(self, limits, self.device, ranks)
+        state = self.wrapped.state_class(self.wrapped, limits, self.device, ranks)
         check_made(state, State)
-        return state
+        return Captures(state, self)
 
-    @final
-    def make_builder(self, impls: Sequence[AttentionImpl], state: State) -> MetadataBuilder:
+    def make_builder(self, impls: Sequence[Attention], state: Captures) -> StepBuilder:
         """
         Return the builder for layers that share a block table.
 
@@ -329,7 +264,7 @@ class Backend(ABC):
             impls: The layers.
             state: What this backend's `make_state` returned, or that of another agreement of this backend, variant and
                 device: builders of several agreements share workspace, graph buffers and limits, and one
-                `State.begin_forward` builds for all of them.
+                `Captures.begin_forward` builds for all of them.
 
         Raises:
             LayerError: There are none, or one was not made by this backend's agreement.
@@ -344,7 +279,8 @@ class Backend(ABC):
                 "pass the results of make_impl",
             )
         for impl in impls:
-            if not isinstance(impl, self.impl_class) or impl.agreement != self.agreement:
+            _check_is_layer(impl)
+            if not isinstance(impl.wrapped, self.impl_class) or impl.agreement != self.agreement:
                 raise LayerError(
                     f"a builder of {self.id} was requested layer {impl.layer.name!r}, made by {impl.agreement.id}",
                     "the layers of a builder share one agreement",
@@ -358,13 +294,14 @@ class Backend(ABC):
                 "name each layer once",
             )
         self._check_state(state)
-        state.reserve_workspace(self)
-        builder = self.builder_class(self, impls, state)
-        check_made(builder, MetadataBuilder)
-        check_supports_graphs(builder)
+        state.reserve_workspace(self.agreement, self.wrapped.workspace_bytes(state.limits))
+        made = self.wrapped.builder_class(self.wrapped, [impl.wrapped for impl in impls], state.wrapped)
+        check_made(made, MetadataBuilder)
+        check_supports_graphs(made)
+        builder = StepBuilder(made, self, impls, state)
         state.join(self.agreement)
         for impl in impls:
-            impl.serve(builder)
+            impl.served_by(builder)
         return builder
 
     # --- machinery ---
@@ -372,7 +309,7 @@ class Backend(ABC):
     def _spec(self) -> CacheSpec | None:
         """Return what this agreement's KV caches are, the same object each time; None without one."""
         if self._cache_spec is None:
-            self._cache_spec = checked_specs(self.cache_tensors(2), self.agreement, type(self).__name__)
+            self._cache_spec = checked_specs(self.cache_tensors(2), self.agreement, type(self.wrapped).__name__)
         return self._cache_spec
 
     def _check_move(self, src: KVCache, dst: KVCache, pairs: Tensor, first: int) -> None:
@@ -380,10 +317,6 @@ class Backend(ABC):
             check_movable(name, cache, self.agreement, self._spec())
             check_blocks(name, blocks, first, cache.num_blocks)
         check_cache_writable(f"of {self.id}", dst)
-
-    def _move(self, src: KVCache, dst: KVCache, pairs: Tensor) -> None:
-        for role, spec in dst.spec.tensors.items():
-            copy_between(spec, src[role], dst[role], pairs)
 
     def _check_sink_lse(self) -> None:
         requested = self.agreement.requirements
@@ -402,14 +335,25 @@ class Backend(ABC):
                 "pass Layer(sinks=...), or choose a backend that takes them with the call",
             )
 
-    def _check_state(self, state: State) -> None:
-        if not isinstance(state, self.state_class) or state.backend.id != self.id or state.device != self.device:
+    def _check_state(self, state: Captures) -> None:
+        own = isinstance(state, Captures) and isinstance(state.wrapped, self.wrapped.state_class)
+        if not own or state.backend.id != self.id or state.device != self.device:
+            of = f"a state of {state.backend.id} on {state.device}" if isinstance(state, Captures) else shown(state)
             raise LimitsError(
-                f"a builder of {self.id} on {self.device} was given a state of {state.backend.id} on {state.device}",
+                f"a builder of {self.id} on {self.device} was given {of}",
                 "a state belongs to one backend, variant and device",
                 "pass the state that this backend's make_state returned",
             )
         check_limits(state.limits, state.parallel, self.agreement, supports_splits=self.supports_max_num_splits)
+
+
+def _check_is_layer(impl: object) -> None:
+    if not isinstance(impl, Attention):
+        raise LayerError(
+            f"{shown(impl)} was given to make_builder",
+            "a builder takes the layers that make_impl returned",
+            "pass what LoadedBackend.make_impl returned, and no implementation of the plugin",
+        )
 
 
 class Decision(Protocol):

@@ -1,19 +1,13 @@
-"""Turns a batch into metadata: the only place that plans, once per cache group and step."""
+"""Turns a batch into metadata: checks it, has the vendor's builder plan, and assembles what the forwards read."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
-from attnplug.contract.calls.cascade import cascade_pays
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.capture import is_capturing
-from attnplug.contract.graphs.shape import graph_level, runs_at
-from attnplug.contract.guards._format import layers_text
+from attnplug.contract.graphs.shape import runs_at
 from attnplug.contract.guards.batch import BatchGuard, refuse_batch
 from attnplug.contract.inputs.batch import Batch, with_fields
 from attnplug.contract.inputs.exact import exact_batch, with_lengths
@@ -21,232 +15,85 @@ from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor
 
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.attention import Attention
+    from attnplug.contract.captures import Captures
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.limits import Limits, Parallel
-    from attnplug.contract.inputs.phase import BatchSplit
-    from attnplug.contract.metadata import Metadata
-    from attnplug.contract.state import State
+    from attnplug.contract.loaded import LoadedBackend
+    from attnplug.contract.vendor import AttentionImpl, Metadata, MetadataBuilder
     from attnplug.negotiation.agreement import Agreement
 
-_T = TypeVar("_T")
 
-
-class MetadataBuilder:
+class StepBuilder:
     """
-    Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
+    Builds metadata for the layers that share a block table and an agreement. `LoadedBackend.make_builder` makes it.
 
-    A plugin overrides `plan_batch` where its kernels plan, and returns the fields that it adds to the metadata; core
-    assembles the rest. `build` runs while the previous step may still be executing, and no more than that one:
-    persistent buffers change in stream order only, and nothing in it waits for the device. One builder serves one
+    `build` runs while the previous step may still be executing, and no more than that one. One builder serves one
     thread, and one microbatch.
 
     Attributes:
-        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the graph's buffers (`per_graph`,
-            `persist`), at one address. False refuses graphs.
-        requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single
-            one: the requests at the front that are as long as the first one are decodes then, all others prefills.
-        backend: The backend.
+        wrapped: The vendor's builder.
+        backend: The backend that made it.
         agreement: What was negotiated.
-        impls: The implementations that this builder serves.
-        state: Workspace, limits and ranks.
+        impls: The layers that it serves.
+        state: Workspace and graph buffers.
         limits: The state's: the most that batches need.
         parallel: The state's: the ranks that share the model.
-        plan_groups: The implementations by `plan_key`: one plan each.
+        requires_uniform_decodes: Whether all decodes of a batch have one query length, as the vendor's builder says.
+        graph_level: The highest kind of batch that can be replayed from a graph.
     """
 
-    supports_graphs: ClassVar[bool] = False
-    requires_uniform_decodes: ClassVar[bool] = False
-
-    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
-    backend: Backend
-    agreement: Agreement
-    impls: tuple[AttentionImpl, ...]
-    state: State
-    limits: Limits
-    parallel: Parallel
-    plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]]
-    _guard: BatchGuard
-
-    def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
+    def __init__(
+        self, builder: MetadataBuilder, backend: LoadedBackend, impls: Sequence[Attention], state: Captures
+    ) -> None:
+        self.wrapped = builder
         self.backend = backend
-        self.agreement = backend.agreement
+        self.agreement: Agreement = builder.agreement
         self.impls = tuple(impls)
         self.state = state
-        self.limits = state.limits
-        self.parallel = state.parallel
-        # Layers with equal plan keys share a plan: planning costs host time in every step, so it runs once per key.
-        groups: dict[Hashable, tuple[AttentionImpl, ...]] = {}
-        for impl in self.impls:
-            groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
-        self.plan_groups = MappingProxyType(groups)
+        self.limits: Limits = state.limits
+        self.parallel: Parallel = state.parallel
+        self.requires_uniform_decodes: bool = builder.requires_uniform_decodes
+        self.graph_level: str = builder.graph_level
         self._guard = BatchGuard(
-            self.agreement, self.limits, backend.device, requires_uniform_decodes=self.requires_uniform_decodes
+            self.agreement, self.limits, state.device, requires_uniform_decodes=self.requires_uniform_decodes
         )
-        keep_attributes(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({layers_text([impl.layer.name for impl in self.impls])}, of {self.agreement.id})"
+        return repr(self.wrapped)
 
-    # --- what a plugin overrides ---
-
-    def plan_batch(
-        self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None
-    ) -> Mapping[str, Any]:
-        """
-        Return the fields that this plugin adds to the metadata of a batch: none by default.
-
-        ``{"plans": {key: ... for key in self.plan_groups}}`` has one plan per plan key, which `AttentionImpl.plan_of`
-        looks up; every other name is a field of the backend's own `metadata_class`.
-
-        With a graph, the batch's device tensors are those that the graph reads, its numbers those of the captured shape
-        (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its CPU copies those of this step.
-
-        Args:
-            batch: This step's requests, checked.
-            split: How they divide into decodes and prefills (`BatchSplit.decodes`, `BatchSplit.prefills`).
-            fast: A hint: favor the speed of this build over the speed of the forwards.
-            graph: The buffers of the CUDA graph that is captured or replayed with the metadata; None runs eagerly, and
-                always unless `supports_graphs`.
-        """
-        del batch, split, fast, graph
-        return {}
-
-    def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> Mapping[str, Any]:
-        """
-        Return the fields for the same requests with another block table, as `plan_batch` does.
-
-        The default plans anew; override it to reuse the plans of `metadata`, which may come from another builder of the
-        same agreement, for other layers.
-        """
-        del metadata
-        return self.plan_batch(batch, split, fast=False, graph=None)
-
-    def plan_next_step(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> Mapping[str, Any]:
-        """
-        Return the fields for the next decode step, as `plan_batch` does.
-
-        The default plans anew; override it to advance the plans of `metadata`, which is left as it is.
-        """
-        del metadata
-        return self.plan_batch(batch, split, fast=True, graph=None)
-
-    def prepare_in_graph(self, metadata: Metadata) -> None:
-        """
-        Compute on the device what a replay reads and what follows from its inputs: index tensors from lengths, say.
-
-        The default has nothing to compute. An override launches work that reads the tensors of the metadata's batch,
-        and writes tensors that `per_graph` keeps. It reads no CPU copy and no number that differs between steps, keeps
-        no new tensor, and does not wait for the device: a graph may record it.
-
-        `build` calls it for each step of a graph, after `plan_batch`. A host that calls `prepare` inside the capture
-        records it: then each replay runs it, and `build` does not.
-
-        Args:
-            metadata: What `build` returns for a graph.
-        """
-        del metadata
-
-    def can_capture(self, batch: Batch) -> bool:
-        """
-        Whether the kernels' launches are the same for every batch of this shape.
-
-        The default is True. Override it to exclude some.
-        """
-        del batch
-        return True
-
-    # --- what a plugin overrides, and a host calls ---
+    # --- what a host calls ---
 
     @property
-    def replays_without_build(self) -> bool:
-        """
-        Whether `prepare_in_graph` computes all that changes from step to step, from the tensors of the batch alone.
-
-        Then a graph that records `prepare` may be replayed again without a `build`, after its input tensors changed on
-        the device: several decode steps in a row, or lengths that the CPU does not know yet. The default is False:
-        `plan_batch` reads CPU copies.
-        """
-        return False
+    def plan_groups(self) -> Mapping[Hashable, Sequence[AttentionImpl]]:
+        """The vendor's implementations by plan key."""
+        return self.wrapped.plan_groups
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
-        """
-        The longest sequences for which a host should capture graphs (`GraphShape.max_seq_len`), in rising order.
+        """The longest sequences for which a host should capture graphs; see `MetadataBuilder.graph_lengths`."""
+        return self.wrapped.graph_lengths
 
-        The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
-        it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
-        eagerly.
-        """
-        return (self.limits.max_seq_len,)
+    @property
+    def replays_without_build(self) -> bool:
+        """Whether a graph that records `prepare` may be replayed again without a `build`."""
+        return self.wrapped.replays_without_build
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Sequence[int]) -> bool:
         """
         Whether attending to a shared prefix once is expected to be faster than attending to it in every request.
 
-        A host sets `Batch.common_prefix_len` where it is, and 0 elsewhere. The default is the published heuristic, see
-        `attnplug.contract.calls.cascade`; False where cascade was not negotiated.
-
         Args:
             common_prefix_len: Tokens that all requests share, in the same blocks.
             query_lens: New tokens of each request.
         """
-        requested = self.agreement.requirements
-        return requested.cascade and cascade_pays(
-            common_prefix_len,
-            query_lens,
-            num_q_heads=requested.num_q_heads,
-            num_kv_heads=requested.num_kv_heads,
-            use_alibi=requested.alibi is not None,
-            use_sliding_window=requested.sliding_window is not None,
-            use_local_attention=requested.attention_chunk is not None,
-            num_sms=self.backend.device_properties.num_multiprocessors or 1,
-            dcp_world_size=requested.dcp_size,
-        )
+        return self.wrapped.use_cascade_attention(common_prefix_len, query_lens)
 
-    # --- what a plugin uses ---
-
-    @property
-    def graph_level(self) -> str:
-        """The highest kind of batch that can be replayed from a graph."""
-        return graph_level(self.agreement, self.limits) if self.supports_graphs else "never"
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether results may not depend on what else is in the batch: as agreed, or less where the host said so."""
-        limit = self.limits.batch_invariant
-        return self.agreement.requirements.batch_invariant if limit is None else limit
-
-    @final
-    def per_graph(self, graph: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
-        """
-        Return `make()`, called once in the life of a graph's buffers, for this builder alone.
-
-        Tensors and wrappers that a graph reads are kept so. What all builders of a state share is kept by
-        `GraphBuffers.share`.
-        """
-        return graph.share((self, key), make)
-
-    @final
-    def persist(self, graph: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
-        """
-        Return a tensor of this step as a graph may read it: a copy at an address that never changes.
-
-        Args:
-            graph: The buffers that hold the copy; None returns the tensor itself.
-            key: What the tensor is, among those of this builder.
-            tensor: Of one shape and dtype in all builds of a graph.
-        """
-        return tensor if graph is None else self.per_graph(graph, key, lambda: torch.empty_like(tensor)).copy_(tensor)
-
-    # --- what a host calls ---
-
-    @final
     def build(self, batch: Batch, *, fast: bool = False, graph: GraphBuffers | None = None) -> Metadata:
         """
         Check the batch against the agreement and the limits, then plan.
@@ -257,7 +104,7 @@ class MetadataBuilder:
         Args:
             batch: This step's requests.
             fast: A hint: favor the speed of this build over the speed of the forwards.
-            graph: The graph buffers of `State` that are written; None runs eagerly.
+            graph: The graph buffers of `Captures` that are written; None runs eagerly.
 
         Raises:
             BatchError: Numbers of the batch contradict each other, the agreement, the limits or the graph's shape.
@@ -270,7 +117,7 @@ class MetadataBuilder:
             refuse_batch(batch, "build")
         if graph is None:
             split = self._guard.check(batch)
-            return assemble(self, split, self.plan_batch(split.batch, split, fast=fast, graph=None))
+            return assemble(self.wrapped, split, self.wrapped.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
         # Before anything is written: a refused batch leaves the buffers as they were.
         in_place = graph.host_owned_inputs
@@ -282,13 +129,13 @@ class MetadataBuilder:
             _refuse_uncovered(self, graph, exact.max_query_len)
         given = self.given_to_graphs(batch) if in_place else exact
         split = graph.take(given, lengths, split, self)
-        fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        metadata = graph.seal(assemble(self, split, fields, graph), self, given)
+        fields = self.wrapped.plan_batch(split.batch, split, fast=fast, graph=graph)
+        metadata = assemble(self.wrapped, split, fields, graph)
+        graph.seal(metadata, self, given)
         if not graph.prepares_itself(self):
-            self.prepare_in_graph(metadata)
+            self.wrapped.prepare_in_graph(metadata)
         return metadata
 
-    @final
     def prepare(self, metadata: Metadata) -> None:
         """
         Prepare a replay on the device, from inside the graph. Optional, and right in every place.
@@ -317,9 +164,8 @@ class MetadataBuilder:
             )
         if is_capturing(self.state.device):
             graph.keep_prepared(self)
-        self.prepare_in_graph(metadata)
+        self.wrapped.prepare_in_graph(metadata)
 
-    @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
         """
         Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides.
@@ -328,7 +174,6 @@ class MetadataBuilder:
         """
         return self.covers(*self.exact(batch))
 
-    @final
     def update_block_table(
         self,
         metadata: Metadata,
@@ -370,9 +215,8 @@ class MetadataBuilder:
         batch = with_fields(before, **fields)
         batch.derived[self._guard.terms] = None, lengths  # of the same requests
         split = self._guard.check(batch)
-        return assemble(self, split, self.replan_block_table(metadata, split.batch, split))
+        return assemble(self.wrapped, split, self.wrapped.replan_block_table(metadata, split.batch, split))
 
-    @final
     def advance_step(
         self,
         metadata: Metadata,
@@ -422,12 +266,20 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, graph=graph)
         else:
             split = self._guard.check(batch)
-            advanced = assemble(self, split, self.plan_next_step(metadata, split.batch, split))
+            advanced = assemble(self.wrapped, split, self.wrapped.plan_next_step(metadata, split.batch, split))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
 
     # --- machinery ---
+
+    def has_captured(self) -> bool:
+        """Whether a graph that is held reads what this builder built."""
+        return any(graph.is_captured(self) for graph in self.state.graphs.values())
+
+    def dummy_batch(self, key: GraphShape) -> Batch:
+        """Return a batch of this shape for a capture, of this builder's agreement."""
+        return self.backend.dummy_batch(key)
 
     def exact(self, batch: Batch, *, is_read: bool = False) -> tuple[Batch, Lengths]:
         """Return a batch as plugins see it, and its lengths; see `exact_batch`."""
@@ -439,7 +291,7 @@ class MetadataBuilder:
         return (
             not batch.common_prefix_len
             and runs_at(self.graph_level, lengths.query_len, longest)
-            and self.can_capture(batch)
+            and self.wrapped.can_capture(batch)
         )
 
     def given_to_graphs(self, batch: Batch) -> Batch:
@@ -465,7 +317,7 @@ def check_supports_graphs(builder: MetadataBuilder) -> None:
         )
 
 
-def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
+def _check_graph(builder: StepBuilder, graph: GraphBuffers) -> None:
     """Check that a builder may build for a graph."""
     agreement = builder.agreement
     if builder.graph_level == "never":
@@ -482,7 +334,7 @@ def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
         )
 
 
-def _refuse_uncovered(builder: MetadataBuilder, graph: GraphBuffers, max_query_len: int) -> NoReturn:
+def _refuse_uncovered(builder: StepBuilder, graph: GraphBuffers, max_query_len: int) -> NoReturn:
     """Raise for a checked batch that may not run in a graph, by the level or by the plugin (`can_capture`)."""
     raise BatchError(
         f"a batch with queries of up to {max_query_len} tokens was given for the graph {graph.key}",
@@ -491,9 +343,9 @@ def _refuse_uncovered(builder: MetadataBuilder, graph: GraphBuffers, max_query_l
     )
 
 
-def _check_own(builder: MetadataBuilder, metadata: Metadata) -> None:
+def _check_own(builder: StepBuilder, metadata: Metadata) -> None:
     """Check that metadata is of the builder's agreement."""
-    metadata_class = builder.backend.metadata_class
+    metadata_class = builder.wrapped.backend.metadata_class
     if not isinstance(metadata, metadata_class) or metadata.agreement != builder.agreement:
         raise BatchError(
             f"metadata ({type(metadata).__name__}) of another builder was given",
