@@ -23,8 +23,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract import impl
-from attnplug.contract.inputs.layer import Layer
+from attnplug.contract import AttentionImpl, Layer
 from attnplug_transformers.engine import Engine, layers, sampler
 from tests.backends.models import build, prompts
 
@@ -246,10 +245,10 @@ def _change_layers(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> N
 
 
 def _override(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
-    keep = impl.keep_attributes  # the last call of the contract's constructor, before that of a plugin
+    construct = AttentionImpl.__init__
 
-    def keep_changed(made: Any) -> None:
+    def construct_changed(made: AttentionImpl, *given: Any) -> None:
+        construct(made, *given)
         setattr(made, name, value)
-        keep(made)
 
-    monkeypatch.setattr(impl, "keep_attributes", keep_changed)
+    monkeypatch.setattr(AttentionImpl, "__init__", construct_changed)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from attnplug.contract import Backend, KVCache
+    from attnplug.contract import KVCache, LoadedBackend
 
 
-def random_cache(backend: Backend, num_blocks: int, seed: int = 1) -> KVCache:
+def random_cache(backend: LoadedBackend, num_blocks: int, seed: int = 1) -> KVCache:
     """Return a KV cache of random numbers, the same for each seed."""
     cache, generator = backend.make_cache(num_blocks), torch.Generator().manual_seed(seed)
     for tensor in (cache.k, cache.v):
@@ -18,7 +18,7 @@ def random_cache(backend: Backend, num_blocks: int, seed: int = 1) -> KVCache:
     return cache
 
 
-def copy_of(backend: Backend, cache: KVCache) -> KVCache:
+def copy_of(backend: LoadedBackend, cache: KVCache) -> KVCache:
     """Return another KV cache with the same numbers."""
     copy = backend.make_cache(cache.num_blocks, cache.device)
     for role, tensor in cache.tensors.items():

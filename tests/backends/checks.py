@@ -22,10 +22,10 @@ from tests.backends.harness import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import Backend, GraphBuffers
+    from attnplug.contract import GraphBuffers, LoadedBackend
     from attnplug_kit.oracle import Case
 
-    Load = Callable[..., Backend]
+    Load = Callable[..., LoadedBackend]
 
 
 def check_graph_sizes(load: Load, variant: str, *, decode_query_len: int = 1, **requirements: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Backend, GraphBuffers, Metadata
+    from attnplug.contract import Attention, GraphBuffers, LoadedBackend, Metadata
 
 BLOCK: Final = 16
 BLOCKS: Final = 64
@@ -43,7 +43,7 @@ class Harness:
 
     def __init__(
         self,
-        load: Callable[..., Backend],
+        load: Callable[..., LoadedBackend],
         layers: Sequence[Layer] = (Layer(name="layers.0"),),
         variant: str | None = None,
         **requirements: Any,
@@ -72,7 +72,7 @@ class Harness:
         return Batch.from_lengths(query_lens, lengths, device=self.backend.device, **given)
 
     def forward(
-        self, metadata: Metadata, impl: AttentionImpl | None = None, *, lse: torch.Tensor | None = None
+        self, metadata: Metadata, impl: Attention | None = None, *, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run one layer on random rows and a fresh cache, and return its output."""
         layer, requirements = impl or self.impls[0], self.backend.agreement.requirements

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from attnplug.contract import Backend
+    from attnplug.contract import LoadedBackend
     from tests.backends.accuracy import Accuracy
 
 _OURS: Final = ("ATTNPLUG_", "COV", "PYTEST", "PYTHONPATH")  # settings and coverage of this process
@@ -85,7 +85,7 @@ class RealPlugin:
         """Return a fixture, to be named `load_real`: `load` with the plugin registered."""
 
         @pytest.fixture
-        def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Backend]:
+        def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedBackend]:
             self.register(monkeypatch)
             return self.load
 
@@ -113,7 +113,7 @@ class RealPlugin:
         if why := self.missing(variant):
             pytest.skip(why)
 
-    def load(self, requirements: attnplug.Requirements, variant: str, **options: Any) -> Backend:
+    def load(self, requirements: attnplug.Requirements, variant: str, **options: Any) -> LoadedBackend:
         """Return the backend of a variant, with options, or skip the test as `skip_if_missing` does."""
         self.skip_if_missing(variant)
         return attnplug.load(requirements, backend=f"{self.name}/{variant}", options={self.name: options})

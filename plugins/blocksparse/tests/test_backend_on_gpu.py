@@ -97,7 +97,7 @@ def test_prefills_without_context_read_contiguous_kv(calls):
     step = Step(Requests([1, 40, 7], [60, 40, 7], pattern=PATTERN))
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan_of(metadata).contiguous_kv
+    assert step.impl.wrapped.plan_of(metadata).contiguous_kv
     check(*step.run(metadata), step.case.expected())
     assert "_prefill_tma" not in calls
 
@@ -116,7 +116,7 @@ def test_long_prefills_use_the_warp_specialized_kernel(monkeypatch, calls):
     if INTERPRETED:
         monkeypatch.setattr(BlocksparseBackend, "hopper_tiles", HopperTiles(2, 2))
     step = Step(Requests([1, 150, 270], [60, 150, 270], pattern={**PATTERN, "block_size": 64}))
-    is_specialized = step.backend.hopper_tiles is not None
+    is_specialized = step.backend.wrapped.hopper_tiles is not None
 
     with gluon_emulator.emulated("attnplug_blocksparse.gluon_prefill") if INTERPRETED else nullcontext():
         check(*step.run(step.builder.build(step.batch())), step.case.expected())
@@ -129,7 +129,7 @@ def test_long_chunks_use_the_warp_specialized_kernel(monkeypatch, calls):
     monkeypatch.setattr(BlocksparseBuilder, "min_single_launch", 64)
     if INTERPRETED:
         monkeypatch.setattr(BlocksparseBackend, "hopper_tiles", HopperTiles(2, 2))
-    is_specialized = Step(Requests([1], [1], pattern=PATTERN)).backend.hopper_tiles is not None
+    is_specialized = Step(Requests([1], [1], pattern=PATTERN)).backend.wrapped.hopper_tiles is not None
 
     for page, expected in ((64, is_specialized), (PAGE, False)):
         calls.clear()
@@ -144,14 +144,14 @@ def test_long_chunks_use_the_warp_specialized_kernel(monkeypatch, calls):
 def test_fp8_kv_cache_is_read_in_the_first_step():
     step = Step(Requests([40, 7], [40, 7], pattern=PATTERN), kv_cache_dtype="fp8_e4m3")
 
-    assert not step.impl.plan_of(step.builder.build(step.batch())).contiguous_kv
+    assert not step.impl.wrapped.plan_of(step.builder.build(step.batch())).contiguous_kv
 
 
 def test_few_sequences_are_split(calls):
     step = Step(Requests([1], [400], pattern=PATTERN))
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan_of(metadata).decode.num_splits > 2
+    assert step.impl.wrapped.plan_of(metadata).decode.num_splits > 2
     check(*step.run(metadata), step.case.expected())
     assert calls == ["_decode", "_merge"]
 
@@ -161,7 +161,7 @@ def test_splits_observe_the_split_kv_limit(calls, most):
     step = Step(Requests([1], [400], pattern=PATTERN), max_num_splits=most)
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan_of(metadata).decode.num_splits == most
+    assert step.impl.wrapped.plan_of(metadata).decode.num_splits == most
     check(*step.run(metadata), step.case.expected())
     assert calls == ["_decode", "_merge"][:most]
 
@@ -239,7 +239,7 @@ def test_warmup_runs_every_kernel(monkeypatch, calls, ranks):
 
     backend.warmup([GraphShape(1, 1, 1)])
 
-    assert set(calls) == {"_decode", "_merge", "_prefill"} | ({"_prefill_tma"} if backend.has_tma else set())
+    assert set(calls) == {"_decode", "_merge", "_prefill"} | ({"_prefill_tma"} if backend.wrapped.has_tma else set())
 
 
 def test_warmup_observes_max_seqlen(calls):

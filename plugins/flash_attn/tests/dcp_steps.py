@@ -26,7 +26,7 @@ from plugins.flash_attn.tests.real import FLASH_ATTN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import Backend, KVCache, Metadata, MetadataBuilder
+    from attnplug.contract import KVCache, LoadedBackend, Metadata, StepBuilder
 
 CANARY: Final = 12288.0
 SCALES: Final = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125}
@@ -216,7 +216,7 @@ def run(rank: int, group: Any, step: DcpStep, mutant: str | None = None, *, repl
         return run_on(backend_of(step, replayed=replayed), rank, group, step, replayed=replayed)
 
 
-def run_on(backend: Backend, rank: int, group: Any, step: DcpStep, *, replayed: bool = False) -> Result:
+def run_on(backend: LoadedBackend, rank: int, group: Any, step: DcpStep, *, replayed: bool = False) -> Result:
     """Do so on a backend."""
     tensors, heads, pages, device = StepTensors(step), heads_of(step, rank), RankPages(step, rank), backend.device
     sinks = None if tensors.sinks is None else tensors.sinks[heads].to(device)
@@ -251,7 +251,7 @@ def run_on(backend: Backend, rank: int, group: Any, step: DcpStep, *, replayed: 
     return pages.result(output.cpu(), lse.cpu(), cache)
 
 
-def _captured(builder: MetadataBuilder, step: DcpStep, forward: Callable[[Metadata], None]) -> Callable[[], None]:
+def _captured(builder: StepBuilder, step: DcpStep, forward: Callable[[Metadata], None]) -> Callable[[], None]:
     """Return what replays a step of the rows of the call, and of one more request."""
     state = builder.state
     key = GraphShape(len(step.new) + 1, sum(step.new) + step.padding, None, max(step.lens) + SPARE)
@@ -284,7 +284,7 @@ def _stage() -> Any:
     return found
 
 
-def backend_of(step: DcpStep, *, replayed: bool = False) -> Backend:
+def backend_of(step: DcpStep, *, replayed: bool = False) -> LoadedBackend:
     return make_backend(requirements_of(step), step.kernel_kind, cudagraph="always" if replayed else "never")
 
 
@@ -348,7 +348,7 @@ class RankPages:
             return batch
         return evolve(batch, **_loose(batch, step))
 
-    def fill(self, backend: Backend, tensors: StepTensors, device: torch.device) -> KVCache:
+    def fill(self, backend: LoadedBackend, tensors: StepTensors, device: torch.device) -> KVCache:
         """Return a cache with the cached tokens that this rank holds, NaN elsewhere."""
         cache = backend.make_cache(self.num_blocks, device="cpu")
         for pages, rows in ((cache.k, tensors.cached_keys), (cache.v, tensors.cached_values)):

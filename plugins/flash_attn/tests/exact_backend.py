@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug.contract import LoadedBackend
 from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug_flash_attn.backend import FlashAttentionBackend
@@ -149,7 +150,7 @@ class ExactBackend(FlashAttentionBackend):
     kernels: Any = None
 
 
-def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagraph: str = "never") -> ExactBackend:
+def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagraph: str = "never") -> LoadedBackend:
     """
     Return a backend.
 
@@ -171,4 +172,4 @@ def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagra
     )
     backend = ExactBackend(agreement, Device.cpu())
     backend.kernels = KERNELS[kernel_kind](agreement)
-    return backend
+    return LoadedBackend(backend)

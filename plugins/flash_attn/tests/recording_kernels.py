@@ -14,7 +14,7 @@ from plugins.flash_attn.tests.exact_backend import make_backend
 
 if TYPE_CHECKING:
     from attnplug import Agreement, Requirements
-    from plugins.flash_attn.tests.exact_backend import ExactBackend
+    from attnplug.contract import LoadedBackend
 
 
 @frozen(eq=False)
@@ -167,8 +167,8 @@ def _scaled(rows: Tensor, scale: Tensor | None, kv_heads: int) -> Tensor:
 KINDS: Final = {"pages": Pages, "cumulative": Cumulative, "packed": Packed, "padded": Padded, "scheduled": Scheduled}
 
 
-def load(requirements: Requirements, variant: str = "pages") -> ExactBackend:
+def load(requirements: Requirements, variant: str = "pages") -> LoadedBackend:
     """Return the plugin's backend on one of these, at the requested graph level."""
     backend = make_backend(requirements, cudagraph=requirements.cudagraph or "never")
-    backend.kernels = KINDS[variant](backend.agreement)
+    backend.wrapped.kernels = KINDS[variant](backend.agreement)
     return backend

@@ -14,7 +14,7 @@ KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 
 
 def plan_of(harness: Harness, batch: Batch, **keywords):
-    return harness.impls[0].plan_of(harness.builder.build(batch, **keywords))
+    return harness.impls[0].wrapped.plan_of(harness.builder.build(batch, **keywords))
 
 
 def test_decodes_and_prefills_are_separate_calls() -> None:
@@ -61,7 +61,7 @@ def test_padded_requests_may_be_anywhere(kind, query_lens) -> None:
     seq_lens = [length and length + 9 for length in query_lens]
     metadata = harness.builder.build(harness.batch(query_lens, seq_lens))
 
-    rows = [row for part in harness.impls[0].plan_of(metadata).parts for row in range(part.first, part.last)]
+    rows = [row for part in harness.impls[0].wrapped.plan_of(metadata).parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
     harness.forward(metadata)  # the kernels check every number
 
@@ -93,7 +93,7 @@ def test_first_prefills_read_the_keys_of_the_call(kind) -> None:
     assert call.block_table is call.seqused_k is plan.prefill.slots is call.scheduler_metadata is None
     assert (call.cu_seqlens_k.tolist(), call.max_seqlen_k, call.causal) == ([0, 5, 8], 5, True)
     assert not plan.decode.reads_new_kv
-    assert harness.backend.kernels.calls[-1].key.shape == (8, 2, 64)
+    assert harness.backend.wrapped.kernels.calls[-1].key.shape == (8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
     harness = Harness(load, **required)
     harness.forward(harness.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
-    (recorded,) = harness.backend.kernels.calls
+    (recorded,) = harness.backend.wrapped.kernels.calls
     assert recorded.params.window == (3, 3)
     assert recorded.call.causal is False
 
@@ -172,7 +172,7 @@ def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
     impl.forward(query, keys, keys, cache, harness.builder.build(first), output)
     impl.forward(query[:2], None, None, cache, harness.builder.build(later), output[:2])
 
-    call = harness.backend.kernels.calls[-1].call
+    call = harness.backend.wrapped.kernels.calls[-1].call
     assert call.max_seqlen_k == 20
     lengths = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
     assert lengths.tolist() == [20, 5]
@@ -183,11 +183,11 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
     harness = Harness(load, layers, variant="scheduled")
     metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    assert harness.impls[0].plan_of(metadata) is harness.impls[1].plan_of(metadata)
-    assert len(harness.backend.kernels.scheduled) == 2
+    assert harness.impls[0].wrapped.plan_of(metadata) is harness.impls[1].wrapped.plan_of(metadata)
+    assert len(harness.backend.wrapped.kernels.scheduled) == 2
     for impl in harness.impls:
         harness.forward(metadata, impl)
-    assert [recorded.params.softmax_scale for recorded in harness.backend.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
+    assert [recorded.params.softmax_scale for recorded in harness.backend.wrapped.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_batch_invariance_uses_the_same_bounds_for_every_batch() -> None:
@@ -206,7 +206,7 @@ def test_a_state_may_turn_batch_invariance_off() -> None:
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
     builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))
 
-    (part,) = harness.impls[0].plan_of(builder.build(harness.batch([1]))).parts
+    (part,) = harness.impls[0].wrapped.plan_of(builder.build(harness.batch([1]))).parts
     assert (part.call.num_splits, part.call.max_seqlen_k) == (0, 1)
 
 
@@ -215,11 +215,11 @@ def test_another_block_table_is_followed_by_every_pass(kind) -> None:
     harness = Harness(load, variant=kind)
     before = harness.builder.build(harness.batch([1, 1, 20], [9, 40, 33]))
     other = harness.batch([1, 1, 20], [9, 40, 33], first_block=20)
-    made = len(harness.backend.kernels.scheduled)
+    made = len(harness.backend.wrapped.kernels.scheduled)
     after = harness.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (harness.impls[0].plan_of(metadata) for metadata in (before, after))
-    assert len(harness.backend.kernels.scheduled) == made  # schedules follow from lengths, which are the same
+    old, new = (harness.impls[0].wrapped.plan_of(metadata) for metadata in (before, after))
+    assert len(harness.backend.wrapped.kernels.scheduled) == made  # schedules follow from lengths, which are the same
     for name, rows in (("decode", slice(0, 2)), ("prefill", slice(2, 3))):
         earlier, later = getattr(old, name), getattr(new, name)
         assert later.call.scheduler_metadata is earlier.call.scheduler_metadata
@@ -237,7 +237,9 @@ def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> Non
     before = harness.builder.build(batch)
     strange = evolve(before, plans={})
 
-    plan = harness.impls[0].plan_of(harness.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
+    plan = harness.impls[0].wrapped.plan_of(
+        harness.builder.update_block_table(strange, batch.block_table, batch.slot_mapping)
+    )
     assert all(part.call.scheduler_metadata is not None for part in plan.parts)
 
 
@@ -250,7 +252,7 @@ def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
     rows = harness.builder.update_block_table(pages, batch.block_table, batch.slot_mapping)
     again = other.update_block_table(harness.builder.build(batch), batch.block_table, batch.slot_mapping)
 
-    first, second, third = (other.impls[0].plan_of(metadata).prefill for metadata in (pages, rows, again))
+    first, second, third = (other.impls[0].wrapped.plan_of(metadata).prefill for metadata in (pages, rows, again))
     assert [part.reads_new_kv for part in (first, second, third)] == [False, True, False]
     assert first.call.scheduler_metadata is not None
     assert second.call.scheduler_metadata is third.call.scheduler_metadata is None
@@ -262,6 +264,6 @@ def test_advanced_steps_are_decodes() -> None:
     table = torch.nn.functional.pad(metadata.batch.block_table, (0, 1), value=9)
     metadata = harness.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)
 
-    (part,) = harness.impls[0].plan_of(harness.builder.advance_step(metadata)).parts
+    (part,) = harness.impls[0].wrapped.plan_of(harness.builder.advance_step(metadata)).parts
     assert part.call.seqused_k.tolist() == [10, 17]
     assert part.call.scheduler_metadata is None  # the next step is near, and a schedule is a launch

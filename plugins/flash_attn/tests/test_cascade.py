@@ -76,7 +76,7 @@ def test_cascade_equals_flat_attention(query_lens, prompts, padding, own, blocks
 def test_the_prefix_is_one_non_causal_request_of_all_rows() -> None:
     harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **REQUIRED, sinks=True)
     batch = shared_batch(harness, [1, 1, 5], [3, 0, 20], 2)
-    plan = harness.impls[0].plan_of(harness.builder.build(batch))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(batch))
 
     call = plan.prefix.call
     assert (plan.prefix.first, plan.prefix.last, call.causal) == (0, 7, False)
@@ -86,21 +86,21 @@ def test_the_prefix_is_one_non_causal_request_of_all_rows() -> None:
     assert [part.call.max_seqlen_k for part in plan.parts] == [4, 25]
     assert torch.equal(plan.decode.call.block_table, batch.block_table[:2, 2:])
     assert all(part.call.causal for part in plan.parts)
-    assert len(harness.backend.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
+    assert len(harness.backend.wrapped.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
 
 
 def test_the_sink_is_in_the_prefix_only() -> None:
     harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **REQUIRED, sinks=True)
     results(harness, shared_batch(harness, [1, 5], [3, 20], 1), harness.backend.make_cache(64))
 
-    *parts, prefix = harness.backend.kernels.calls
+    *parts, prefix = harness.backend.wrapped.kernels.calls
     assert [recorded.params.sinks for recorded in parts] == [None, None]
     assert torch.equal(prefix.params.sinks, SINKS)
 
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
     harness = Harness(load, **REQUIRED)
-    plan = harness.impls[0].plan_of(harness.builder.build(shared_batch(harness, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(shared_batch(harness, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
 
     assert plan.prefix.call.block_table.tolist() == [[1, 2]]
 
@@ -113,7 +113,7 @@ def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
     table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
     after = harness.builder.update_block_table(before, table, batch.slot_mapping + 7 * BLOCK)
 
-    prefix, earlier = (harness.impls[0].plan_of(metadata).prefix for metadata in (after, before))
+    prefix, earlier = (harness.impls[0].wrapped.plan_of(metadata).prefix for metadata in (after, before))
     if kind == "packed":
         assert torch.equal(prefix.slots, earlier.slots + 7 * BLOCK)
     else:

@@ -21,7 +21,7 @@ def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
     with harness.state.graph_capture(4):
         graph = harness.state.graph(key)
         captured = harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
-    (part,) = harness.impls[0].plan_of(captured).parts  # a graph runs this one for ever
+    (part,) = harness.impls[0].wrapped.plan_of(captured).parts  # a graph runs this one for ever
 
     for query_lens, seq_lens in steps:
         batch = harness.batch(query_lens, seq_lens)
@@ -50,7 +50,7 @@ def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
     harness = Harness(load, variant=kind, cudagraph="always")
     with harness.state.graph_capture(4):
         graph = harness.state.graph(GraphShape(4, 16))
-        plan = harness.impls[0].plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
+        plan = harness.impls[0].wrapped.plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
 
     assert plan.decode is None
     assert not plan.prefill.reads_new_kv  # the steps to come may be others
@@ -97,7 +97,7 @@ def test_replays_without_a_build_read_the_lengths_of_the_device(kind, can) -> No
         batch.seq_lens.copy_(torch.tensor(lens))
         replay()
         harness.forward(captured)  # which checks its cumulative lengths
-        (part,) = harness.impls[0].plan_of(captured).parts
+        (part,) = harness.impls[0].wrapped.plan_of(captured).parts
         assert part.call.seqused_k.tolist() == lens
 
 

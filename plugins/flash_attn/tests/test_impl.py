@@ -27,7 +27,7 @@ def run(harness: Harness, query_lens: list[int], seq_lens: list[int], **tensors)
         **tensors,
     }
     impl.forward(**given, metadata=harness.builder.build(batch))
-    return given, harness.backend.kernels.calls
+    return given, harness.backend.wrapped.kernels.calls
 
 
 def test_a_profiling_run_leaves_the_output_alone() -> None:
@@ -37,7 +37,7 @@ def test_a_profiling_run_leaves_the_output_alone() -> None:
     harness.impls[0].forward(query, keys, keys, None, None, output)
 
     assert bool((output == 7.0).all())
-    assert not harness.backend.kernels.calls
+    assert not harness.backend.wrapped.kernels.calls
 
 
 def test_kernels_write_the_output_and_the_lse_in_place() -> None:
@@ -60,11 +60,11 @@ def test_slopes_and_sinks_have_the_dtypes_of_the_kernels() -> None:
     layer = Layer(name="layers.0", sinks=torch.randn(4), alibi_slopes=torch.rand(8)[::2])
     impl = Harness(load, [layer], sinks=True, alibi="linear").impls[0]
 
-    assert impl.params.sinks.dtype == torch.bfloat16
-    assert impl.params.alibi_slopes.dtype == torch.float32
-    assert impl.params.alibi_slopes.is_contiguous()
-    assert impl.params_without_sinks.sinks is None
-    assert impl.params_without_sinks.alibi_slopes is impl.params.alibi_slopes
+    assert impl.wrapped.params.sinks.dtype == torch.bfloat16
+    assert impl.wrapped.params.alibi_slopes.dtype == torch.float32
+    assert impl.wrapped.params.alibi_slopes.is_contiguous()
+    assert impl.wrapped.params_without_sinks.sinks is None
+    assert impl.wrapped.params_without_sinks.alibi_slopes is impl.wrapped.params.alibi_slopes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,13 +73,13 @@ def test_trainable_sinks_are_detached(dtype) -> None:
     sinks = torch.nn.Parameter(torch.randn(4).to(dtype))
     impl = Harness(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
 
-    assert not impl.params.sinks.requires_grad
-    assert torch.equal(impl.params.sinks, sinks.to(torch.bfloat16))
+    assert not impl.wrapped.params.sinks.requires_grad
+    assert torch.equal(impl.wrapped.params.sinks, sinks.to(torch.bfloat16))
 
 
 def test_no_soft_cap_is_zero() -> None:
-    assert Harness(load).impls[0].params.softcap == 0.0
-    assert Harness(load, logits_soft_cap=30.0).impls[0].params.softcap == 30.0
+    assert Harness(load).impls[0].wrapped.params.softcap == 0.0
+    assert Harness(load, logits_soft_cap=30.0).impls[0].wrapped.params.softcap == 30.0
 
 
 def test_queries_are_quantized_by_their_scale() -> None:
@@ -113,7 +113,7 @@ def test_a_changed_scale_takes_effect() -> None:
     impl = Harness(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
     scale.fill_(3.0)
 
-    assert float(impl.params.k_descale) == 3.0
+    assert float(impl.wrapped.params.k_descale) == 3.0
 
 
 @pytest.mark.parametrize("writer", ["forward", "host"])
@@ -172,6 +172,6 @@ def test_key_rows_beyond_the_batch_are_not_passed_to_kernels() -> None:
     output = torch.full((4, 256), 7.0).bfloat16()
     harness.impls[0].forward(query, keys, keys, None, harness.builder.build(Batch.from_lengths([3], [7])), output)
 
-    (recorded,) = harness.backend.kernels.calls
+    (recorded,) = harness.backend.wrapped.kernels.calls
     assert recorded.key.shape[0] == 7
     assert bool((output[3] == 7.0).all())

@@ -68,8 +68,8 @@ def test_packed_keys_are_in_the_workspace(layout) -> None:
     harness.forward(harness.builder.build(harness.batch([1, 4], [30, 40])))
 
     memory = harness.state.workspace.untyped_storage().data_ptr()
-    assert [one.key.shape[0] for one in harness.backend.kernels.calls] == [30, 40]
-    assert all(one.key.untyped_storage().data_ptr() == memory for one in harness.backend.kernels.calls)
+    assert [one.key.shape[0] for one in harness.backend.wrapped.kernels.calls] == [30, 40]
+    assert all(one.key.untyped_storage().data_ptr() == memory for one in harness.backend.wrapped.kernels.calls)
 
 
 @pytest.mark.parametrize("step", [LENS, ([0, 1, 0, 12], [0, 90, 0, 80]), ([90 // 2] * 1, [90])])
@@ -86,7 +86,7 @@ def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, required) 
 
     assert torch.equal(parted.forward(metadata, lse=lse[1]), expected)
     assert torch.equal(*lse)
-    parts = parted.impls[0].plan_of(metadata).parts
+    parts = parted.impls[0].wrapped.plan_of(metadata).parts
     rows = [row for part in parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(step[0])))
     if step is LENS:
@@ -104,7 +104,7 @@ def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, seq_
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
     metadata = harness.builder.build(inexact)
 
-    ends = [part.last for part in harness.impls[0].plan_of(metadata).parts]
+    ends = [part.last for part in harness.impls[0].wrapped.plan_of(metadata).parts]
     assert ends == ([2, 4, 5] if seq_lens_cpu_kind == "absent" else [3, 5])
     sure = Small(load, variant="packed")
     assert torch.equal(harness.forward(metadata), sure.forward(sure.builder.build(exact)))
@@ -117,7 +117,7 @@ def test_other_blocks_are_followed_by_every_call(keys_at_once) -> None:
     other = harness.batch(*LENS, first_block=25)
     after = harness.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (harness.impls[0].plan_of(metadata).parts for metadata in (before, after))
+    old, new = (harness.impls[0].wrapped.plan_of(metadata).parts for metadata in (before, after))
     packed = [(a, b) for a, b in zip(old, new, strict=True) if a.slots is not None]
     assert len(packed) > 2
     assert all(torch.equal(a.slots + 24 * 16, b.slots) for a, b in packed)
@@ -145,7 +145,7 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
         world.impls[0].forward(query, key, value, copy_of(harness.backend, cache), metadata, output, lse=lse)
         found.append((output, lse))
 
-    assert len(harness.impls[0].plan_of(harness.builder.build(batch)).parts) == 4
+    assert len(harness.impls[0].wrapped.plan_of(harness.builder.build(batch)).parts) == 4
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
 

@@ -35,7 +35,7 @@ class Captured(Harness):
 
     def schedule(self, number: int, *lens: Any) -> torch.Tensor:
         metadata = self.builder.build(self.batch(*lens), graph=self.graphs[number])
-        (part,) = self.impls[0].plan_of(metadata).parts
+        (part,) = self.impls[0].wrapped.plan_of(metadata).parts
         self.forward(metadata)  # the kernels compare the schedule with what they make themselves
         return part.call.scheduler_metadata
 
@@ -48,12 +48,12 @@ def memory_of(schedule: torch.Tensor) -> torch.Tensor:
 
 def test_each_pass_has_its_own_schedule() -> None:
     harness = Harness(load, variant="scheduled", cascade=True)
-    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20])))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(harness.batch([1, 5], [9, 20])))
 
     made = [part.call.scheduler_metadata for part in plan.parts]
     assert all(schedule is not None for schedule in made)
     assert made[0] is not made[1]
-    assert [call.max_seqlen_q for call in harness.backend.kernels.scheduled] == [1, 5]
+    assert [call.max_seqlen_q for call in harness.backend.wrapped.kernels.scheduled] == [1, 5]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -62,7 +62,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
     monkeypatch.setattr(building, "Ranks", lambda parallel, device: object())
     backend, required = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
     monkeypatch.setattr(
-        backend.kernels, "schedule", lambda call, params, *, num_heads_q: required.append((call, num_heads_q))
+        backend.wrapped.kernels, "schedule", lambda call, params, *, num_heads_q: required.append((call, num_heads_q))
     )
     state = backend.make_state(evolve(LIMITS, capture_sizes=()), Parallel(dcp_size=ranks))
     builder = backend.make_builder([backend.make_impl(Layer(name="layers.0"))], state)
@@ -78,10 +78,10 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
 
 def test_a_fast_build_makes_no_schedule() -> None:
     harness = Harness(load, variant="scheduled")
-    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20]), fast=True))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(harness.batch([1, 5], [9, 20]), fast=True))
 
     assert all(part.call.scheduler_metadata is None for part in plan.parts)
-    assert not harness.backend.kernels.scheduled
+    assert not harness.backend.wrapped.kernels.scheduled
 
 
 def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
@@ -89,7 +89,7 @@ def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
     before = harness.schedule(0, [1, 1], [9, 20])
     metadata = harness.builder.build(harness.batch([1, 1, 1], [4, 5, 6]), fast=True, graph=harness.graphs[0])
 
-    (part,) = harness.impls[0].plan_of(metadata).parts
+    (part,) = harness.impls[0].wrapped.plan_of(metadata).parts
     assert part.call.scheduler_metadata.data_ptr() == before.data_ptr()
     harness.forward(metadata)
 
@@ -123,16 +123,16 @@ def test_graphs_share_one_memory_whose_tail_is_zero() -> None:
 def test_plans_of_a_graph_are_made_once() -> None:
     harness = Captured(GraphShape(4, 4, 1))
     built = [harness.builder.build(harness.batch(*lens), graph=harness.graphs[0]) for lens in ([[1, 1]], [[1], [60]])]
-    first, second = (harness.impls[0].plan_of(metadata) for metadata in built)
+    first, second = (harness.impls[0].wrapped.plan_of(metadata) for metadata in built)
 
     assert first is second
-    assert all(call.scheduler_metadata is None for call in harness.backend.kernels.scheduled)
+    assert all(call.scheduler_metadata is None for call in harness.backend.wrapped.kernels.scheduled)
 
 
 @pytest.mark.parametrize("longer", [1, -1, None])
 def test_a_schedule_of_another_length_is_refused_in_a_graph(monkeypatch, longer) -> None:
     harness = Captured(GraphShape(4, 4, 1))
-    kernels, graph, batch = harness.backend.kernels, harness.graphs[0], harness.batch([1, 1], [9, 20])
+    kernels, graph, batch = harness.backend.wrapped.kernels, harness.graphs[0], harness.batch([1, 1], [9, 20])
     make = kernels.schedule
 
     def other(call: Any, params: Any, *, num_heads_q: int) -> torch.Tensor | None:
@@ -168,7 +168,7 @@ def test_the_memory_is_freed_with_the_graphs() -> None:
     assert len(harness.builder._schedules._memories) == 1
     harness.graphs.clear()
     harness.state.release_graphs()
-    harness.backend.kernels.calls.clear()
+    harness.backend.wrapped.kernels.calls.clear()
 
     assert not harness.builder._schedules._memories
 
@@ -179,8 +179,8 @@ def test_the_split_limit_of_captured_sizes_holds_for_eager_steps() -> None:
     builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))
     small, large = (builder.build(harness.batch([1] * count)) for count in (4, 5))
 
-    assert [harness.impls[0].plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
-    assert [call.num_splits for call in harness.backend.kernels.scheduled] == [6, 0]
+    assert [harness.impls[0].wrapped.plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
+    assert [call.num_splits for call in harness.backend.wrapped.kernels.scheduled] == [6, 0]
 
 
 def test_a_call_with_a_schedule_keeps_all_its_other_arguments():

@@ -70,7 +70,7 @@ class Measured(Harness):
     def __init__(self, kernels: type[Kernels], **required: Any) -> None:
         ranks = required.get("dcp_size", 1)
         self.backend = make_backend(Requirements(**{"dtype": "bfloat16", "block_size": 16, **ASKED, **required}))
-        self.backend.kernels = kernels(self.backend.agreement)
+        self.backend.wrapped.kernels = kernels(self.backend.agreement)
         self.impls = [self.backend.make_impl(Layer(name="layers.0"))]
         self.state = self.backend.make_state(self.limits, Parallel(dcp_size=ranks))
         self.builder = self.backend.make_builder(self.impls, self.state)

@@ -28,7 +28,7 @@ SHAPES = [GraphShape(4, 4, 1)]
 def test_each_kind_of_call_runs(kind, required) -> None:
     backend = load(Requirements(**{**MODEL, **required}), kind)
     backend.warmup(SHAPES)
-    calls = backend.kernels.calls
+    calls = backend.wrapped.kernels.calls
 
     rows = {one.call.max_seqlen_q for one in calls}
     if required.get("phases") == ("decode",):
@@ -45,7 +45,7 @@ def test_first_prefills_and_chunks_are_run() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup(SHAPES)
 
-    prompts = [one.call for one in backend.kernels.calls if one.call.max_seqlen_q > 1]
+    prompts = [one.call for one in backend.wrapped.kernels.calls if one.call.max_seqlen_q > 1]
     assert [call.block_table is None for call in prompts] == [True, False]
 
 
@@ -55,7 +55,7 @@ def test_a_rank_warms_up_alone(kind, dtype) -> None:
     backend = load(Requirements(**MODEL, dcp_size=2, kv_cache_dtype=dtype), kind)
     backend.warmup(SHAPES)
 
-    new, context = backend.kernels.calls
+    new, context = backend.wrapped.kernels.calls
     assert (new.call.block_table, new.call.causal, context.call.causal) == (None, True, False)
     assert (new.num_heads, context.num_heads) == (4, 8)
 
@@ -63,4 +63,4 @@ def test_a_rank_warms_up_alone(kind, dtype) -> None:
 def test_nothing_is_run_for_no_shape() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup([])
-    assert not backend.kernels.calls
+    assert not backend.wrapped.kernels.calls

@@ -102,7 +102,7 @@ def test_all_steps_share_the_zeros_of_a_builder(load_fake, variant) -> None:
 
     harness = Large(load_fake, variant=variant, block_size=128)
     plans = [
-        harness.impls[0].plan_of(harness.builder.build(harness.batch([1] * count + [5], [20] * (count + 1))))
+        harness.impls[0].wrapped.plan_of(harness.builder.build(harness.batch([1] * count + [5], [20] * (count + 1))))
         for count in (2, 7)
     ]
     found = [part.call.leftpad_k for plan in plans for part in plan.parts]
@@ -116,7 +116,7 @@ def test_graph_buffers_keep_the_zeros_that_the_graph_reads(load_fake) -> None:
     harness = Harness(load_fake, variant="fa3", block_size=64, cudagraph="always")
     with harness.state.graph_capture(4):
         graph = harness.state.graph(GraphShape(4, 4, 1))
-        plan = harness.impls[0].plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
+        plan = harness.impls[0].wrapped.plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
     (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(harness.builder._leftpad)
     assert zeros.data_ptr() == zeros_of_builder().data_ptr()
 

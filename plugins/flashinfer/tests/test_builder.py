@@ -22,7 +22,7 @@ def owners(calls) -> list[str]:
 
 def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_fake, journal) -> None:
     harness = Harness(load_fake)
-    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 1, 5], [9, 40, 5])))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(harness.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
     assert [(part.first, part.last) for part in plan.parts] == [(0, 2), (2, 7)]
@@ -51,7 +51,7 @@ def test_a_decode_of_one_row_before_longer_ones_runs_as_a_decode(load_fake, jour
 def test_padded_requests_may_be_anywhere(load_fake, query_lens) -> None:
     harness = Harness(load_fake)
     seq_lens = [length and length + 9 for length in query_lens]
-    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch(query_lens, seq_lens)))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(harness.batch(query_lens, seq_lens)))
 
     rows = [row for part in plan.parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
@@ -63,7 +63,7 @@ def test_layers_share_a_plan_if_their_values_are_equal(load_fake, journal) -> No
     harness = Harness(load_fake, layers)
     metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    first, second, third = (impl.plan_of(metadata) for impl in harness.impls)
+    first, second, third = (impl.wrapped.plan_of(metadata) for impl in harness.impls)
     assert first is third
     assert second is not first
     assert [call.arguments["sm_scale"] for call in journal.plans] == [0.1, 0.1, 0.2, 0.2]
@@ -204,7 +204,7 @@ def test_layers_with_different_sinks_share_a_plan(load_fake) -> None:
     harness = Harness(load_fake, layers, sinks=True)
     metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    assert harness.impls[0].plan_of(metadata) is harness.impls[1].plan_of(metadata)
+    assert harness.impls[0].wrapped.plan_of(metadata) is harness.impls[1].wrapped.plan_of(metadata)
     assert not torch.equal(*(harness.forward(metadata, impl) for impl in harness.impls))
 
 
@@ -257,7 +257,7 @@ def test_a_shared_prefix_is_a_further_pass_of_all_rows(load_fake, journal) -> No
     harness = Harness(load_fake, cascade=True)
     batch = harness.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
-    plan = harness.impls[0].plan_of(harness.builder.build(_sharing(batch, 32)))
+    plan = harness.impls[0].wrapped.plan_of(harness.builder.build(_sharing(batch, 32)))
 
     assert owners(journal.plans) == [DECODE, PREFILL, PREFILL]
     assert [call.arguments.get("causal") for call in journal.plans] == [None, True, False]
@@ -332,7 +332,10 @@ def test_a_new_block_table_is_planned_in_another_wrapper(load_fake) -> None:
     metadata = harness.builder.build(batch)
     moved = harness.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
 
-    assert harness.impls[0].plan_of(moved).parts[0].run is not harness.impls[0].plan_of(metadata).parts[0].run
+    assert (
+        harness.impls[0].wrapped.plan_of(moved).parts[0].run
+        is not harness.impls[0].wrapped.plan_of(metadata).parts[0].run
+    )
     assert torch.equal(harness.forward(moved), harness.forward(metadata))  # both blocks hold the same K/V
 
 

@@ -75,9 +75,9 @@ def test_long_prefills_use_tma_descriptors(requested, launches, monkeypatch):
 
 
 def test_large_heads_and_level_2_use_pointer_loads():
-    assert backend_of(1).provider.uses_tma
-    assert not backend_of(1, head_size=256).provider.uses_tma
-    assert not backend_of(2).provider.uses_tma
+    assert backend_of(1).wrapped.provider.uses_tma
+    assert not backend_of(1, head_size=256).wrapped.provider.uses_tma
+    assert not backend_of(2).wrapped.provider.uses_tma
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -224,7 +224,7 @@ def test_a_calibration_is_loaded_and_no_step_changes_it(scales):
     expected = ValueScales.load(scales).layers["layer"]
 
     assert torch.equal(backend.make_cache(3, impl=impl)["v_scale"].cpu(), expected)
-    impl.init_cache(call.cache)
+    impl.wrapped.init_cache(call.cache)
     impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
 
     assert torch.equal(call.cache["v_scale"].cpu(), expected)

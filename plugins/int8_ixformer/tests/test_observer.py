@@ -49,10 +49,10 @@ def test_results_equal_the_inner_backend(changed):
 
     ran = check(backend, scene)
 
-    inner = run(backend.inner, scene)
-    assert backend.inner.id == "torch/sdpa"
+    inner = run(backend.wrapped.inner, scene)
+    assert backend.wrapped.inner.id == "torch/sdpa"
     assert torch.equal(ran.output, inner.output)
-    assert backend.bytes_per_block == backend.inner.bytes_per_block
+    assert backend.bytes_per_block == backend.wrapped.inner.bytes_per_block
     backend.warmup([GraphShape(1, 1, 1)])
 
 
@@ -62,8 +62,8 @@ def test_the_inner_backend_has_the_same_blocks():
     backend = attnplug.load(requested, Device.cpu(), backend="int8_ixformer")
 
     assert alone.agreement.block_size != backend.agreement.block_size
-    assert backend.inner.agreement.block_size == backend.agreement.block_size
-    assert backend.inner.agreement.kv_layout == backend.agreement.kv_layout
+    assert backend.wrapped.inner.agreement.block_size == backend.agreement.block_size
+    assert backend.wrapped.inner.agreement.kv_layout == backend.agreement.kv_layout
 
 
 def test_scales_are_of_float32_whatever_torchs_default_is():
@@ -73,7 +73,7 @@ def test_scales_are_of_float32_whatever_torchs_default_is():
         impl = backend.make_impl(Layer(name="layers.0"))
     finally:
         torch.set_default_dtype(before)
-    assert impl.absmax.dtype == torch.float32
+    assert impl.wrapped.absmax.dtype == torch.float32
 
 
 def test_an_inner_backend_with_host_writes(monkeypatch):
@@ -83,7 +83,7 @@ def test_an_inner_backend_with_host_writes(monkeypatch):
 
     check(backend, scene)
 
-    assert backend.inner.make_impl(scene.layer()).host_writes == {"prefill", "decode"}
+    assert backend.wrapped.inner.make_impl(scene.layer()).host_writes == {"prefill", "decode"}
 
 
 def steps(backend, seeds=(0, 1)):
@@ -96,7 +96,7 @@ def steps(backend, seeds=(0, 1)):
     values = []
     for scene in scenes:
         call = scene.paged(backend)
-        impl.init_cache(call.cache)
+        impl.wrapped.init_cache(call.cache)
         impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
         assert (call.output[11:] == CANARY).all()
         values.append(call.value[:11])
@@ -109,7 +109,7 @@ def test_absmax_of_all_steps_is_saved_and_loaded(tmp_path):
     ValueScales.observed([impl]).save(tmp_path / "scales")
 
     expected = values.float().abs().amax(0) / 127
-    assert torch.equal(impl.absmax, values.float().abs().amax(0))
+    assert torch.equal(impl.wrapped.absmax, values.float().abs().amax(0))
     assert torch.equal(load_layer(tmp_path / "scales", "layer", 2, 32, Parallel()), expected)
     assert values.isfinite().all()  # padding holds NaN
 
@@ -117,7 +117,7 @@ def test_absmax_of_all_steps_is_saved_and_loaded(tmp_path):
 def test_split_kv_limit_of_the_inner_backend():
     backend = load()
 
-    assert backend.supports_max_num_splits is backend.inner.supports_max_num_splits is True
+    assert backend.supports_max_num_splits is backend.wrapped.inner.supports_max_num_splits is True
 
 
 def test_dummy_batches_are_not_recorded():
@@ -129,7 +129,7 @@ def test_dummy_batches_are_not_recorded():
     metadata = builder.build(backend.dummy_batch(GraphShape(1, 2, 2)))
     impl.forward(query, key, value, backend.make_cache(3), metadata, torch.empty(2, 128, dtype=torch.bfloat16))
 
-    assert not impl.absmax.any()
+    assert not impl.wrapped.absmax.any()
 
 
 @pytest.mark.parametrize("unwritten", [[2, 3], [0, 1, 2, 3]], ids=["padding", "a dummy step"])
@@ -142,23 +142,25 @@ def test_rows_without_a_slot_are_not_recorded(unwritten):
     slots[unwritten] = -1
     # Of a batch on a GPU nothing else says so: neither counts nor flags, and no lengths on the CPU.
     step = SimpleNamespace(batch=SimpleNamespace(dummy=False, num_actual_tokens=4, slot_mapping=slots), inner=None)
-    impl.inner = SimpleNamespace(host_writes=(), forward=lambda *call, lse: None)
+    impl.wrapped.inner = SimpleNamespace(host_writes=(), forward=lambda *call, lse: None)
 
-    impl.run(query, key, value, None, step, torch.empty(4, 128), None)
+    impl.wrapped.run(query, key, value, None, step, torch.empty(4, 128), None)
 
-    assert torch.equal(impl.absmax, torch.full((2, 32), float(len(unwritten) < 4)))
+    assert torch.equal(impl.wrapped.absmax, torch.full((2, 32), float(len(unwritten) < 4)))
 
 
 def test_workspace_of_the_inner_backend(monkeypatch):
     backend, limits = load(), Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64)
-    monkeypatch.setattr(type(backend.inner), "workspace_bytes", lambda self, given: 77 * given.max_num_tokens)
+    monkeypatch.setattr(
+        type(backend.wrapped.inner.wrapped), "workspace_bytes", lambda self, given: 77 * given.max_num_tokens
+    )
 
     assert backend.workspace_bytes(limits) == 77 * 8
 
 
 def test_a_channel_of_zeros_has_a_scale():
     impl, _ = steps(load())
-    impl.absmax[1, 3] = 0
+    impl.wrapped.absmax[1, 3] = 0
 
     assert float(ValueScales.observed([impl]).layers["layer"][1, 3]) == pytest.approx(1 / 127)
 
@@ -190,14 +192,14 @@ def test_a_layer_of_another_backend_is_refused():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_refused(value):
     impl, _ = steps(load())
-    impl.absmax[0, 2] = value
+    impl.wrapped.absmax[0, 2] = value
 
     with pytest.raises(LayerError, match=r"channel 2 of KV head 0"):
         ValueScales.observed([impl])
 
 
 def test_the_inner_backend_may_be_named():
-    assert load(inner="torch").inner.id == "torch/sdpa"
+    assert load(inner="torch").wrapped.inner.id == "torch/sdpa"
 
 
 @pytest.mark.parametrize(("name", "problem"), [("nobody", "'nobody'"), ("torch/flex", "run on cuda:8.0")])

@@ -67,8 +67,8 @@ class Attention:
     def __init__(self, impl: AttentionImpl, backend: LoadedBackend, cache: CacheSpec | None) -> None:
         self.wrapped = impl
         self.backend = backend
-        self.agreement: Agreement = impl.agreement
-        self.device: torch.device = impl.device
+        self.agreement: Agreement = backend.agreement
+        self.device: torch.device = backend.device
         self.num_q_heads: int = impl.num_q_heads
         self.num_kv_heads: int = impl.num_kv_heads
         self.head_size: int = impl.head_size
@@ -94,7 +94,7 @@ class Attention:
             cache=cache,
             metadata_class=impl.backend.metadata_class,
         )
-        self._guard = ForwardGuard(impl.layer, form, impl.agreement, impl.device)
+        self._guard = ForwardGuard(impl.layer, form, self.agreement, self.device)
         self._call_sinks: object = _NO_SINKS_YET if impl.layer.sinks_with_call else None
         self._builders: WeakSet[Captured] = WeakSet()
         self._number = enlist(self)

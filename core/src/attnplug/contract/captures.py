@@ -82,12 +82,12 @@ class Captures:
         device: Where its tensors are.
     """
 
-    def __init__(self, state: State, backend: LoadedBackend) -> None:
+    def __init__(self, state: State, backend: LoadedBackend, limits: Limits, parallel: Parallel) -> None:
         self.wrapped = state
         self.backend = backend
-        self.limits: Limits = state.limits
-        self.parallel: Parallel = state.parallel
-        self.device: torch.device = state.device
+        self.limits = limits
+        self.parallel = parallel
+        self.device: torch.device = backend.device
         self._agreements: tuple[Agreement, ...] = (backend.agreement,)
         self._graphs: dict[GraphShape, GraphBuffers] = {}
         # Weak: a builder that is garbage-collected frees its graphs' inputs.

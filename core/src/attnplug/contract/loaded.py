@@ -254,7 +254,7 @@ class LoadedBackend:
         check_limits(limits, ranks, self.agreement, supports_splits=self.supports_max_num_splits)
         state = self.wrapped.state_class(self.wrapped, limits, self.device, ranks)
         check_made(state, State)
-        return Captures(state, self)
+        return Captures(state, self, limits, ranks)
 
     def make_builder(self, impls: Sequence[Attention], state: Captures) -> StepBuilder:
         """

@@ -53,7 +53,7 @@ class StepBuilder:
     ) -> None:
         self.wrapped = builder
         self.backend = backend
-        self.agreement: Agreement = builder.agreement
+        self.agreement: Agreement = backend.agreement
         self.impls = tuple(impls)
         self.state = state
         self.limits: Limits = state.limits

@@ -19,7 +19,7 @@ from attnplug_int8_ixformer.observer import ObserverImpl
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from attnplug.contract import AttentionImpl
+    from attnplug.contract import Attention
 
 _FORMAT: Final = "attnplug int8 value scales, 1"
 _STEPS: Final = 127
@@ -46,7 +46,7 @@ class ValueScales:
             check_scales(name, scales, tuple(scales.shape), "ValueScales")
 
     @classmethod
-    def observed(cls, impls: Iterable[AttentionImpl]) -> ValueScales:
+    def observed(cls, impls: Iterable[Attention]) -> ValueScales:
         """
         Return the scales that layers of level 0 observed: the absmax of each channel over 127.
 
@@ -213,15 +213,15 @@ def _shared(parallel: Parallel | None) -> str:
     return f", of {parallel.tp_size} ranks together" if parallel is not None and parallel.tp_size > 1 else ""
 
 
-def _observed(impl: AttentionImpl) -> Tensor:
+def _observed(impl: Attention) -> Tensor:
     """Return the absmax of a layer of level 0, ``(num_kv_heads, head_size)`` float32 on the CPU."""
-    if not isinstance(impl, ObserverImpl):
+    if not isinstance(impl.wrapped, ObserverImpl):
         raise LayerError(
             f"layer {impl.layer.name!r} of {impl.agreement.id} observes no values",
             "a layer of int8_ixformer/calibration",
             "select with features=('int8_ixformer.calibrate',), and run prompts through the model",
         )
-    return impl.absmax.cpu()
+    return impl.wrapped.absmax.cpu()
 
 
 def _check_finite(name: str, absmax: Tensor) -> None:
