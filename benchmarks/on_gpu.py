@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 from stepwise import NOT_HERE, is_here, measure_all
 
 from attnplug_kit.bench import Target, building, forwarding, host_clock, work_clock
-from attnplug_kit.bench.baseline import GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +63,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.bench:
         return _bench(options.bench, options.out, options.seconds, options.repeats)
-    installed = [name for name in PARTS if entry_points(group=GROUP, name=name)]
+    installed = [name for name in PARTS if entry_points(group="attnplug.backends", name=name)]
     if not installed:
         print("no plugin is installed: pip install --no-deps -e core -e kit -e plugins/flashinfer", file=sys.stderr)
         return 2
@@ -136,7 +135,7 @@ def _ended(command: list[str], log: Path, limit: float) -> int | str:
 
 
 def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
-    target = Target(backend, "cuda", 1)
+    target = Target(backend, "cuda", 1, str(HERE / "direct" / f"{backend.partition('/')[0]}.py"))
     if not is_here(target):
         return NOT_HERE
     file = out / f"forward-{backend.replace('/', '-')}"

@@ -46,7 +46,7 @@ def use_baseline(monkeypatch: pytest.MonkeyPatch, baseline: type[Baseline], back
     monkeypatch.setattr("attnplug_kit.bench.rig.dtype_on", lambda _: "bfloat16")
     monkeypatch.setattr(baseline, "backend", backend)
     for section in (building, forwarding):
-        monkeypatch.setattr(section, "baseline_of", lambda _: (baseline(), None))
+        monkeypatch.setattr(section, "baseline_of", lambda *_: (baseline(), None))
 
 
 def check_second_call(baseline: Baseline, choice: Target) -> None:

@@ -128,7 +128,7 @@ class Wrong:
 
 
 def test_a_baseline_with_another_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Wrong(), None))
+    monkeypatch.setattr(forwarding, "baseline_of", lambda *_: (Wrong(), None))
     clock = Ticks()
 
     with pytest.raises(AttnplugError, match="compute different results") as caught:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from attnplug.errors import AttnplugError  # noqa: E402 - without torch there is nothing to measure
-from attnplug_kit import bench  # noqa: E402
-from attnplug_kit.bench import baseline, building, forwarding  # noqa: E402
-from attnplug_kit.bench.baseline import GROUP, Baseline, TorchBaseline, baseline_of  # noqa: E402
+from attnplug.errors import AttnplugError, RequestError  # noqa: E402 - without torch there is nothing to measure
+from attnplug_kit.bench import building, forwarding  # noqa: E402
+from attnplug_kit.bench.baseline import Baseline, TorchBaseline, baseline_of  # noqa: E402
 from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResult, _libraries  # noqa: E402
-from attnplug_kit.bench.rig import decodes, first_prefills, make_rig, mixed  # noqa: E402
+from attnplug_kit.bench.rig import Target, decodes, first_prefills, make_rig, mixed  # noqa: E402
 from kit.tests.bench.fakes import TINY, TORCH, Ticks  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STEP = decodes(3, 17, **TINY)
 SOURCE = """\
@@ -26,12 +29,16 @@ class Direct(TorchBaseline):
     what = "direct flash calls"
 
 class Bare:
-    backend, what = "flash", "nothing"
+    backend, what = "bare", "nothing"
 
 class Other(TorchBaseline):
     backend = "other"
 
+class Another(TorchBaseline):
+    backend = "other"
+
 class Late(TorchBaseline):
+    backend = "late"
     def __init__(self):
         raise RuntimeError("no kernels")
 """
@@ -51,19 +58,11 @@ class Planned(TorchBaseline):
 
 
 @pytest.fixture
-def registered(tmp_path, monkeypatch):
-    """Install a distribution with a baseline; the word is the class of `SOURCE`."""
-
-    def install(word: str, number: int = 0) -> None:
-        folder = tmp_path / f"direct_calls_{number}-1.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: direct-calls-{number}\nVersion: 1\n")
-        (folder / "entry_points.txt").write_text(f"[{GROUP}]\nflash = {word}\n")
-        (tmp_path / "direct_calls_of_tests.py").write_text(SOURCE)
-        monkeypatch.syspath_prepend(str(tmp_path))
-
-    yield install
-    sys.modules.pop("direct_calls_of_tests", None)
+def file(tmp_path: Path) -> str:
+    """Return a file with baselines."""
+    written = tmp_path / "direct_calls.py"
+    written.write_text(SOURCE)
+    return str(written)
 
 
 # -- baselines --------------------------------------------------------------------------------------
@@ -77,10 +76,8 @@ def test_torch_is_compared_with_its_own_calls() -> None:
     assert note is None
 
 
-def test_a_plugin_registers_a_baseline(registered) -> None:
-    registered("direct_calls_of_tests:Direct")
-
-    found, note = baseline_of("flash")
+def test_a_file_has_the_baseline_of_a_backend(file: str) -> None:
+    found, note = baseline_of("flash", file)
 
     assert (found.backend, found.what, note) == ("flash", "direct flash calls", None)
 
@@ -89,37 +86,31 @@ def test_a_backend_without_a_baseline_is_compared_with_torch() -> None:
     found, note = baseline_of("flash")
 
     assert isinstance(found, TorchBaseline)
-    assert note == f"flash has no baseline in {GROUP}: it is compared with direct torch calls, without a budget"
+    assert note == "flash is compared with direct torch calls, without a budget, but for --baseline"
 
 
 @pytest.mark.parametrize(
-    ("word", "why"),
+    ("backend", "why"),
     [
-        ("direct_calls_of_tests:Bare", "TypeError: Bare is no Baseline"),
-        ("direct_calls_of_tests:Other", "ValueError: it is the baseline of 'other'"),
-        ("direct_calls_of_tests:Late", "RuntimeError: no kernels"),
-        ("direct_calls_of_tests:Missing", "AttributeError: "),
-        ("direct_calls_of_nobody:Direct", "ModuleNotFoundError: No module named 'direct_calls_of_nobody'"),
+        ("bare", "one attnplug_kit.bench.Baseline with backend = 'bare', and has 0"),
+        ("nobody", "one attnplug_kit.bench.Baseline with backend = 'nobody'"),
+        ("other", "one attnplug_kit.bench.Baseline with backend = 'other', and has 2"),
+        ("late", "RuntimeError: no kernels"),
     ],
 )
-def test_a_broken_baseline_is_reported_and_replaced_by_torch(registered, word: str, why: str) -> None:
-    registered(word)
-
-    found, note = baseline_of("flash")
-
-    assert isinstance(found, TorchBaseline)
-    assert note is not None
-    assert note.startswith(f"the baseline of flash ({word}) is not used, and direct torch calls replace it: {why}")
+def test_a_file_without_it_is_refused(file: str, backend: str, why: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(why)):
+        baseline_of(backend, file)
 
 
-def test_two_baselines_of_one_backend_are_reported(registered) -> None:
-    registered("direct_calls_of_tests:Direct", 0)
-    registered("direct_calls_of_tests:Bare", 1)
+def test_a_file_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import direct_calls_of_nobody\n")
 
-    found, note = baseline_of("flash")
-
-    assert isinstance(found, TorchBaseline)
-    assert "LookupError: 2 distributions have one: " in str(note)
+    with pytest.raises(RequestError, match="No module named 'direct_calls_of_nobody'"):
+        baseline_of("flash", str(broken))
+    with pytest.raises(RequestError, match="there is no such file"):
+        Target(baseline=str(tmp_path / "absent.py")).check()
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -127,7 +118,7 @@ def test_two_baselines_of_one_backend_are_reported(registered) -> None:
 
 def test_a_build_is_reported_over_the_librarys_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     PLANNED.clear()
-    monkeypatch.setattr(building, "baseline_of", lambda _: (Planned(), None))
+    monkeypatch.setattr(building, "baseline_of", lambda *_: (Planned(), None))
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
     steps = decodes(256, 3, **TINY), mixed(2, 9, 1, 5, **TINY)
 
@@ -214,7 +205,7 @@ def test_a_failed_step_is_reported_and_the_others_are_measured(monkeypatch: pyte
                 raise RuntimeError("out of\nmemory")
             return super().layer(rig)
 
-    monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Choosy(), "a note"))
+    monkeypatch.setattr(forwarding, "baseline_of", lambda *_: (Choosy(), "a note"))
     steps = first_prefills(2, 5, **TINY), STEP, first_prefills(1, 5, **TINY)
 
     found = forwarding.measure_steps([(steps, Ticks(), True)], TORCH, 1)
@@ -253,7 +244,3 @@ def test_a_failure_fails_the_run_and_is_written(run, tmp_path, monkeypatch: pyte
     assert answer.out.endswith("\nfailed: forward, one: RuntimeError: out of memory\nnote: a note\n")
     assert page.read_text().endswith("\n- failed: forward, one: RuntimeError: out of memory\n- a note\n")
     assert run("bench", "forward", "--json").json["failures"] == list(found.failures)
-
-
-def test_the_help_names_the_group_of_baselines() -> None:
-    assert baseline.GROUP in bench._EPILOG

@@ -73,10 +73,9 @@ def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> No
 
     assert [(e.group, e.name, e.value) for e in found.entry_points] == [
         ("attnplug.backends", "flash_attn", "attnplug_flash_attn.plugin"),
-        ("attnplug.benchmarks", "flash_attn", "attnplug_flash_attn.direct:DirectFlashAttention"),
     ]
     assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1", "attrs>=24.1"]
-    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["bench", "fa2", "fa4", "test", "vllm"]
+    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["fa2", "fa4", "test", "vllm"]
 
 
 def test_without_a_library_torch_remains(site: InstalledPlugin) -> None:

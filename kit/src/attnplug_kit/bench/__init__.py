@@ -95,9 +95,9 @@ measurements:
 
 build, forward and dense run the backend that a selection chooses here, or --backend, on this machine's device, or
 --device. On a CPU times are wall times. On CUDA they are host times of the launches, or device times between two
-events, as each line says. The direct calls are those of the backend's library, where its distribution registers them
-(entry-point group attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with
-a wrong result, or another failure, has no time.
+events, as each line says. The direct calls are torch's, or those of --baseline: a Python file with a class that is an
+attnplug_kit.bench.Baseline of the backend. Results are compared before they are timed: a step with a wrong result, or
+another failure, has no time.
 
 Medians are compared with the budgets. The best of a measurement shows how much of it is other work of the machine.
 
@@ -137,6 +137,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="build, forward and dense: threads of torch's CPU kernels; default: torch's",
     )
+    parser.add_argument(
+        "--baseline",
+        metavar="FILE",
+        help="build and forward: a Python file with direct calls of the backend's library; default: torch's calls",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
     from attnplug_kit.bench.result import check_suffix, show  # noqa: PLC0415 - help does without
     from attnplug_kit.bench.rig import Target  # noqa: PLC0415 - likewise
 
-    target = Target(arguments.backend, arguments.device, arguments.threads)
+    target = Target(arguments.backend, arguments.device, arguments.threads, arguments.baseline)
     names = _checked(arguments.names, target)
     file = Path(arguments.output) if arguments.output else None
     if file is not None:

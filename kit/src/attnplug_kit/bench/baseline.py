@@ -1,29 +1,26 @@
 """
 Direct library calls: what a host writes by hand for one library and one layout, without the contract.
 
-A backend is compared with those of its library, if its distribution has some, and otherwise with torch's.
+A backend is compared with those of its library, if a file has some (`--baseline`), and otherwise with torch's.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, runtime_checkable
+from runpy import run_path
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from attrs import evolve, frozen
 
 from attnplug import AttnplugError
 from attnplug.commands import ForeignCode
+from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from importlib.metadata import EntryPoint
 
     from torch import Tensor
 
     from attnplug_kit.bench.rig import Planner, Rig
-
-GROUP: Final = "attnplug.benchmarks"
-"""The entry points of baselines: the name of a backend, and a class that is called without arguments."""
 
 
 @runtime_checkable
@@ -31,8 +28,8 @@ class Baseline(Protocol):
     """
     Direct library calls that compute the same as a backend's `forward`, on the same inputs.
 
-    A plugin registers one in the entry-point group `GROUP`. A backend without one is compared with torch's calls, and
-    without a budget: the difference between two libraries' kernels is no overhead.
+    ``attnplug bench --baseline FILE`` reads one. A backend without it is compared with torch's calls, and without a
+    budget: the difference between two libraries' kernels is no overhead.
     """
 
     @property
@@ -78,33 +75,36 @@ class Baseline(Protocol):
         """
 
 
-def baseline_of(backend: str) -> tuple[Baseline, str | None]:
+def baseline_of(backend: str, file: str | None = None) -> tuple[Baseline, str | None]:
     """
     Return the baseline of a backend, and where it is not of the backend's own library, why.
 
     Args:
         backend: The backend's name.
+        file: A Python file with a class that is its `Baseline`, called without arguments; None for torch's calls.
+
+    Raises:
+        RequestError: The file has no such class, or does not run.
     """
-    torch: Baseline = TorchBaseline()
-    if backend == torch.backend:
-        return torch, None
-    found = tuple(entry_points(group=GROUP, name=backend))
-    if not found:
-        return torch, f"{backend} has no baseline in {GROUP}: it is compared with {torch.what}, without a budget"
-    with ForeignCode(f"the baseline of {backend} ({found[0].value}) is not used, and {torch.what} replace it:") as code:
-        torch = _load(found, backend)
-    return torch, code.problem or None
-
-
-def _load(found: tuple[EntryPoint, ...], backend: str) -> Baseline:
-    if len({one.value for one in found}) > 1:
-        raise LookupError(f"{len(found)} distributions have one: {', '.join(one.value for one in found)}")
-    made = found[0].load()()
-    if not isinstance(made, Baseline):
-        raise TypeError(f"{type(made).__name__} is no Baseline (attnplug_kit.bench)")
-    if made.backend != backend:
-        raise ValueError(f"it is the baseline of {made.backend!r}")
-    return made
+    torch = TorchBaseline()
+    if file is None:
+        own = backend == torch.backend
+        return torch, None if own else f"{backend} is compared with {torch.what}, without a budget, but for --baseline"
+    with ForeignCode(
+        f"--baseline {file} was given",
+        lambda reason: RequestError(f"--baseline {file} was given", reason, "correct the file, or leave it out"),
+        passing=(RequestError,),
+    ):
+        names = run_path(file)
+        found = [one() for one in names.values() if isinstance(one, type) and getattr(one, "backend", None) == backend]
+        made = [one for one in found if isinstance(one, Baseline)]
+    if len(made) != 1:
+        raise RequestError(
+            f"--baseline {file} was given",
+            f"it needs one attnplug_kit.bench.Baseline with backend = {backend!r}, and has {len(made)}",
+            "name the file that is for this backend, or leave it out",
+        )
+    return made[0], None
 
 
 def compare(rig: Rig, baseline: Baseline, direct: Callable[[], Tensor], *calls: Callable[[], Tensor]) -> None:

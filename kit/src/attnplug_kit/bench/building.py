@@ -93,7 +93,7 @@ def measure_steps(steps: Sequence[Step], in_graph: Sequence[Step], target: Targe
 def measure_step(step: Step, target: Target, clock: Clock, repeats: int) -> SectionResult:
     """Measure the builds of one step."""
     planner = make_planner(step, target)
-    baseline, note = baseline_of(planner.backend.name)
+    baseline, note = baseline_of(planner.backend.name, target.baseline)
     plans = baseline.plans(planner, captured=False)
     samples = interleaved({**_eager(planner), **_contenders(plans)}, clock, repeats)
     what = f"{step.what}, {clock.what}"
@@ -122,7 +122,7 @@ def measure_graph_build(step: Step, target: Target, clock: Clock, repeats: int) 
     except NoBackendError as error:
         return SectionResult(notes=(f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
     batch, (graph, _) = planner.batch(), capture_graph(planner)
-    baseline, note = baseline_of(planner.backend.name)
+    baseline, note = baseline_of(planner.backend.name, target.baseline)
     plans = baseline.plans(planner, captured=True)
     build = Contender(lambda batch: planner.builder.build(batch, graph=graph), lambda: evolve(batch))
     samples = interleaved({"build": build, **_contenders(plans)}, clock, repeats)

@@ -121,7 +121,7 @@ def measure_step(
     from attnplug.contract import forward_context  # noqa: PLC0415 - imports torch
 
     rig = make_rig(step, target, **engine)
-    baseline, note = baseline_of(rig.backend.name)
+    baseline, note = baseline_of(rig.backend.name, target.baseline)
     calls = {"forward": rig.forward(), "forward_op": rig.forward_op()}
     with forward_context({LAYER: rig.metadata}):
         samples = _in_turn(rig, baseline, clock, repeats, baseline.layer(rig), calls, noop=noop_backend(rig))
@@ -142,7 +142,7 @@ def measure_replay(step: Step, target: Target, repeats: int) -> SectionResult:
         rig = make_rig(step, target, cudagraph="single_token_decode")
     except NoBackendError as error:
         return SectionResult(notes=(f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
-    baseline, note = baseline_of(rig.backend.name)
+    baseline, note = baseline_of(rig.backend.name, target.baseline)
     calls, direct = {"forward": replay_of(rig)}, captured(rig, baseline.captured(rig))
     clock = work_clock(rig.backend.device.type)
     samples = _in_turn(rig, baseline, clock, repeats, direct, calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, evolve, frozen
@@ -118,11 +119,13 @@ class Target:
         backend: A backend, or ``backend/variant``; None for the one that a selection chooses.
         device: ``"cpu"`` or ``"cuda"``; None for this machine's.
         threads: Threads of torch's own kernels on the CPU; None for torch's default.
+        baseline: A file of direct library calls; None for torch's.
     """
 
     backend: str | None = None
     device: str | None = None
     threads: int | None = None
+    baseline: str | None = None
 
     def check(self) -> None:
         """
@@ -130,12 +133,14 @@ class Target:
 
         Raises:
             UnknownBackendError: No installed or known backend has this name.
-            RequestError: The number of threads is invalid.
+            RequestError: The number of threads is invalid, or the file of the baseline is not there.
         """
         if self.threads is not None and self.threads < 1:
             raise RequestError(f"--threads {self.threads} was given", "it is a whole number from 1 on", "leave it out")
         if self.backend is not None:
             registry_without_settings().check_name(self.backend)
+        if self.baseline is not None and not Path(self.baseline).is_file():
+            raise RequestError(f"--baseline {self.baseline} was given", "there is no such file", "name a Python file")
 
     def options(self) -> list[str]:
         """Return the options of the command line for this target."""
