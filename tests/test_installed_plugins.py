@@ -156,7 +156,7 @@ print(json.dumps(found))
 
 
 def test_the_distribution_that_was_chosen_is_the_one_that_loads(run_code: RunCode) -> None:
-    code = "print(json.dumps(type(attnplug.load(request, cpu, backend='good')).__name__))"
+    code = "print(json.dumps(type(attnplug.load(request, cpu, backend='good').wrapped).__name__))"
 
     assert run_code(code, "good", "duplicate", forked=True, ATTNPLUG_BLOCK="attnplug-good") == "OtherBackend"
 
@@ -453,7 +453,7 @@ try:
 except DuplicateBackendError as error:
     clash = str(error)
 same = same and (attnplug.registry().generation, listing()) == first
-print(json.dumps([registered, same, clash, type(attnplug.load(request, cpu)).__name__]))
+print(json.dumps([registered, same, clash, type(attnplug.load(request, cpu).wrapped).__name__]))
 """
     registered, same, clash, backend = run_code(code, forked=True)
 
