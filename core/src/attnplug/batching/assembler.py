@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
     from attnplug.batching.request_rows import RequestRows
     from attnplug.negotiation.agreement import Agreement
-
-
-_FEW: Final = 16
-"""Up to so many tokens, loops are faster than tensor operations, each of which takes microseconds."""
 
 
 class BatchAssembler:
@@ -279,13 +275,11 @@ class BatchAssembler:
     def _fill(self, host: dict[str, Tensor], tokens: int, rows: int) -> tuple[Tensor, int]:
         """Add lengths, positions and slots, padding included; return cached tokens and the longest sequence."""
         if self._rows is not None:
-            return self._tensors.fill_many(host, (self._rows.query_lens, self._rows.computed), tokens, rows)
-        if tokens <= _FEW:
-            return self._tensors.fill_few(host, (self._query_lens, self._computed), self._table, rows)
+            return self._tensors.fill(host, (self._rows.query_lens, self._rows.computed), tokens, rows)
         computed = as_int32(self._computed)
         is_each_one = tokens == len(self._query_lens)
         lengths = (torch.ones_like(computed) if is_each_one else as_int32(self._query_lens), computed)
-        return self._tensors.fill_many(host, lengths, tokens, rows)
+        return self._tensors.fill(host, lengths, tokens, rows)
 
     def _skip_unwritten(self, host: dict[str, Tensor], computed: Tensor) -> None:
         starts = host["query_start_loc"]

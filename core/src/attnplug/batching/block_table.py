@@ -112,11 +112,6 @@ class BlockTable:
         first = row * self._tensor.shape[1]
         return 0 in self._cells[first + start : first + end]
 
-    def slots(self, row: int, positions: range) -> list[int]:
-        """Return the slots of positions in the blocks of a row."""
-        cells, first, size = self._cells, row * self._tensor.shape[1], self._block_size
-        return [cells[first + one // size] * size + one % size for one in positions]
-
     def to_tensor(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
         """
         Return a copy of the first rows as an int32 tensor, with the null block in unused entries and padded rows.

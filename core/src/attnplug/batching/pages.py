@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
@@ -17,9 +16,6 @@ from attnplug.ops.triton import triton_function
 
 if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
-
-_FEW: Final = 32
-"""Up to so many requests, lists are faster than tensor operations."""
 
 
 @frozen(eq=False)
@@ -92,8 +88,7 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
             "pages are counted from exact CPU sequence lengths and read from the block table",
             "pass both, or use the dense block table with lengths on the device",
         )
-    count = _count_few if lengths.shape[0] <= _FEW else _count_many
-    indptr, last, num_pages, most = count(lengths, block_size)
+    indptr, last, num_pages, most = _counts(lengths, block_size)
     if most > table.shape[1]:
         longest = int(lengths.argmax())
         raise BatchError(
@@ -108,18 +103,8 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
     return Pages(_indices(table, upload(indptr, table.device), num_pages), indptr, last)
 
 
-def _count_few(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
+def _counts(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
     """Return `indptr`, `last_page_len`, the pages of all requests, and those of the longest."""
-    seq_lens = lengths.tolist()
-    counts = [-(-length // block_size) for length in seq_lens]
-    starts = [0, *accumulate(counts)]
-    last = [(length - 1) % block_size + 1 if length else 0 for length in seq_lens]
-    indptr, used = (torch.tensor(each, dtype=torch.int32) for each in (starts, last))
-    return indptr, used, starts[-1], max(counts, default=0)
-
-
-def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
-    """Return the same in a time that hardly depends on the number of requests."""
     lengths, numbers = lengths.int(), _numbers(block_size)
     if type(numbers[0]) is not Tensor:  # under FakeTensorMode: fake tensors are not kept
         _numbers.cache_clear()

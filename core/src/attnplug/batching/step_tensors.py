@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import accumulate
-from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,23 +13,15 @@ from attnplug.contract.inputs.batch import PAD_SLOT_ID
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.batching.block_table import BlockTable
-
 
 def as_int32(values: list[int]) -> Tensor:
     """Return one or more numbers as a tensor, ten times as fast as `torch.tensor`."""
     return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
-def _int64(values: list[int]) -> Tensor:
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
 class StepTensors:
     """
     Adds lengths, positions and slots to the tensors of a step, padding included.
-
-    Both ways return ``(num_reqs,)`` cached tokens and the longest sequence.
 
     Args:
         block_size: Slots per block.
@@ -41,41 +31,14 @@ class StepTensors:
         self._block_size = block_size
         self._numbers = torch.arange(0, device="cpu")
 
-    def fill_few(
-        self, host: dict[str, Tensor], lengths: tuple[list[int], list[int]], table: BlockTable, rows: int
-    ) -> tuple[Tensor, int]:
-        """
-        Do so by loops.
-
-        Args:
-            host: The tensors, which have the block table with its padded requests.
-            lengths: New and cached tokens of each request.
-            table: What the block table was copied from.
-            rows: Tokens after padding.
-        """
-        query_lens, computed = lengths
-        tokens, padding = sum(query_lens), [0] * (host["block_table"].shape[0] - len(query_lens))
-        positions: list[int] = []
-        slots: list[int] = []
-        for row, (start, count) in enumerate(zip(computed, query_lens, strict=True)):
-            new = range(start, start + count)
-            positions += new
-            slots += table.slots(row, new)
-        host["query_start_loc"] = as_int32([0, *accumulate(query_lens), *(tokens for _ in padding)])
-        seq_lens = [*map(add, computed, query_lens), *padding]
-        host["seq_lens"] = as_int32(seq_lens)
-        host["slot_mapping"] = _int64(slots + [PAD_SLOT_ID] * (rows - tokens))
-        host[POSITIONS] = _int64(positions + [0] * (rows - tokens))
-        return as_int32(computed + padding), max(seq_lens)
-
-    def fill_many(
+    def fill(
         self, host: dict[str, Tensor], lengths: tuple[Tensor, Tensor], tokens: int, rows: int
     ) -> tuple[Tensor, int]:
         """
-        Do so by tensor operations.
+        Add them, and return ``(num_reqs,)`` cached tokens and the longest sequence.
 
         Args:
-            host: As for `fill_few`.
+            host: The tensors, which have the block table with its padded requests.
             lengths: ``(num_reqs,)`` int32 each, new and cached tokens.
             tokens: New tokens of all requests.
             rows: Tokens after padding.
