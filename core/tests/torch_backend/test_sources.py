@@ -70,7 +70,7 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, requested:
     case = Case(query_lens=(1,) * 7, context_lens=(keys - 1,) * 7, **requested)
     backend, scene = load(case, layout), materialize(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
+        patch.setattr(backend.wrapped, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
         impl = backend.make_impl(scene.layer())
         builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
         plan: Plan = impl.wrapped.plan_of(builder.build(scene.paged(backend).batch))

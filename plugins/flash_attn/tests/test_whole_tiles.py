@@ -117,7 +117,7 @@ def test_graph_buffers_keep_the_zeros_that_the_graph_reads(load_fake) -> None:
     with harness.state.graph_capture(4):
         graph = harness.state.graph(GraphShape(4, 4, 1))
         plan = harness.impls[0].wrapped.plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
-    (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(harness.builder._leftpad)
+    (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(harness.builder.wrapped._leftpad)
     assert zeros.data_ptr() == zeros_of_builder().data_ptr()
 
     del plan, zeros, harness.builder
