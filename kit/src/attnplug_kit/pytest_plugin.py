@@ -62,12 +62,7 @@ def _names_the_kit(argument: str, config: pytest.Config) -> bool:
 
 
 def _check(config: pytest.Config, *, is_the_kit: bool) -> Sequence[LeftOut]:
-    """
-    Return the variants that the kit leaves out. A plugin's own classes may request other features.
-
-    Raises:
-        pytest.UsageError: The named backend cannot be tested.
-    """
+    """Return the variants that the kit leaves out. A plugin's own classes may request other features."""
     from attnplug import AttnplugError  # noqa: PLC0415 - as above
     from attnplug_kit.conformance.subject import find_subjects  # noqa: PLC0415 - as above
     from attnplug_kit.conformance.tier import plan_run  # noqa: PLC0415 - as above

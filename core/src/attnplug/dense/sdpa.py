@@ -166,11 +166,8 @@ def _attend(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any], *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """
-    Attend with the first query at the first key, where `attention` has the last query at the last key.
-
-    Keys after the last query are seen by none. Queries after the last key see all keys.
-    """
+    """Attend with the first query at the first key, where `attention` has the last query at the last key."""
+    # Keys after the last query are seen by none. Queries after the last key see all keys.
     queries, keys = query.shape[1], key.shape[1]
     if queries <= keys:
         key, value = (key, value) if queries == keys else (key[:, :queries], value[:, :queries])

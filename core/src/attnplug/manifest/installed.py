@@ -89,12 +89,9 @@ def _contains(requirement: Requirement, version: str) -> bool:
 
 
 def _admits(text: str, version: str) -> bool | None:
-    """
-    Compare a version with the bounds of a simple requirement; None where that takes `packaging`.
-
-    Only final releases are compared here: their order is that of their numbers, and their local label ("+cpu") plays no
-    part against a bound without one (PEP 440, "Version specifiers").
-    """
+    """Compare a version with the bounds of a simple requirement; None where that takes `packaging`."""
+    # Only final releases are compared here: their order is that of their numbers, and their local label ("+cpu") plays
+    # no part against a bound without one (PEP 440, "Version specifiers").
     here = _FINAL.fullmatch(version) if len(version) <= _LONGEST else None
     bounds = [(compare, _FINAL.fullmatch(bound)) for compare, bound in _BOUND.findall(text)]
     if here is None or not all(bound for _, bound in bounds):

@@ -36,11 +36,8 @@ def locate(text: str, path: Sequence[str | int]) -> int | None:
 
 @lru_cache(maxsize=2)
 def _scan(text: str) -> tuple[Mapping[Place, int], Mapping[Place, int]]:
-    """
-    Return the first line of every key path that is written out, and of every beginning of one.
-
-    A key path is written out by a table's header, or by a key at the start of a line.
-    """
+    """Return the first line of every key path that is written out, and of every beginning of one."""
+    # A key path is written out by a table's header, or by a key at the start of a line.
     lines: dict[Place, int] = {}
     tables: dict[Place, int] = {}
     for number, path in _keys(text):

@@ -109,12 +109,9 @@ def _write_unpadded(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
 
 
 def _write_padded(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """
-    Write all rows, and for padded ones the content of slot 0 into slot 0.
-
-    The number of rows does not depend on the device, so that a captured graph replays it. The null block keeps its
-    bits, since all writers of slot 0 write the same.
-    """
+    """Write all rows, and for padded ones the content of slot 0 into slot 0."""
+    # The number of rows does not depend on the device, so that a captured graph replays it. The null block keeps its
+    # bits, since all writers of slot 0 write the same.
     padded = (slots < 0).view(-1, 1, 1)
     _write_rows(torch.where(padded, pages[0, :1], rows), pages, slots.clamp(min=0))
 

@@ -269,12 +269,9 @@ def _columns(table: Tensor, firsts: list[int], counts: list[int]) -> Tensor:
 
 
 def _partial_blocks(ends: Sequence[int], columns: int, size: int, device: torch.device) -> PartialBlocks | None:
-    """
-    Return the gathered blocks with slots to clear; `ends` are the slots after each member's last key.
-
-    Those are a member's last block and, where it has a single block, the columns that repeat it. A full first block
-    that is repeated needs nothing: it holds the member's keys, which are finite and masked.
-    """
+    """Return the gathered blocks with slots to clear; `ends` are the slots after each member's last key."""
+    # Those are a member's last block and, where it has a single block, the columns that repeat it. A full first block
+    # that is repeated needs nothing: it holds the member's keys, which are finite and masked.
     partial = [
         (member, column, end % size)
         for member, end in enumerate(ends)

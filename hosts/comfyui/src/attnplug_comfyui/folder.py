@@ -52,12 +52,7 @@ def install(comfyui: str | Path, *, link: bool = False) -> Path:
 
 
 def _refuse_other(target: Path) -> None:
-    """
-    Leave what is not this folder as it is.
-
-    Raises:
-        RequestError: There is something else.
-    """
+    """Leave what is not this folder as it is."""
     if target.is_symlink():
         linked = target.readlink()
         found, is_ours = f"a link to {linked}", linked.parts[-2:] == SOURCE.parts[-2:]

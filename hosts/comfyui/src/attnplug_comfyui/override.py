@@ -137,12 +137,7 @@ def _attend(call: AttentionCall, backend: str, options: dict[str, dict[str, Any]
 
 
 def _in_precision(call: AttentionCall, requested: torch.dtype | None) -> AttentionCall:
-    """
-    Return the call with its tensors in the precision that the scores are requested in.
-
-    Raises:
-        NotNegotiatedError: That is float64, or an additive mask has more digits than the call.
-    """
+    """Return the call with its tensors in the precision that the scores are requested in."""
     precision = _attn_precision(requested, call.dtype)
     if precision != torch.float32:
         call = call.in_autocast()

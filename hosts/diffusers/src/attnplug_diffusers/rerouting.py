@@ -158,12 +158,9 @@ def _count(code: CodeType, name: str) -> int:
 
 
 def _while_bound(made: type, copy: FunctionType, method: FunctionType) -> Callable[..., Any]:
-    """
-    Return a method that is the copy for modules of a class, and the original for others.
-
-    A hook of diffusers or accelerate keeps the `forward` of its module. If it is added while the module is bound, it
-    calls that after the module is restored, too.
-    """
+    """Return a method that is the copy for modules of a class, and the original for others."""
+    # A hook of diffusers or accelerate keeps the `forward` of its module. If it is added while the module is bound, it
+    # calls that after the module is restored, too.
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

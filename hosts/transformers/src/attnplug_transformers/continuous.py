@@ -192,12 +192,7 @@ _AT_ONCE: Final = (
 
 
 def _refuse_start() -> NoReturn:
-    """
-    Refuse to start a manager after its context was left.
-
-    Raises:
-        NotNegotiatedError: Always.
-    """
+    """Refuse to start a manager after its context was left."""
     raise NotNegotiatedError(
         "a manager of continuous batching was started after continuous_batching(model) was left",
         "its steps have no masks, which the model's own attention reads",

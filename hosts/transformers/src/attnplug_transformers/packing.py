@@ -172,13 +172,10 @@ def _real_tokens(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
 def _real_queries(
     mask: Mask, pattern: Pattern, attends: Tensor, start: int, newest: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """
-    Return which queries of a slice of the mask are real tokens, and the newest key up to here.
-
-    Causally, a real token is the newest key that it attends to, which rises from row to row; padding on the right
-    repeats that of its predecessor. Otherwise a real token of a windowed layer attends to itself; without a window all
-    rows are equal.
-    """
+    """Return which queries of a slice of the mask are real tokens, and the newest key up to here."""
+    # Causally, a real token is the newest key that it attends to, which rises from row to row; padding on the right
+    # repeats that of its predecessor. Otherwise a real token of a windowed layer attends to itself; without a window
+    # all rows are equal.
     if pattern.causal:
         columns = torch.arange(attends.shape[2], dtype=torch.int32, device=attends.device)
         last = torch.where(attends, columns, -1).amax(2)

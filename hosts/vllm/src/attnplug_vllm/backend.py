@@ -187,12 +187,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_cpu_platform() -> Any:
-    """
-    Return what vLLM's CPU platform gets for its own backend: ours where the current configuration has chosen one.
-
-    Raises:
-        NoBackendError: The chosen one cannot serve the model.
-    """
+    """Return what vLLM's CPU platform gets for its own backend: ours where the current configuration has chosen one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - as in the registration
 
     chosen = selector.chosen_by_config()

@@ -340,12 +340,9 @@ def make_builder_class(choice: tuple[str, ...] = ()) -> type[GroupBuilder]:
 
 
 def _release(impls: list[ref[LayerImpl]]) -> None:
-    """
-    Let the layers of a builder that is garbage-collected go of their pools and their state.
-
-    vLLM keeps models for longer than the memory of their KV caches: after a profiling run, and when an engine ends. A
-    layer that another builder serves binds its pool again in the next step.
-    """
+    """Let the layers of a builder that is garbage-collected go of their pools and their state."""
+    # vLLM keeps models for longer than the memory of their KV caches: after a profiling run, and when an engine ends. A
+    # layer that another builder serves binds its pool again in the next step.
     for impl in (one() for one in impls):
         if impl is not None:
             impl.release()

@@ -145,12 +145,9 @@ class _Names(dict[str, Any]):
 
 
 def _explain_missing(enum: Any) -> None:
-    """
-    Let the lookup of a name without a backend say why it has no backend.
-
-    Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is Python's
-    own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.
-    """
+    """Let the lookup of a name without a backend say why it has no backend."""
+    # Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is
+    # Python's own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.
     table = getattr(enum, "_member_map_", None)
     if isinstance(table, dict) and not isinstance(table, _Names):
         with contextlib.suppress(AttributeError, TypeError):

@@ -67,12 +67,9 @@ def _many_keys(subject: Subject, spec: RequestSpec) -> dict[str, Any]:
 
 
 def _many(subject: Subject) -> Mapping[str, RequestSpec]:
-    """
-    Return a request with more KV heads than elsewhere, if that is served, and one for each of the fields.
-
-    Of the values of a field it takes one in the middle: the smallest window hides what else a request has. Interpreted
-    kernels get the plain request alone.
-    """
+    """Return a request with more KV heads than elsewhere, if that is served, and one for each of the fields."""
+    # Of the values of a field it takes one in the middle: the smallest window hides what else a request has.
+    # Interpreted kernels get the plain request alone.
     declared = field_values_of(subject)
     if subject.is_interpreted:
         return {"plain": plain(subject)}

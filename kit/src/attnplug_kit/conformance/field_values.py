@@ -236,11 +236,8 @@ def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
 
 
 def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
-    """
-    Return why no request with a value is served, and whether the manifest contradicts itself.
-
-    It does where it declares the value, and its rules refuse it whatever the device and the installed versions.
-    """
+    """Return why no request with a value is served, and whether the manifest contradicts itself."""
+    # It does where it declares the value, and its rules refuse it whatever the device and the installed versions.
     requests = (spec.requirements() for spec in _specs(subject, {capability.field: capability.value}))
     refusals = [subject.objections(requirements) for requirements in requests if requirements is not None]
     if not refusals:

@@ -104,11 +104,8 @@ def _long(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
 
 
 def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]]:
-    """
-    Return pairs of agreements: the plainest with pages, and one that differs in a field, at the highest level.
-
-    Two values of a field are enough to find what one agreement leaves behind: the second, and the last.
-    """
+    """Return pairs of agreements: the plainest with pages, and one that differs in a field, at the highest level."""
+    # Two values of a field are enough to find what one agreement leaves behind: the second, and the last.
     declared = field_values_of(subject)
     level = declared.values().get("cudagraph", ("never",))[-1]
     fields = {"paged": True} if level == "never" else {"cudagraph": level}

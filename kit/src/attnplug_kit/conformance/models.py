@@ -53,12 +53,9 @@ def _layers(subject: Subject) -> Mapping[str, RequestSpec]:
 
 
 def _layer(subject: Subject, fields: Mapping[str, Any]) -> RequestSpec | None:
-    """
-    Return the request for a layer, or None.
-
-    A variant that compiles its kernels gets another dtype and head size, if only these have a kernel that is needed
-    anyway. A block-sparse pattern has its own longest sequence, and an encoder no context.
-    """
+    """Return the request for a layer, or None."""
+    # A variant that compiles its kernels gets another dtype and head size, if only these have a kernel that is needed
+    # anyway. A block-sparse pattern has its own longest sequence, and an encoder no context.
     variant = subject.candidate.variant
     compiles = variant is not None and variant.jit is not None
     for dtype, size in _sizes(subject, fields["head_size"], all_of_them=compiles):

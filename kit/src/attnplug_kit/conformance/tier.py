@@ -175,12 +175,7 @@ class Tier:
         metafunc.parametrize(names, parameters)
 
     def _plan(self, config: pytest.Config) -> RunPlan:
-        """
-        Return what the class names, or else the command line.
-
-        Raises:
-            AttnplugError: Neither names a backend, or the backend cannot be tested like this.
-        """
+        """Return what the class names, or else the command line."""
         name = self.backend or config.getoption("--attn-backend", default=None)
         given = config.getoption("--attn-feature", default=None) or ()
         device = self.device or config.getoption("--attn-device", default=None)

@@ -57,11 +57,8 @@ def materialize(case: Case) -> Scene:
 
 
 def _sinks(case: Case, normal: Tensor) -> Tensor:
-    """
-    Return sinks: every second one has about the weight of all keys of a request, the others that of one key.
-
-    Beside many keys the weight of one is within a tolerance. All are numbers of bfloat16, in which models keep sinks.
-    """
+    """Return sinks: every second one has about the weight of all keys of a request, the others that of one key."""
+    # Beside many keys the weight of one is within a tolerance. All are numbers of bfloat16, in which models keep sinks.
     keys = sum(case.key_lens) / len(case.key_lens)
     cuts = [cut for cut in (case.sliding_window, case.attention_chunk) if cut is not None]
     normal[::2] += log(max(1.0, min([keys, *cuts])))
@@ -114,12 +111,9 @@ def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
-    """
-    Return the block table ``(num_reqs, max_blocks)`` int32, and the number of blocks of the cache.
-
-    No request gets block 0, or a block of another request, except those of a shared prefix. Unused entries name blocks
-    that do not exist.
-    """
+    """Return the block table ``(num_reqs, max_blocks)`` int32, and the number of blocks of the cache."""
+    # No request gets block 0, or a block of another request, except those of a shared prefix. Unused entries name
+    # blocks that do not exist.
     counts = [-(-max(length, 0) // case.block_size) for length in case.key_lens]
     num_blocks = max(2, 1 + sum(counts) + case.num_spare_blocks)
     blocks = list(range(1, num_blocks))

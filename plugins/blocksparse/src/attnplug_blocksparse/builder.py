@@ -105,12 +105,9 @@ class BlocksparseBuilder(MetadataBuilder):
         )
 
     def _single_lens(self, prefills: Phase, *, contiguous_kv: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """
-        Return the rows of each request, and its keys with paged K/V; empty where one launch for all is faster.
-
-        A launch per request is faster for long prefills on devices with TMA descriptors. For paged K/V it needs the
-        warp-specialized kernel, and CPU sequence lengths.
-        """
+        """Return the rows of each request, and its keys with paged K/V; empty where one launch for all is faster."""
+        # A launch per request is faster for long prefills on devices with TMA descriptors. For paged K/V it needs the
+        # warp-specialized kernel, and CPU sequence lengths.
         lens, tiles = prefills.seq_lens_cpu, self.backend.hopper_tiles
         can = self.backend.has_tma if contiguous_kv else tiles is not None and lens is not None
         if not can or prefills.num_tokens < self.min_single_launch * prefills.num_reqs:

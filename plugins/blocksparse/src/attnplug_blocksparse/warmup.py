@@ -19,11 +19,8 @@ def run_warmup(backend: BlocksparseBackend, loaded: LoadedBackend) -> None:
 
 
 def _first_rank(backend: BlocksparseBackend) -> Parallel:
-    """
-    Return the first of the ranks that hold the model's KV heads.
-
-    Kernels take the rank as an argument: it is not compiled in.
-    """
+    """Return the first of the ranks that hold the model's KV heads."""
+    # Kernels take the rank as an argument: it is not compiled in.
     requested = backend.agreement.requirements
     total = dict(requested.block_sparse or {}).get("total_kv_heads") or requested.num_kv_heads
     return Parallel(tp_size=max(1, total // requested.num_kv_heads))

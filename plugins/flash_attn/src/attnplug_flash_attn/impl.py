@@ -122,12 +122,7 @@ class FlashAttentionImpl(AttentionImpl):
         query.new_empty(scratch_bytes(self.agreement, self.kernels, query.shape[0]), dtype=torch.uint8)
 
     def _new_kv(self, part: KernelPass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """
-        Return the new K/V of prefills without cached keys.
-
-        Raises:
-            LayerError: The layer shares the KV cache of another, so its metadata has to read pages.
-        """
+        """Return the new K/V of prefills without cached keys."""
         if key is None or value is None or self.layer.kv_sharing_target is not None:
             raise LayerError(
                 f"layer {self.layer.name!r} ran with metadata of prefills that read the K/V of the call",

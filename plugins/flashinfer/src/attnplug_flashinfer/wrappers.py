@@ -120,12 +120,9 @@ class WrapperPool:
         return lease
 
     def _reclaim(self) -> None:
-        """
-        Take back the wrappers whose metadata no longer exists.
-
-        This runs here, in the builder's own thread, and not when a lease is collected: that may be in any thread, and
-        in the middle of a `take`.
-        """
+        """Take back the wrappers whose metadata no longer exists."""
+        # This runs here, in the builder's own thread, and not when a lease is collected: that may be in any thread, and
+        # in the middle of a `take`.
         leased = []
         for lease, wrapper in self._leased:
             if lease() is None:

@@ -78,11 +78,8 @@ class ObserverImpl(AttentionImpl):
 
 
 def _written(value: Tensor, batch: Batch) -> Tensor:
-    """
-    Return the values of a step, zero where a row goes to no slot.
-
-    On a GPU a host may count padded rows as tokens, and runs dummy steps that look like others: their slots tell.
-    """
+    """Return the values of a step, zero where a row goes to no slot."""
+    # On a GPU a host may count padded rows as tokens, and runs dummy steps that look like others: their slots tell.
     rows, slots = value[: batch.num_actual_tokens], batch.slot_mapping
     return rows if slots is None else rows.masked_fill((slots[: len(rows)] == PAD_SLOT_ID).view(-1, 1, 1), 0)
 

@@ -199,11 +199,9 @@ def _plain(value: Any) -> Any:
 
 
 def _problems_of_candidates(candidates: Sequence[Candidate]) -> Iterator[Problem]:
-    """
-    Yield broken plugins, and that nothing is ready.
-
-    What the settings exclude on purpose is no problem, and a missing dependency is none as long as something is ready.
-    """
+    """Yield broken plugins, and that nothing is ready."""
+    # What the settings exclude on purpose is no problem, and a missing dependency is none as long as something is
+    # ready.
     for candidate in candidates:
         codes = {reason.code for reason in candidate.reasons}
         if (candidate.availability == "broken" or "api" in codes) and "blocked" not in codes:

@@ -239,11 +239,9 @@ class ForwardGuard:
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """
-        Check that what is written shares no memory with what is in use meanwhile.
-
-        Where not even the storages do, their places are kept: the next call with tensors of the same ones is as right.
-        """
+        """Check that what is written shares no memory with what is in use meanwhile."""
+        # Where not even the storages do, their places are kept: the next call with tensors of the same ones is as
+        # right.
         caches = () if kv_cache is None else tuple(kv_cache.tensors.values())
         if self._are_storages_apart([one for one in (query, key, value) if one is not None], caches, output, lse):
             self._apart = places

@@ -98,12 +98,9 @@ class PageGuard:
         return rows, highest
 
     def _highest_of_decodes(self, used: Tensor, host_slots: Tensor, keys: Tensor) -> int | None:
-        """
-        Return the highest block of a few decodes whose blocks and slots are all as they should be.
-
-        None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
-        be the null block, which only those checks know.
-        """
+        """Return the highest block of a few decodes whose blocks and slots are all as they should be."""
+        # None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
+        # be the null block, which only those checks know.
         if self._num_blocks is None or not self._places or used.numel() > _FEW_ENTRIES:
             return None
         table, slots, lens = used.tolist(), host_slots.tolist(), keys.tolist()

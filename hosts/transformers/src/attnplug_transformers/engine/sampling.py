@@ -122,13 +122,10 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def _draw_from_nucleus(
     tokens: Tensor, rows: Sequence[int], logits: Tensor, weights: Tensor, requests: Sequence[Request]
 ) -> Tensor:
-    """
-    Return the tokens, with others in those of `rows` that top-p excludes.
-
-    Nothing is sorted. A token drawn from all is accepted if those ranked before it sum to less than top-p of the mass.
-    Otherwise it and all behind it are excluded, and the next one is drawn from those before it: the rest is the nucleus
-    and some more, in proportion, so that the accepted token has the probability of top-p.
-    """
+    """Return the tokens, with others in those of `rows` that top-p excludes."""
+    # Nothing is sorted. A token drawn from all is accepted if those ranked before it sum to less than top-p of the
+    # mass. Otherwise it and all behind it are excluded, and the next one is drawn from those before it: the rest is the
+    # nucleus and some more, in proportion, so that the accepted token has the probability of top-p.
     limits = torch.tensor([requests[row].sampling.top_p or 1.0 for row in rows], device=logits.device)
     attempt = 0
     while rows:
