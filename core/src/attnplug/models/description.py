@@ -8,18 +8,18 @@ from attrs import frozen
 
 from attnplug.errors import RequirementsError
 from attnplug.models.architectures import ARCHITECTURES, BIASED, LATENT, REFUSED, STATE, Architecture
-from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.latent import latent_attention
 from attnplug.models.layers import (
     LAYERS,
     ModelLayer,
     attention_layers,
+    decide,
     kinds_of,
     read_text_part,
 )
 from attnplug.models.patterns import MLA
-from attnplug.models.quantization import cache_dtype, notes
+from attnplug.models.quantization import notes
 from attnplug.models.refusals import check_assumed, check_expressible, forbidden
 
 if TYPE_CHECKING:
@@ -133,23 +133,19 @@ def describe_model(
     """
     whole = read_fields(hf_config)
     fields = read_text_part(whole)
-    parts = (whole, fields)
     name = assume or fields.model_type
     check_assumed(fields, assume)
     refused = _refused(whole, fields)
     if refused is not None:
         return ModelDescription(whole.origin, fields.model_type, (), (refused,), tuple(_of_parts(whole, fields)))
-    found, note = find_dtype(fields, dtype)
-    wanted: dict[str, Any] = {**engine, "paged": paged, "dtype": found}
-    if paged and "kv_cache_dtype" not in engine and (checkpoint := cache_dtype(*parts)) is not None:
-        wanted["kv_cache_dtype"] = checkpoint
+    wanted, note = decide(whole, fields, dtype, engine, paged=paged)
     is_biased = name in BIASED
-    why = None if is_biased else latent_attention(fields, found) or forbidden(fields)
+    why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields)
     architecture = _find(fields, name, is_expressible=why is None)
     layers = () if why else tuple(attention_layers(fields, architecture, wanted, is_biased=is_biased))
     others = () if architecture.family == "encoder_decoder" else _others(kinds_of(fields, architecture), layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
-    said += notes(parts, engine.get("kv_cache_dtype"), paged=paged)
+    said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
     return ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
 
 

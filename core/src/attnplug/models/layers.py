@@ -12,7 +12,7 @@ from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of, read_fields
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
 from attnplug.models.quantization import cache_dtype
-from attnplug.models.refusals import check_expressible, inexpressible, refuse_by_name
+from attnplug.models.refusals import check_expressible, inexpressible, refuse_by_name, refuse_gaps
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -131,15 +131,23 @@ def model_layers(
     refuse_by_name(whole)
     fields = read_text_part(whole)
     architecture = check_expressible(fields, assume)
-    wanted: dict[str, Any] = {**engine, "paged": paged, "dtype": find_dtype(fields, dtype)[0]}
-    if paged and "kv_cache_dtype" not in engine and (checkpoint := cache_dtype(whole, fields)) is not None:
-        wanted["kv_cache_dtype"] = checkpoint
-    layers = tuple(attention_layers(fields, architecture, wanted))
-    if not partial:
-        _refuse_gaps(fields, architecture, layers, fix)
+    layers = tuple(attention_layers(fields, architecture, decide(whole, fields, dtype, engine, paged=paged)[0]))
+    if not partial and architecture.family != "encoder_decoder":
+        refuse_gaps(fields, architecture, kinds_of(fields, architecture), {layer.index for layer in layers}, fix)
     if not layers:
         raise inexpressible(fields, "none of its layers is attention over keys", "run it on its own implementation")
     return layers
+
+
+def decide(
+    whole: Fields, fields: Fields, dtype: str | None, engine: Mapping[str, Any], *, paged: bool
+) -> tuple[dict[str, Any], str]:
+    """Return the fields that the engine or the checkpoint decides, and a note where the dtype is assumed."""
+    found, note = find_dtype(fields, dtype)
+    wanted = {**engine, "paged": paged, "dtype": found}
+    if paged and "kv_cache_dtype" not in engine and (checkpoint := cache_dtype(whole, fields)) is not None:
+        wanted["kv_cache_dtype"] = checkpoint
+    return wanted, note
 
 
 def read_text_part(whole: Fields) -> Fields:
@@ -318,24 +326,3 @@ def _contiguous(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
     fields = {**wanted, **own}
     return Requirements(**(_contiguous(fields) if fields["attn_type"] in ("encoder", "encoder_only") else fields))
-
-
-def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], fix: str) -> None:
-    """Refuse a model of which some layers are something else."""
-    if architecture.family == "encoder_decoder":
-        return
-    described = {layer.index for layer in layers}
-    if architecture.beside:
-        raise RequirementsError(
-            f"{fields.origin}: each attention layer has {architecture.beside} beside it",
-            "that is not attention over keys, and no backend here serves it",
-            fix,
-        )
-    kinds = kinds_of(fields, architecture)
-    others = {kind for index, kind in enumerate(kinds) if index not in described}
-    if others:
-        raise RequirementsError(
-            f"{fields.origin}: {len(kinds) - len(described)} of {len(kinds)} layers are {', '.join(sorted(others))}",
-            "those are not attention over keys, and no backend here serves them",
-            fix,
-        )

@@ -8,6 +8,8 @@ from attnplug.errors import RequirementsError, near
 from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, Architecture
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from attnplug.models.fields import Fields
 
 
@@ -80,6 +82,30 @@ def refuse_by_name(fields: Fields) -> None:
     """
     if fields.model_type in REFUSED:
         raise inexpressible(fields, REFUSED[fields.model_type])
+
+
+def refuse_gaps(
+    fields: Fields, architecture: Architecture, kinds: Sequence[str], described: Collection[int], fix: str
+) -> None:
+    """
+    Refuse a model of which some layers are not attention over keys.
+
+    Raises:
+        RequirementsError: It is such a model.
+    """
+    if architecture.beside:
+        raise RequirementsError(
+            f"{fields.origin}: each attention layer has {architecture.beside} beside it",
+            "that is not attention over keys, and no backend here serves it",
+            fix,
+        )
+    others = {kind for index, kind in enumerate(kinds) if index not in described}
+    if others:
+        raise RequirementsError(
+            f"{fields.origin}: {len(kinds) - len(described)} of {len(kinds)} layers are {', '.join(sorted(others))}",
+            "those are not attention over keys, and no backend here serves them",
+            fix,
+        )
 
 
 def inexpressible(
