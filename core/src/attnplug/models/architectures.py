@@ -68,7 +68,7 @@ Family = Literal["decoder", "encoder", "encoder_decoder"]
 @frozen(kw_only=True)
 class Architecture:
     """
-    How the configuration of one model type is read.
+    How the configuration of a model type is read.
 
     Attributes:
         family: Whether its layers decode, encode, or both with cross attention.

@@ -1,4 +1,4 @@
-"""A model's attention as a whole: the layers that backends can serve, the others by name, and what was assumed."""
+"""A model's attention as a whole: the layers that backends can serve, the others by name, and the assumptions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ModelDescription:
 
     @property
     def requirements(self) -> dict[str, Requirements]:
-        """What each attention layer requests, by the end of its module's name."""
+        """The requirements of each attention layer, by the end of its module's name."""
         return {layer.name: layer.requirements for layer in self.layers}
 
     @property
@@ -177,7 +177,7 @@ def _other(kind: str, indices: list[int], why: str | None) -> OtherLayers:
 
 
 def _refused(whole: Fields, fields: Fields) -> OtherLayers | None:
-    """Return all layers as one group where the model type says that no requirements describe its attention."""
+    """Return all layers together where the model type says that no requirements describe its attention."""
     for part in (whole, fields):
         if part.model_type in REFUSED and part.model_type not in BIASED:
             try:

@@ -22,7 +22,7 @@ _LARGEST: Final = 2**24  # bytes; published ones have up to 200 KiB, of quantize
 @frozen
 class Fields:
     """
-    The fields of one model, or of one part of it.
+    The fields of a model, or of a part of it.
 
     Attributes:
         data: Field name -> value; None counts as absent.
@@ -44,7 +44,7 @@ class Fields:
         return str(self.data.get("model_type") or "")
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that is set, else the default of the first that has one, else None."""
+        """Return the first of these fields that is set, else the first default, else None."""
         name = self._name_of(names)
         return None if name is None else self._read(name)
 
@@ -125,21 +125,21 @@ class Fields:
         )
 
     def layer(self, index: int) -> Fields:
-        """Return the fields of one layer: `per_layer_config` overrides the model's."""
+        """Return the fields of a layer: `per_layer_config` overrides the model's."""
         overrides = self.get("per_layer_config") or {}
         # Saved files write the numbers as text, of one width: "05" in a model of 30 layers.
         own = next((value for key, value in overrides.items() if str(key).isdecimal() and int(key) == index), None)
         return evolve(self, data={**self.data, **own}) if own else self
 
     def part(self, name: str) -> Fields:
-        """Return a part of a composite model; what it leaves out, such as the dtype, is the whole's."""
+        """Return a part of a composite model; it inherits the dtype of the whole."""
         inherited = {key: self.data.get(key) for key in ("dtype", "torch_dtype")}
         # A null that is written out counts: a window of null means no window. Only the dtype may be inherited.
         own = {key: value for key, value in self.need(name).items() if value is not None or key not in inherited}
         return evolve(self, data={**inherited, **own}, origin=f"{self.origin}.{name}")
 
     def text(self) -> Fields:
-        """Return the language model's part of a composite model, or the whole of a plain one."""
+        """Return the language model's part of a composite model, or the whole of a plain model."""
         part = next((name for name in _TEXT_PARTS if isinstance(self.data.get(name), Mapping)), None)
         return self if part is None else self.part(part).text()
 
@@ -150,7 +150,7 @@ LIBRARY: Final = "transformers 5.23"
 
 def defaults_of(model_type: str) -> Mapping[str, Any]:
     """
-    Return what the library assumes for a field that a config.json leaves out: field name -> value.
+    Return the library's defaults for fields that a config.json leaves out: field name -> value.
 
     It is empty for a type that the library has no class for, and for an unknown one.
     """

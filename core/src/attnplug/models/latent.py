@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA), and what an indexer adds: what it needs, since no requirements express it."""
+"""The needs of multi-head latent attention (MLA) and of its indexer, in words: no requirements express them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def latent_attention(fields: Fields, dtype: str) -> str | None:
     """
-    Return what latent attention needs, None where the configuration has none.
+    Return the needs of latent attention in words, None where the configuration has none.
 
     A token's keys and values are one latent of `kv_lora_rank` values, and `qk_rope_head_dim` rotated values, which all
     query heads share; the up-projections of keys and values are part of the attention or of the model.

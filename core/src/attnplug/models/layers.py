@@ -33,7 +33,7 @@ _PARTIAL: Final = "pass partial=True for the requirements of the attention layer
 @frozen
 class ModelLayer:
     """
-    One attention layer of a model.
+    An attention layer of a model.
 
     Attributes:
         name: The end of its module's name.
@@ -58,7 +58,7 @@ def requirements(
     **engine: Any,
 ) -> dict[str, Requirements]:
     """
-    Return what each attention layer of a model requests of a backend, from its configuration alone.
+    Return the requirements of each attention layer of a model, from its configuration alone.
 
     The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
     ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model
@@ -113,7 +113,7 @@ def model_layers(
     **engine: Any,
 ) -> tuple[ModelLayer, ...]:
     """
-    Return what `requirements` describes, as records.
+    Return the layers that `requirements` describes, as records.
 
     Args:
         hf_config: As for `requirements`, as are all but `fix`.
@@ -151,7 +151,7 @@ def decide(
 
 
 def read_text_part(whole: Fields) -> Fields:
-    """Return the language model's part of a configuration, with what the library assumes for fields left out."""
+    """Return the language model's part of a configuration, with the library's defaults for fields left out."""
     text = whole.text()
     return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={})
 
@@ -239,7 +239,7 @@ def _block_sparse(fields: Fields) -> dict[str, Any]:
 
 
 def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
-    """Return the tokens that a token attends to on one side, itself included; encoders count without itself."""
+    """Return the width of the window to the left, the token included; encoders count without it."""
     width = fields.integer("sliding_window") if fields.data.get("sliding_window") is not None else None
     if width is None:
         width = fields.need_integer(architecture.window)
@@ -316,7 +316,7 @@ def _stack_heads(fields: Fields, architecture: Architecture, stack: str) -> dict
 
 
 def _contiguous(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is wanted of a layer without a KV cache."""
+    """Return the fields for a layer without a KV cache."""
     fields = {name: value for name, value in wanted.items() if name not in _CACHE_FIELDS} | {"paged": False}
     if isinstance(fields.get("late"), (list, tuple)):
         fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]

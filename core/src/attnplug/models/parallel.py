@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of a layer: the heads of one device, and the bytes of its KV cache there."""
+"""Tensor parallelism of a layer: the heads per device, and the bytes of its KV cache there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Sharing = Literal["whole", "split", "replicated"]
 @frozen
 class Shard:
     """
-    One layer on one device of a tensor-parallel group.
+    A layer on a device of a tensor-parallel group.
 
     Attributes:
         requirements: What the layer requests there.
@@ -81,7 +81,7 @@ def shard(requirements: Requirements, size: int) -> Shard:
 
 def cache_bytes(requirements: Requirements) -> int | None:
     """
-    Return the bytes of one token in a layer's KV cache: keys and values, without scales that a plugin keeps as well.
+    Return the bytes of a token in a layer's KV cache: keys and values, without scales that a plugin keeps as well.
 
     0 for a layer that has no KV cache of its own: it has contiguous K/V, or reads that of an earlier layer. None for a
     dtype whose layout is the plugin's.

@@ -38,7 +38,7 @@ KvHeads: TypeAlias = Callable[["Fields", int], int]
 
 
 def full(fields: Fields, count: int) -> Sequence[str]:
-    """Every token attends to every earlier one. A window, which such a model would ignore, is refused."""
+    """Every token attends to all earlier tokens. A window, which such a model would ignore, is refused."""
     if fields.get("sliding_window") is not None and not fields.is_off("use_sliding_window"):
         raise RequirementsError(
             f"{fields.origin} has sliding_window={fields.get('sliding_window')}",
@@ -74,13 +74,13 @@ def uniform(fields: Fields, count: int) -> Sequence[str]:
 
 
 def block_sparse(fields: Fields, count: int) -> Sequence[str]:
-    """All layers are block-sparse, but every so many-th one where the configuration says so."""
+    """All layers are block-sparse, except every n-th (`dense_attention_every_n_layers`)."""
     period = fields.integer("dense_attention_every_n_layers", least=0) or 0
     return [FULL if period and (layer + 1) % period == 0 else BLOCK_SPARSE for layer in range(count)]
 
 
 def mpt(fields: Fields, count: int) -> Sequence[str]:
-    """Every layer is full, and has ALiBi. What transformers' MPT ignores, and MPT's own code does not, is refused."""
+    """Every layer is full, and has ALiBi. Fields that MPT's own code reads and transformers ignores are refused."""
     attention = fields.get("attn_config") or {}
     for name, only in _IGNORED_BY_MPT.items():
         if attention.get(name, only) != only:
@@ -100,7 +100,7 @@ def jamba(fields: Fields, count: int) -> Sequence[str]:
 
 
 def at(field: str, kind: str = FULL, other: str = LINEAR, *, default: Sequence[int] | None = None) -> Pattern:
-    """The layers whose numbers a field lists are of one kind, the others of another; without it, `default` or all."""
+    """A field lists the layers of `kind`, the others are of `other`; without it, `default` or all."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         found = fields.get(field)
@@ -131,7 +131,7 @@ def listed(default: Pattern | None = None) -> Pattern:
 
 
 def every(period: int, *, field: str = "", other: str = SLIDING) -> Pattern:
-    """Every `period`-th layer is full and the others are windowed, or of another kind; `field` overrides the period."""
+    """Every `period`-th layer is full and the others are windowed, or of `other`; `field` overrides the period."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         step = (fields.integer(field) if field else None) or period
@@ -141,7 +141,7 @@ def every(period: int, *, field: str = "", other: str = SLIDING) -> Pattern:
 
 
 def first_of(period: int, *, field: str = "", other: str = SLIDING) -> Pattern:
-    """The first of every `period` layers is full and the others are windowed, or of another kind; `field` as above."""
+    """The first of every `period` layers is full and the others are windowed, or of `other`; `field` as above."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         step = (fields.integer(field) if field else None) or period
@@ -174,7 +174,7 @@ def early_alternating(fields: Fields, count: int) -> Sequence[str]:
 
 
 def windowed_or_full(pattern: Pattern) -> Pattern:
-    """The pattern where there is a window; without one, every layer is full."""
+    """The pattern where there is a window; without it, every layer is full."""
 
     def found(fields: Fields, count: int) -> Sequence[str]:
         return pattern(fields, count) if fields.get("sliding_window") is not None else [FULL] * count
@@ -183,7 +183,7 @@ def windowed_or_full(pattern: Pattern) -> Pattern:
 
 
 def last_full(pattern: Pattern) -> Pattern:
-    """The pattern with a last layer that is full, whatever it says of that one."""
+    """The pattern, except that the last layer is full."""
 
     def found(fields: Fields, count: int) -> Sequence[str]:
         return [*pattern(fields, count)[: count - 1], FULL]
@@ -202,7 +202,7 @@ def repeated(field: str, kinds: Mapping[str, str], default: Sequence[str]) -> Pa
 
 
 def spelled_out(field: str, letters: Mapping[str, str]) -> Pattern:
-    """A text has one letter for each layer."""
+    """A text has a letter for each layer."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
         text = str(fields.need(field))
@@ -274,7 +274,7 @@ def baichuan_has_alibi(fields: Fields) -> bool:
 
 
 def falcon_kv_heads(fields: Fields, count: int) -> int:
-    """The new architecture groups queries; the old one has one key and value head, or one for each query head."""
+    """The new architecture groups queries; before, there is a single KV head, or as many as query heads."""
     if fields.get("new_decoder_architecture"):
         return fields.integer("num_kv_heads") or count
     return 1 if fields.get("multi_query") else count

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint's configuration means for attention: the dtype of the KV cache, or nothing."""
+"""The dtype of the KV cache that the configuration of a quantized checkpoint names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _cache_dtype(config: Mapping[str, Any]) -> str | None:
 
 def notes(parts: tuple[Fields, ...], requested: str | None, *, paged: bool) -> Iterator[str]:
     """
-    Yield what the quantization changes of attention's request, and what it does not.
+    Yield the effects of the quantization on attention's request.
 
     Args:
         parts: The whole configuration, and its text part.
@@ -98,7 +98,7 @@ def _of_scheme(scheme: Mapping[str, Any]) -> str | None:
 
 
 def _configs(parts: tuple[Fields, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield the quantization of the whole or of the text part, then that of ModelOpt's file beside it."""
+    """Yield the quantization of the whole or of the text part, then the quantization of ModelOpt's file beside it."""
     for part in parts:
         found = part.data.get("quantization_config") or part.data.get("compression_config")
         if isinstance(found, Mapping):

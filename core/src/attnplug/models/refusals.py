@@ -50,7 +50,7 @@ def forbidden(fields: Fields) -> str | None:
 
 def check_assumed(fields: Fields, assume: str | None) -> None:
     """
-    Refuse an assumption about a known model type, or of an unknown one.
+    Refuse an assumption about a known model type, or of an unknown type.
 
     Raises:
         RequirementsError: It is one of these.

@@ -19,7 +19,7 @@ Scale: TypeAlias = Callable[["Fields", int, int], float]
 
 
 def inverse_root(_: Fields, head_size: int, __: int) -> float:
-    """One over the root of the size of a head."""
+    """The inverse root of the size of a head."""
     return float(head_size**-0.5)
 
 
@@ -29,7 +29,7 @@ def unit(_: Fields, __: int, ___: int) -> float:
 
 
 def pre_attn_scalar(fields: Fields, head_size: int, _: int) -> float:
-    """One over the root of `query_pre_attn_scalar`."""
+    """The inverse root of `query_pre_attn_scalar`."""
     return float(_number(fields, "query_pre_attn_scalar", head_size) ** -0.5)
 
 

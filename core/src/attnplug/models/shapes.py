@@ -1,4 +1,4 @@
-"""What single layers have instead of the model's fields, where the architecture says more than `per_layer_config`."""
+"""Fields of single layers, where the architecture says more than `per_layer_config`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def own(fields: Fields, index: int, _: str) -> Fields:
 
 
 def gemma4(fields: Fields, index: int, kind: str) -> Fields:
-    """Full layers have heads of another size and, with `attention_k_eq_v`, another number of KV heads."""
+    """Full layers differ in the size of heads and, with `attention_k_eq_v`, in the number of KV heads."""
     if kind != FULL or fields.get("per_layer_config") is not None:
         return fields.layer(index)
     changes = {"head_dim": fields.integer("global_head_dim") or 512}
@@ -52,7 +52,7 @@ def mimo_heads(fields: Fields, index: int, kind: str) -> Fields:
 
 
 def nas(fields: Fields, index: int, _: str) -> Fields:
-    """A searched architecture has another number of query heads per KV head in each layer."""
+    """In a searched architecture the query heads per KV head differ by layer."""
     group = fields.need("block_configs")[index]["attention"]["n_heads_in_group"]
     return evolve(
         fields,
