@@ -204,22 +204,16 @@ def rank(logits: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _ranking(logits: Tensor) -> Tensor:
-    """
-    Return ``(rows, vocabulary)`` int64 that rise with the logits, and of equal ones are highest for the lowest token.
-
-    They are all different: the order of equal values in topk differs between devices, and ties are common in bfloat16.
-    """
+    """Return ``(rows, vocabulary)`` int64 that rise with the logits; among equal logits the lowest token is highest."""
+    # All are different: the order of equal values in topk differs between devices, and ties are common in bfloat16.
     bits = (logits.float() + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, the bits of negative floats fall where the floats rise
     return (rising.long() << 32) + torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
 
 
 def _pick(weights: Tensor, draws: Sequence[float]) -> Tensor:
-    """
-    Return ``(rows,)`` int64: the token at which the cumulative weight passes the row's draw, as a share of all.
-
-    Weights are summed by blocks first: only those of one block per row are accumulated one by one, in float64.
-    """
+    """Return ``(rows,)`` int64: the token at which the cumulative weight passes the row's draw, as a share of all."""
+    # Sums of blocks first: only the weights of one block per row are accumulated singly, in float64.
     size = weights.shape[-1]
     length = min(_BLOCK, size)
     whole = size - size % length
@@ -233,13 +227,7 @@ def _pick(weights: Tensor, draws: Sequence[float]) -> Tensor:
 
 
 def _search(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Return where the cumulative weight passes the target, and what of the target is left there; both ``(rows, 1)``.
-
-    Args:
-        weights: ``(rows, count)`` float64.
-        targets: ``(rows, 1)`` float64, from 0 to below the sum of the row.
-    """
+    """Return where the cumulative weight passes the target, and the rest of the target there; both ``(rows, 1)``."""
     mass = weights.cumsum(-1)
     # Rounding may put a target at the end, behind the last positive weight.
     last = (torch.arange(weights.shape[-1], device=weights.device) * (weights > 0)).amax(-1, keepdim=True)

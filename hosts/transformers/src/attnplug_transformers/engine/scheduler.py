@@ -325,15 +325,12 @@ class Scheduler:
                 request.status = "finished"
 
     def _num_released(self, num_computed_tokens: int) -> int:
-        """
-        Return how many leading blocks of a request with so many computed tokens are released.
-
-        The last full block never is: `BlockPool.register` derives from it the prefixes that continue it.
-        """
+        """Return how many leading blocks of a request with so many computed tokens are released."""
         if not self._frees:
             return 0
         size = self._pool.block_size
         unattended = num_freeable_blocks(num_computed_tokens, size, **self._window)
+        # The last full block is kept: `BlockPool.register` derives from it the prefixes that continue it.
         return max(0, min(unattended, num_computed_tokens // size - 1))
 
     def _release_unattended(self, request: Request, start: int) -> None:
