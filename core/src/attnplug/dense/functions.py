@@ -172,12 +172,7 @@ def _is_traced(query: Tensor) -> bool:
 
 
 def _records_gradients(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> bool:
-    """
-    Whether gradients are recorded through a call; `rest` are its masks, sinks and slopes.
-
-    Raises:
-        NotNegotiatedError: A mask or slopes require one.
-    """
+    """Whether gradients are recorded through a call; a mask or slopes that require one are refused."""
     mask, bias, sinks, slopes = rest
     for name, tensor in (("a mask", mask), ("a mask", bias), ("alibi_slopes", slopes)):
         if tensor is not None and _requires_gradient(tensor):

@@ -105,10 +105,7 @@ def _bias(bias: Tensor, rows: slice, groups: tuple[int, int]) -> Tensor:
 def _visibility(
     params: CallParams, rows: range, queries: int, keys: int, mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """
-    Return which keys rows attend to, ``(batch or 1, 1, rows, keys)``, or None for all; and the distances of both,
-    ``(rows, keys)``.
-    """
+    """Return the visible keys, ``(batch or 1, 1, rows, keys)`` or None for all, and distances, ``(rows, keys)``."""
     position = torch.arange(rows.start, rows.stop, device=device) + (keys - queries)
     relative = torch.arange(keys, device=device) - position.unsqueeze(1)
     visible = None if mask is None else mask[..., rows.start : rows.stop, :] if mask.shape[-2] > 1 else mask

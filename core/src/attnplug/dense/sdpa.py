@@ -170,8 +170,10 @@ def _causal(
     # Keys after the last query are seen by none. Queries after the last key see all keys.
     queries, keys = query.shape[1], key.shape[1]
     if queries <= keys:
+        # No query attends to keys after the last query.
         key, value = (key, value) if queries == keys else (key[:, :queries], value[:, :queries])
         return _attend(query, key, value, settings, causal=True, return_lse=return_lse)
+    # Queries after the last key attend to all keys.
     parts = [_attend(query[:, keys:], key, value, settings, return_lse=return_lse)]
     if keys:
         parts.insert(0, _attend(query[:, :keys], key, value, settings, causal=True, return_lse=return_lse))
