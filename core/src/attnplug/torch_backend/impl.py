@@ -300,13 +300,10 @@ def _without(fully_masked: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Ten
 
 
 def _as_float32(rows: Tensor, memory: list[Tensor]) -> Tensor:
-    """
-    Return rows in float32, contiguous by head: matmuls would copy them at every tile, and slower.
-
-    They are written into memory that is used again: on the CPU, fresh memory costs more than the copy.
-    """
+    """Return rows in float32, contiguous by head: matmuls would copy them at every tile, and slower."""
     if rows.dtype == torch.float32 and rows.is_contiguous():
         return rows
+    # On the CPU, fresh memory costs more than the copy.
     if not memory or memory[0].numel() < rows.numel():
         memory[:] = [torch.empty(rows.numel(), dtype=torch.float32, device=rows.device)]
     return memory[0][: rows.numel()].view(rows.shape).copy_(rows)
