@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnplug
+from attnplug.contract import LoadedBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 pytestmark = pytest.mark.slow
@@ -132,13 +133,15 @@ def test_layers_are_bound_to_the_managers_memory(transformers, runs) -> None:
     assert [value.data_ptr() - key.data_ptr() for key, value in zip(keys, values, strict=True)] == [page] * LAYERS
 
 
-def test_the_scope_around_reaches_the_thread_of_the_manager(transformers, runs) -> None:
+def test_the_scope_around_reaches_the_thread_of_the_manager(transformers, monkeypatch) -> None:
     model, prompts = tiny(transformers, "Llama"), prompts_of((5, 9))
+    loaded, make_impl = [], LoadedBackend.make_impl
+    monkeypatch.setattr(LoadedBackend, "make_impl", lambda self, layer: loaded.append(self) or make_impl(self, layer))
 
     with attnplug.using(backend="torch", source="the test"):
         in_batches(transformers, model, prompts)
 
-    (provenance,) = {metadata.state.backend.selection.provenance["backend"] for _, metadata, _ in runs}
+    (provenance,) = {backend.selection.provenance["backend"] for backend in loaded}
     assert provenance == "the test"
     with attnplug.using(backend="flashinfer"):
         errors = in_batches(transformers, model, prompts, errors=True)

@@ -165,12 +165,12 @@ def test_another_block_table_of_the_host_is_refused_in_a_graph(other) -> None:
 
 def test_the_memory_is_freed_with_the_graphs() -> None:
     harness = Captured(GraphShape(4, 4, 1))
-    assert len(harness.builder._schedules._memories) == 1
+    assert len(harness.builder.wrapped._schedules._memories) == 1
     harness.graphs.clear()
     harness.state.release_graphs()
     harness.backend.wrapped.kernels.calls.clear()
 
-    assert not harness.builder._schedules._memories
+    assert not harness.builder.wrapped._schedules._memories
 
 
 def test_the_split_limit_of_captured_sizes_holds_for_eager_steps() -> None:

@@ -145,7 +145,7 @@ def test_graphs_share_the_memory_of_the_pages(load_fake) -> None:
     with harness.state.graph_capture(4):
         small = harness.state.graph(GraphShape(2, 2, 1, 64))
         harness.builder.build(small.dummy_batch(harness.builder), graph=small)
-    first, second = (harness.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in (large, small))
+    first, second = (harness.builder.wrapped.per_graph(graph, "buffers", lambda: None)[0] for graph in (large, small))
 
     assert first.indices is second.indices
     assert first.indptr is not second.indptr
@@ -154,12 +154,12 @@ def test_graphs_share_the_memory_of_the_pages(load_fake) -> None:
 def test_released_graphs_free_the_memory_of_the_pages(load_fake) -> None:
     harness = graphs(load_fake)
     harness.graph(4)
-    assert harness.builder._indices() is not None
+    assert harness.builder.wrapped._indices() is not None
 
     harness.state.release_graphs()
     gc.collect()
 
-    assert harness.builder._indices() is None
+    assert harness.builder.wrapped._indices() is None
 
 
 def test_a_larger_graph_allocates_its_memory(load_fake) -> None:
@@ -168,7 +168,7 @@ def test_a_larger_graph_allocates_its_memory(load_fake) -> None:
         made = [harness.state.graph(GraphShape(size, size, 1, 64)) for size in (2, 4)]
         for graph in made:
             harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
-    first, second = (harness.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in made)
+    first, second = (harness.builder.wrapped.per_graph(graph, "buffers", lambda: None)[0] for graph in made)
 
     assert first.indices.shape[0] < second.indices.shape[0]
 
@@ -179,7 +179,7 @@ def test_a_graph_has_memory_for_the_longest_sequences(load_fake, max_seq_len) ->
     with harness.state.graph_capture(3):
         graph = harness.state.graph(GraphShape(3, 3, 1, max_seq_len))
         harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
-    buffers, _ = harness.builder.per_graph(graph, "buffers", lambda: None)
+    buffers, _ = harness.builder.wrapped.per_graph(graph, "buffers", lambda: None)
     harness.forward(harness.builder.build(harness.batch([1] * 3, [max_seq_len] * 3), graph=graph))
 
     assert buffers.indices.shape == (3 * 4,)

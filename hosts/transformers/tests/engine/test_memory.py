@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug.contract import Attention, Limits, LoadedBackend
+from attnplug.contract import AttentionImpl, Limits, LoadedBackend
 from attnplug.errors import LimitsError
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.layers import CPU_BYTES, count_blocks, free_bytes, make_caches
@@ -55,7 +55,8 @@ def test_caches_that_do_not_fit(host, monkeypatch):
 def test_each_layer_initializes_its_kv_cache(host, monkeypatch):
     """Scales of a quantized KV cache, for one: uninitialized they make attention NaN."""
     written = {}
-    monkeypatch.setattr(Attention, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache))
+    keep = lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache)  # noqa: E731 - one line
+    monkeypatch.setattr(AttentionImpl, "init_cache", keep)
     engine = Engine(reference("llama")[0])
     first = set(written)  # when it was opened
     written.clear()
