@@ -91,10 +91,10 @@ _made = attnplug_backend
 
 @hookimpl
 def attnplug_backend(variant, agreement):
-    def set_attribute(self, name, value):
-        if name == "selection": raise {odd}
-        object.__setattr__(self, name, value)
-    return type("Raises", (_made(variant, agreement),), {"__setattr__": set_attribute})
+    def read(self, name):
+        if name == "device_properties": raise {odd}
+        return object.__getattribute__(self, name)
+    return type("Raises", (_made(variant, agreement),), {"__getattribute__": read})
 """,
 }
 FAILURES = {
