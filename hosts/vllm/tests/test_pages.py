@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import CacheTensor
+from attnplug.contract import CacheTensor, LoadedBackend
 from attnplug.errors import CacheError
 from attnplug_vllm.pages import in_pages, page_bytes, page_views, paged_spec
 
@@ -26,7 +26,7 @@ def backend_of(values=torch.int8, scales=torch.float32, size=SIZE):
     )  # fmt: skip
     plain = attnplug.load(requirements, attnplug.Device.cpu(), backend="torch/sdpa")
 
-    class Quantized(type(plain)):
+    class Quantized(type(plain.wrapped)):
         def cache_tensors(self, num_blocks):
             keys = CacheTensor((num_blocks, TOKENS, HEADS, size), torch.int8, 0, (0, 2, 1, 3))
             found = {"k": keys, "v": CacheTensor(keys.shape, values, 0, keys.stride_order)}
@@ -35,7 +35,7 @@ def backend_of(values=torch.int8, scales=torch.float32, size=SIZE):
                 found["v_scale"] = CacheTensor((HEADS, size), scales, None, fill=nan)
             return found
 
-    return plain, Quantized(plain.agreement, plain.device_properties)
+    return plain, LoadedBackend(Quantized(plain.agreement, plain.device_properties))
 
 
 @dataclass
