@@ -160,6 +160,18 @@ def test_a_builder_has_a_state_of_its_own_backend():
     assert backend.make_builder([impl], shared).state is shared
 
 
+def test_a_plugins_own_objects_are_no_handles():
+    backend = make_backend()
+    impl, state = make_layer(backend), backend.make_state(limits())
+
+    with refused(LayerError, problem="was given to make_builder", fix="not its `wrapped`"):
+        backend.make_builder([impl.wrapped], state)
+    with refused(LimitsError, problem="was given State(of toy/plain", fix="make_state"):
+        backend.make_builder([impl], state.wrapped)
+    with refused(LayerError, problem="was given to bind_cache"):
+        backend.make_cache(4, impl=impl.wrapped)
+
+
 @pytest.mark.parametrize(
     ("fields", "requested", "differs"),
     [

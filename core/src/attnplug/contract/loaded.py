@@ -211,6 +211,8 @@ class LoadedBackend:
             raise CacheError(
                 f"a KV cache was given to {self.id}", "paged=False was negotiated", "pass kv_cache=None to forward"
             )
+        if impl is not None:
+            _check_is_layer(impl, "bind_cache")
         cache = CacheGuard(self.agreement, spec, self.kv_cache_forms).bind(tensors)
         if impl is not None:
             impl.wrapped.init_cache(cache)
@@ -279,7 +281,7 @@ class LoadedBackend:
                 "pass the results of make_impl",
             )
         for impl in impls:
-            _check_is_layer(impl)
+            _check_is_layer(impl, "make_builder")
             if not isinstance(impl.wrapped, self.impl_class) or impl.agreement != self.agreement:
                 raise LayerError(
                     f"a builder of {self.id} was requested layer {impl.layer.name!r}, made by {impl.agreement.id}",
@@ -347,12 +349,12 @@ class LoadedBackend:
         check_limits(state.limits, state.parallel, self.agreement, supports_splits=self.supports_max_num_splits)
 
 
-def _check_is_layer(impl: object) -> None:
+def _check_is_layer(impl: object, where: str) -> None:
     if not isinstance(impl, Attention):
         raise LayerError(
-            f"{shown(impl)} was given to make_builder",
-            "a builder takes the layers that make_impl returned",
-            "pass what LoadedBackend.make_impl returned, and no implementation of the plugin",
+            f"{shown(impl)} was given to {where}",
+            "a layer is what LoadedBackend.make_impl returned, and no implementation of the plugin",
+            "pass the Attention, not its `wrapped`",
         )
 
 
