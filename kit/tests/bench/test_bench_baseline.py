@@ -113,6 +113,11 @@ def test_a_file_that_does_not_run_is_refused(tmp_path: Path) -> None:
         Target(baseline=str(tmp_path / "absent.py")).check()
 
 
+def test_a_baseline_is_not_dropped(file: str) -> None:
+    with pytest.raises(RequestError, match="build and forward alone are compared"):
+        bench._checked(["dense", "import"], Target(baseline=file))
+
+
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,12 @@ def _checked(requested: Sequence[str], target: Target) -> tuple[str, ...]:
             f"it is for {' and '.join(ON_A_BACKEND)}: nothing else runs a backend",
             "leave it out, or measure those",
         )
+    if target.baseline is not None and not {"build", "forward"} & set(names):
+        raise RequestError(
+            f"--baseline {target.baseline} was given, to measure {', '.join(names)}",
+            "build and forward alone are compared with direct calls of the backend's library",
+            "leave it out, or measure those",
+        )
     target.check()
     return names if find_spec("torch") else _without_torch(names, is_requested=bool(requested))
 
