@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10, help="as for `attnplug bench`")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    direct = Path(__file__).parent / "direct" / f"{options.backend.partition('/')[0]}.py"
+    direct = Path(__file__).with_name(f"direct_{options.backend.partition('/')[0]}.py")
     target = Target(options.backend, options.device, 1, str(direct) if direct.exists() else None)
     if not is_here(target):
         return NOT_HERE

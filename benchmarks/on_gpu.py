@@ -135,7 +135,7 @@ def _ended(command: list[str], log: Path, limit: float) -> int | str:
 
 
 def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
-    target = Target(backend, "cuda", 1, str(HERE / "direct" / f"{backend.partition('/')[0]}.py"))
+    target = Target(backend, "cuda", 1, str(HERE / f"direct_{backend.partition('/')[0]}.py"))
     if not is_here(target):
         return NOT_HERE
     file = out / f"forward-{backend.replace('/', '-')}"

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attnplug.errors import AttnplugError, RequestError  # noqa: E402 - without torch there is nothing to measure
-from attnplug_kit.bench import building, forwarding  # noqa: E402
+from attnplug_kit.bench import _checked, building, forwarding  # noqa: E402
 from attnplug_kit.bench.baseline import Baseline, TorchBaseline, baseline_of  # noqa: E402
 from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResult, _libraries  # noqa: E402
 from attnplug_kit.bench.rig import Target, decodes, first_prefills, make_rig, mixed  # noqa: E402
@@ -115,7 +115,7 @@ def test_a_file_that_does_not_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_baseline_is_not_dropped(file: str) -> None:
     with pytest.raises(RequestError, match="build and forward alone are compared"):
-        bench._checked(["dense", "import"], Target(baseline=file))
+        _checked(["dense", "import"], Target(baseline=file))
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------

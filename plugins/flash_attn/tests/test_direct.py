@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import benchmarks.direct_flash_attn as direct
 from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
-from benchmarks.direct import flash_attn as direct
-from benchmarks.direct.flash_attn import CALLS, SCHEDULE, DirectFlashAttention
+from benchmarks.direct_flash_attn import CALLS, SCHEDULE, DirectFlashAttention
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import benchmarks.direct_flashinfer as direct
 from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
-from benchmarks.direct import flashinfer as direct
-from benchmarks.direct.flashinfer import DirectFlashInfer
+from benchmarks.direct_flashinfer import DirectFlashInfer
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
 CHOICE = Target("flashinfer_fake/fa2", "cpu")
