@@ -9,9 +9,9 @@ candidates of one backend with the same reason share a line, and what is left is
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from attnplug.cli.explain.fixes import steps_of
 from attnplug.cli.explain.request import ONE_LAYER
@@ -42,20 +42,12 @@ _ORDER: Final = ("eligible", "missing_dependency", "refused", "broken")
 Line = tuple["str | tuple[str, str]", ...]
 
 
-@frozen
-class Row:
-    """
-    What one line says of a candidate, or of several of one backend.
+class Row(NamedTuple):
+    """What one line says of a candidate, or of several of one backend."""
 
-    Attributes:
-        id: ``backend/variant``, or ``backend/{variant,variant}``.
-        status: Its status.
-        texts: Why it is not chosen, the longest text first: the first that fits is shown.
-    """
-
-    id: str
+    id: str  # backend/variant, or backend/{variant,variant}
     status: str
-    texts: tuple[str, ...]
+    texts: tuple[str, ...]  # why it is not chosen, the longest first: the first that fits is shown
 
 
 def short_lines(result: Result, own: Device, *, matrix: bool = False) -> list[Line]:
@@ -78,50 +70,43 @@ def short_lines(result: Result, own: Device, *, matrix: bool = False) -> list[Li
 
 
 def _head(result: Result, own: Device) -> list[Line]:
-    explanation = result.groups[0].explanation
-    first = _indented("device: ", _device(result, own))
+    groups, explanation, device = result.groups, result.groups[0].explanation, result.device
+    mine = (device.type, device.vendor, device.compute_capability, device.arch or own.arch)
+    here = "this machine" if mine == (own.type, own.vendor, own.compute_capability, own.arch) else "not this machine"
+    assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
+    first = _indented("device: ", f"{device}, {here}{assumed}")
     for name, origin in explanation.origins:
-        value = getattr(explanation.requirements, name)
-        first += _indented("set: ", f"{name}={value} by {origin}")
+        first += _indented("set: ", f"{name}={getattr(explanation.requirements, name)} by {origin}")
     if explanation.listed:
-        first += _indented("permitted: ", _permitted(result))
+        # What `auto` would add for any group of layers.
+        added = tuple(dict.fromkeys(id_ for group in groups for id_ in group.explanation.with_auto))
+        permitted = evolve(explanation, with_auto=added).permitted
+        first += _indented("permitted: ", permitted.replace("'auto'", "--backend auto"))
     plan = _plan(result)
     most = MOST_LINES - _LEAST_REST - len(first) - len(plan)
-    for level in (_all_of_groups, _two_lines_each, _one_line_each):
-        groups = level(result.groups)
-        if len(groups) <= most:
-            return [*first, *groups, *plan]
-    left = len(result.groups) - most + 1
-    return [*first, *groups[: most - 1], (f"and {left} more groups of layers",), *plan]
+    two_each, one_each = [line for group in groups for line in _two_lines(group)], [*map(_one_line, groups)]
+    for lines in (_in_full(groups), two_each, one_each):
+        if len(lines) <= most:
+            return [*first, *lines, *plan]
+    return [*first, *one_each[: most - 1], (f"and {len(groups) - most + 1} more groups of layers",), *plan]
 
 
-def _device(result: Result, own: Device) -> str:
-    device = result.device
-    mine = (device.type, device.vendor, device.compute_capability, device.arch or own.arch)
-    here = mine == (own.type, own.vendor, own.compute_capability, own.arch)
-    assumed = ", kernel libraries assumed installed" if result.groups[0].explanation.assumed_installed else ""
-    return f"{device}, {'this machine' if here else 'not this machine'}{assumed}"
-
-
-def _permitted(result: Result) -> str:
-    """Return the permitted backends, and what ``auto`` would add for any group of layers."""
-    explanations = [group.explanation for group in result.groups]
-    added = tuple(dict.fromkeys(id_ for each in explanations for id_ in each.with_auto))
-    return evolve(explanations[0], with_auto=added).permitted.replace("'auto'", "--backend auto")
-
-
-def _all_of_groups(groups: Sequence[LayerGroup]) -> list[Line]:
+def _in_full(groups: Sequence[LayerGroup]) -> list[Line]:
     """Return what each group requests and its decision, which is written once for groups that follow each other."""
     lines: list[Line] = []
-    for index, group in enumerate(groups):
-        decision = _decision(group)
-        following = groups[index + 1 : index + 2]
-        lines += [*_heading(group), *([] if following and _decision(following[0]) == decision else decision)]
+    decisions = [*map(_decision, groups), None]
+    for group, decision, following in zip(groups, decisions, decisions[1:], strict=False):
+        requested = assigned(group.explanation.requirements.to_dict())
+        if group.layers == (ONE_LAYER,):
+            lines += _indented("requested: ", requested)
+        else:
+            lines += [(line,) for line in wrapped(f"{abbreviated(group.layers)}: {requested}")]
+        lines += decision or [] if decision != following else []
     return lines
 
 
 def _decision(group: LayerGroup) -> list[Line]:
-    explanation, indent = group.explanation, _indent_of(group)
+    explanation, indent = group.explanation, "" if group.layers == (ONE_LAYER,) else "  "
     chosen = explanation.chosen
     lines = [_chosen(explanation, indent)]
     if chosen is None:
@@ -136,10 +121,6 @@ def _decision(group: LayerGroup) -> list[Line]:
     return [*lines, *_indented(f"{indent}runner-up: ", _runner_up(explanation))]
 
 
-def _two_lines_each(groups: Sequence[LayerGroup]) -> list[Line]:
-    return [line for group in groups for line in _two_lines(group)]
-
-
 def _two_lines(group: LayerGroup) -> list[Line]:
     requested = assigned(group.explanation.requirements.to_dict())
     chosen = _chosen(group.explanation, "  ")
@@ -148,27 +129,11 @@ def _two_lines(group: LayerGroup) -> list[Line]:
     return [(heading,), (*chosen, shortened(f"; runner-up: {_runner_up(group.explanation)}", room))]
 
 
-def _one_line_each(groups: Sequence[LayerGroup]) -> list[Line]:
-    return [_one_line(group) for group in groups]
-
-
 def _one_line(group: LayerGroup) -> Line:
     chosen = group.explanation.chosen
     decided = chosen.id if chosen else "none"
     layers = shortened(abbreviated(group.layers), width() - len(decided) - 2)
     return (f"{layers}  ", (decided, STYLES["chosen" if chosen else "broken"]))
-
-
-def _indent_of(group: LayerGroup) -> str:
-    return "" if group.layers == (ONE_LAYER,) else "  "
-
-
-def _heading(group: LayerGroup) -> list[Line]:
-    """Return what is requested, for which layers."""
-    requested = assigned(group.explanation.requirements.to_dict())
-    if not _indent_of(group):
-        return _indented("requested: ", requested)
-    return [(line,) for line in wrapped(f"{abbreviated(group.layers)}: {requested}")]
 
 
 def _chosen(explanation: Explanation, indent: str) -> Line:
@@ -252,9 +217,8 @@ def _why(verdict: Verdict, explanation: Explanation) -> tuple[str, ...]:
 def _and_more(texts: Sequence[object]) -> str:
     """Return the first text, with the number of the others before what it explains."""
     claim, colon, because = str(texts[0]).partition(": ")
-    if len(texts) == 1:
-        return f"{claim}{colon}{because}"
-    return f"{claim} (and {len(texts) - 1} more){colon}{because}"
+    others = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+    return f"{claim}{others}{colon}{because}"
 
 
 def _fitted(rows: Sequence[Row], most: int) -> Iterator[Line]:
@@ -265,8 +229,7 @@ def _fitted(rows: Sequence[Row], most: int) -> Iterator[Line]:
     rows = rows[: len(rows) - left]
     longest = min(max((len(escaped(row.id)) for row in rows), default=0), _WIDEST_ID)
     for row in rows:
-        name = escaped(row.id)
-        name = shortened(name, width() - len(_GAP) * 2 - _LEAST_TEXT)
+        name = shortened(escaped(row.id), width() - len(_GAP) * 2 - _LEAST_TEXT)
         room = width() - len(_GAP) * 2 - max(len(name), longest)
         text = next((text for text in row.texts if len(escaped(text)) <= room), shortened(row.texts[-1], room))
         yield _GAP, (f"{name:<{longest}}", STYLES[row.status]), f"{_GAP}{text}"
@@ -278,20 +241,18 @@ def _together(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with those of one backend that say the same, but for the number of reasons, as one row."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((_backend(row), row.status, row.texts[-1]), []).append(row)
-    sizes = Counter(map(_backend, rows))
-    return [same[0] if len(same) == 1 else _merged(same, sizes[_backend(same[0])]) for same in found.values()]
+        found.setdefault((row.id.partition("/")[0], row.status, row.texts[-1]), []).append(row)
+    sizes = Counter(row.id.partition("/")[0] for row in rows)
+    return [
+        same[0] if len(same) == 1 else _merged(backend, same, is_all=len(same) == sizes[backend])
+        for (backend, _, _), same in found.items()
+    ]
 
 
-def _merged(rows: Sequence[Row], of: int) -> Row:
-    """Return several rows of a backend as one: all that it has, or those that are named."""
-    variants = "*" if len(rows) == of else f"{{{','.join(row.id.partition('/')[2] for row in rows)}}}"
+def _merged(backend: str, rows: Sequence[Row], *, is_all: bool) -> Row:
+    variants = "*" if is_all else f"{{{','.join(row.id.partition('/')[2] for row in rows)}}}"
     texts = tuple(text for text in rows[0].texts if all(text in row.texts for row in rows))
-    return Row(f"{_backend(rows[0])}/{variants}", rows[0].status, texts)
-
-
-def _backend(row: Row) -> str:
-    return row.id.partition("/")[0]
+    return Row(f"{backend}/{variants}", rows[0].status, texts)
 
 
 # What helps: fixes where nothing can serve, what is not installed, and the other views
@@ -323,12 +284,11 @@ def _not_considered(absent: Sequence[str]) -> str:
 def _more(*, assumed: bool, missing: bool) -> str:
     """Return the options for other views, explained where the terminal is wide enough."""
     supposed = "--assume-installed, " if missing and not assumed else ""
-    told = (
-        f"more: --all (every reason and fix), --matrix (devices side by side), {supposed}--device NAME (another device)"
-    )
     short = f"more: --all (reasons and fixes), --matrix, {supposed}--device NAME"
-    if assumed:
-        told = f"{short}; what to install: without --assume-installed"
+    told = f"{short}; what to install: without --assume-installed"
+    if not assumed:
+        views = "--all (every reason and fix), --matrix (devices side by side)"
+        told = f"more: {views}, {supposed}--device NAME (another device)"
     return told if len(told) <= width() else short
 
 
@@ -342,16 +302,12 @@ def _fixes(result: Result) -> list[str]:
     lines = ["fix: permit others with --backend auto"] if permits_more else []
     most = _MOST_FIXES if any(fix.device is None for _, fix in fixable) else 1  # one other device is enough
     for verdict, fix in fixable[: most - len(lines)]:
-        lines += _fix(verdict, tuple(steps_of(fix)))
+        head, steps = f"fix for {verdict.id}:", tuple(steps_of(fix))
+        one = escaped(f"{head} {steps[0]}")
+        # A line for each step, unless all is one: a command is never broken within an argument.
+        fits = len(steps) == 1 and len(one) <= width()
+        lines += [one] if fits else [escaped(head), *(line for step in steps for line in wrapped(step, "  "))]
     return lines or ["no fix: no installed candidate supports these fields of the model on any device"]
-
-
-def _fix(verdict: Verdict, steps: Sequence[str]) -> list[str]:
-    """Return a fix in one line, or with a line for each step: a command is never broken within an argument."""
-    one = f"fix for {verdict.id}: {steps[0]}"
-    if len(steps) == 1 and len(escaped(one)) <= width():
-        return [escaped(one)]
-    return [escaped(f"fix for {verdict.id}:"), *(line for step in steps for line in wrapped(step, "  "))]
 
 
 def _size(fix: Fix) -> int:
