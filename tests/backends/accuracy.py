@@ -16,7 +16,7 @@ The rounding error of a logit is measured: the error of transformers' own attent
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -247,6 +247,7 @@ def _change_layers(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> N
 def _override(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     construct = AttentionImpl.__init__
 
+    @wraps(construct)  # core compares the signatures of plugins with this one's
     def construct_changed(made: AttentionImpl, *given: Any) -> None:
         construct(made, *given)
         setattr(made, name, value)

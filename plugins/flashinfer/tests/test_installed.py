@@ -33,7 +33,7 @@ def test_the_metadata_has_requirements_and_entry_points(site: InstalledPlugin) -
         ("attnplug.backends", "flashinfer", "attnplug_flashinfer.plugin"),
     ]
     assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1", "attrs>=24.1"]
-    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["bench", "library", "test"]
+    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["library", "test"]
 
 
 @not_installed
