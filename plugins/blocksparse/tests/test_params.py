@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnplug import Requirements
+from attnplug.contract import Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
 from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
+from attnplug_blocksparse.state import params_of
 from attnplug_kit.oracle import seen_by
 
 PHI = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
@@ -172,3 +177,16 @@ def test_head_counts_may_be_in_the_pattern():
     assert params(num_heads=32, num_kv_heads=8) == BlocksparseParams.of(
         {**PHI, "num_heads": 32, "num_kv_heads": 8}, num_heads=32, num_kv_heads=8
     )
+
+
+@pytest.mark.parametrize("longest", [8192, 8193])
+def test_a_pattern_covers_what_the_limits_allow(longest):
+    asked = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_sparse=PHI)
+    backend = SimpleNamespace(agreement=SimpleNamespace(requirements=asked))
+    limits = Limits(max_num_reqs=1, max_num_tokens=8192, max_seq_len=longest)
+
+    if longest > PHI["max_seqlen"]:
+        with pytest.raises(LimitsError, match="max_seq_len=8193 exceeds the pattern"):
+            params_of(backend, limits, Parallel())
+    else:
+        assert params_of(backend, limits, Parallel()).max_seqlen == longest
