@@ -161,7 +161,7 @@ def test_metadata_is_decorated():
     assert check_backend_class(good, "toy/plain") is good
 
 
-# --- the contract before handles -------------------------------------------------------------------------------------
+# --- classes without handles -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,10 @@ def test_metadata_is_decorated():
         (with_impl(update_scales=lambda self: None), "the engine calls update_scales, write parameters_changed"),
         (with_builder(advance_step=lambda self: None), "the engine calls advance_step, write plan_next_step"),
         (type("Bad", (ToyBackend,), {"swap_blocks": None}), "the engine calls swap_blocks, write move_blocks"),
+        (
+            with_state(begin_capture=None),
+            "S.begin_capture is never called: the engine calls begin_capture, write it",
+        ),
         (
             type("Bad", (ToyBackend,), {"warmup": lambda self, shapes: None}),
             "Bad.warmup(self, shapes) is called with (loaded, shapes)",
@@ -196,10 +200,16 @@ def test_a_method_of_a_shared_base_is_found_too():
         check_backend_class(cls, "toy/plain")
 
 
+def _keep(impl, given, kept):
+    ToyImpl.__init__(impl, *given)
+    vars(impl).update(kept)
+
+
 def test_a_plugin_names_its_own_attributes_as_it_likes():
     """Core keeps what it sets in its handles: no name of a plugin's can hide one of them."""
     own = {"_guard": 1, "_builders": [], "_number": 3, "selection": 4, "graphs": {}, "name": "mine", "_run": len}
-    impl = with_impl(**own).impl_class
+    kept = {"window": None, "scale": 9.0, "logits_soft_cap": 1.0}
+    impl = with_impl(**own, run=lambda *_: None, __init__=lambda self, *of: _keep(self, of, kept)).impl_class
     builder = type("B", (MetadataBuilder,), own)
     cls = type("Good", (ToyBackend,), {"impl_class": impl, "builder_class": builder, **own})
     backend = make_backend(check_backend_class(cls, "toy/plain"))
@@ -210,6 +220,7 @@ def test_a_plugin_names_its_own_attributes_as_it_likes():
     layer.forward(query, key, value, backend.make_cache(4), metadata, output)
 
     assert (backend.name, layer.wrapped.name, backend.wrapped.name) == ("toy", "mine", "mine")
+    assert (layer.window, layer.scale, layer.logits_soft_cap) == ((-1, -1), 8**-0.5, None)
 
 
 def test_names_may_be_annotated_anew():

@@ -56,7 +56,6 @@ class Attention:
         forward_writes: The phases in which `forward` writes the given K/V into the cache; empty where the host does,
             or the layer has no separate cache.
         host_writes: The phases in which the host does, through `write_kv`.
-        cache_roles: The roles of its cache, in order; empty without one.
         plan_key: Layers with equal keys share a plan.
         query_dtype: Dtype of the queries: the layer's, or the cache's where the host quantizes them.
         output_dtype: Dtype of the output: the layer's, or the agreed quantized one.
@@ -69,17 +68,18 @@ class Attention:
         self.backend = backend
         self.agreement: Agreement = backend.agreement
         self.device: torch.device = backend.device
-        self.num_q_heads: int = impl.num_q_heads
-        self.num_kv_heads: int = impl.num_kv_heads
-        self.head_size: int = impl.head_size
-        self.head_size_v: int = impl.head_size_v
-        self.scale: float = impl.scale
-        self.window: tuple[int, int] = impl.window
-        self.logits_soft_cap: float | None = impl.logits_soft_cap
-        self.is_paged: bool = impl.is_paged
+        # What was agreed on, and not what a plugin may keep under these names.
+        requested, layer = self.agreement.requirements, impl.layer
+        self.num_q_heads: int = requested.num_q_heads
+        self.num_kv_heads: int = requested.num_kv_heads
+        self.head_size: int = requested.head_size
+        self.head_size_v: int = requested.head_size if requested.head_size_v is None else requested.head_size_v
+        self.scale: float = self.head_size**-0.5 if layer.scale is None else layer.scale
+        self.window: tuple[int, int] = layer.window
+        self.logits_soft_cap: float | None = layer.logits_soft_cap
+        self.is_paged: bool = bool(requested.paged)
         self.forward_writes: frozenset[str] = impl.forward_writes
         self.host_writes: frozenset[str] = impl.host_writes
-        self.cache_roles: tuple[str, ...] = () if cache is None else tuple(cache.tensors)
         self.plan_key: Hashable = impl.plan_key
         self.query_dtype: torch.dtype = impl.query_dtype
         self.output_dtype: torch.dtype = impl.output_dtype

@@ -65,6 +65,10 @@ _WRITTEN: Final[Mapping[str, Mapping[str, str]]] = {
         "update_block_table": "replan_block_table",
         "advance_step": "plan_next_step",
     },
+    "state_class": dict.fromkeys(
+        ("begin_forward", "find_graph", "begin_capture", "end_capture", "abort_capture", "release_graphs"),
+        "it under another name",
+    ),
 }
 
 
@@ -90,7 +94,7 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
         raise PluginContractError(
             f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
             "a backend class has every part of the contract (attnplug.contract)",
-            f"mend the plugin of {plugin_id} (`python -m attnplug_kit.upgrade FILE` helps with classes of before), or "
+            f"mend the plugin of {plugin_id} (`python -m attnplug_kit.upgrade FILE` rewrites earlier versions), or "
             f"block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
         )
     return cls
