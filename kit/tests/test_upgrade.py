@@ -1,4 +1,4 @@
-"""Source of before handles is rewritten, and then passes core's checks."""
+"""Source that was written before handles is rewritten, and then passes core's checks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Rewrites source of before core held a plugin's objects in handles: ``python -m attnplug_kit.upgrade FILE...``.
+Rewrites source that was written before handles: ``python -m attnplug_kit.upgrade FILE...``.
 
 A host gets handles from `attnplug.load` now, and their types have other names. A plugin's classes keep theirs; its
 `warmup` gets the handle that makes layers and caches, which was the backend itself.
@@ -41,7 +41,7 @@ def upgrade(source: str) -> str:
         source: A Python module.
 
     Raises:
-        SyntaxError: It is none.
+        SyntaxError: The source does not parse.
     """
     tree = ast.parse(source)
     imported = [alias for node in ast.walk(tree) for alias in _of_contract(node)]

@@ -86,7 +86,7 @@ def test_a_backend_without_a_baseline_is_compared_with_torch() -> None:
     found, note = baseline_of("flash")
 
     assert isinstance(found, TorchBaseline)
-    assert note == "flash is compared with direct torch calls, without a budget, but for --baseline"
+    assert note == "flash is compared with direct torch calls, without a budget: --baseline names others"
 
 
 @pytest.mark.parametrize(

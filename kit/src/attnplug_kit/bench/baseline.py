@@ -88,8 +88,8 @@ def baseline_of(backend: str, file: str | None = None) -> tuple[Baseline, str | 
     """
     torch = TorchBaseline()
     if file is None:
-        own = backend == torch.backend
-        return torch, None if own else f"{backend} is compared with {torch.what}, without a budget, but for --baseline"
+        note = f"{backend} is compared with {torch.what}, without a budget: --baseline names others"
+        return torch, None if backend == torch.backend else note
     with ForeignCode(
         f"--baseline {file} was given",
         lambda reason: RequestError(f"--baseline {file} was given", reason, "correct the file, or leave it out"),
