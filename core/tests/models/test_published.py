@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from attnplug.models import describe_model
+from attnplug.errors import RequirementsError
+from attnplug.models import describe_model, model_layers
 
 FIXTURES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("configurations.json").read_text("utf-8"))
 BY_NAME = {fixture["name"]: fixture["config"] for fixture in FIXTURES}
@@ -175,3 +176,15 @@ def test_every_configuration_is_answered_and_names_its_source(fixture: dict[str,
     numbers = [layer.index for layer in found.layers] + [index for other in found.others for index in other.indices]
     if all(layer.requirements.attn_type != "encoder_decoder" for layer in found.layers):
         assert sorted(numbers) == list(range(len(numbers)))  # no layer is lost, and none is described twice
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_layers_are_those_of_the_description_or_refused_with_its_reason(name: str) -> None:
+    described = describe_model(BY_NAME[name], paged=True)
+    if described.layers and not any(layer.requirements.attn_bias for layer in described.layers):
+        assert model_layers(BY_NAME[name], paged=True, partial=True) == described.layers
+        return
+    reasons = [other.why for other in described.others] or ["a learned bias of relative position"]
+    with pytest.raises(RequirementsError) as caught:
+        model_layers(BY_NAME[name], paged=True, partial=True)
+    assert any(reason in str(caught.value) for reason in reasons)

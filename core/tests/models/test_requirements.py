@@ -291,8 +291,9 @@ def test_an_unknown_type_may_be_read_as_a_known_one():
     for config in (LLAMA, LLAMA | {"model_type": "made_up"}):
         with pytest.raises(RequirementsError, match=r"assume='neither' was given(?s:.)*assume='llama'"):
             requirements(config, assume="neither")
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     with pytest.raises(RequirementsError, match="latent"):
-        requirements(LLAMA | {"kv_lora_rank": 512}, assume="llama")
+        requirements(LLAMA | latent, assume="llama")
 
 
 def test_a_known_type_is_not_read_as_another():

@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from attnplug.models.description import ModelDescription as ModelDescription
     from attnplug.models.description import OtherLayers as OtherLayers
     from attnplug.models.description import describe_model as describe_model
+    from attnplug.models.description import model_layers as model_layers
+    from attnplug.models.description import requirements as requirements
+    from attnplug.models.description import requirements_from_json as requirements_from_json
     from attnplug.models.layers import ModelLayer as ModelLayer
-    from attnplug.models.layers import model_layers as model_layers
-    from attnplug.models.layers import requirements as requirements
-    from attnplug.models.layers import requirements_from_json as requirements_from_json
 
 _MODULES: Final = {
-    "attnplug.models.description": "describe_model ModelDescription OtherLayers",
-    "attnplug.models.layers": "model_layers ModelLayer requirements requirements_from_json",
+    "attnplug.models.description": (
+        "describe_model model_layers ModelDescription OtherLayers requirements requirements_from_json"
+    ),
+    "attnplug.models.layers": "ModelLayer",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -20,14 +20,16 @@ from attnplug.models.layers import (
 )
 from attnplug.models.patterns import MLA
 from attnplug.models.quantization import notes
-from attnplug.models.refusals import check_assumed, check_expressible, forbidden
+from attnplug.models.refusals import check_assumed, check_known, forbidden, inexpressible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from os import PathLike
 
     from attnplug.models.fields import Fields
     from attnplug.request.requirements import Requirements
 
+_PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone"
 _KEPT: Final = "with a state instead of a KV cache"
 _WHY: Final = {
     "linear_attention": f"linear attention or a state-space recurrence (Mamba, gated delta net), {_KEPT}",
@@ -110,6 +112,90 @@ class ModelDescription:
         }
 
 
+def requirements(
+    hf_config: object,
+    *,
+    dtype: str | None = None,
+    paged: bool = False,
+    partial: bool = False,
+    assume: str | None = None,
+    **engine: Any,
+) -> dict[str, Requirements]:
+    """
+    Return the requirements of each attention layer of a model, from its configuration alone.
+
+    The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
+    ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model
+    the language model's part is described, as it reads text; for another part, pass that part's configuration. The
+    scale of the scores is not a requirement: the `Layer` has it.
+
+    Args:
+        hf_config: A transformers configuration, a mapping of its fields, the path of a ``config.json`` or of its
+            folder, or a model id in the local Hugging Face cache. A field that it leaves out has transformers' default;
+            `describe_model` says which were used.
+        dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it, then assumes what transformers
+            does: the dtype of the weights beside a ``config.json``, else float32.
+        paged: Whether keys and values are in a paged KV cache, or contiguous (non-paged). Encoders have no KV cache.
+        partial: Accept models of which only some layers are attention, and describe those.
+        assume: Read an unknown model type as this one, such as ``"llama"``; refused for a known type.
+        engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of the KV
+            cache are requested of the layers that have one. Without `kv_cache_dtype`, a paged KV cache has the dtype
+            that the checkpoint's quantization names, if any.
+
+    Raises:
+        RequirementsError: The model type is unknown, requirements cannot express its attention, or a field that decides
+            is missing.
+    """
+    return {
+        layer.name: layer.requirements
+        for layer in model_layers(hf_config, dtype=dtype, paged=paged, partial=partial, assume=assume, **engine)
+    }
+
+
+def requirements_from_json(path: str | PathLike[str], **rest: Any) -> dict[str, Requirements]:
+    """
+    Return `requirements` of a ``config.json`` or of the folder that holds it, with neither transformers nor torch.
+
+    Args:
+        path: The file or folder.
+        rest: As for `requirements`.
+
+    Raises:
+        RequirementsError: As for `requirements`, or the file does not read.
+    """
+    return requirements(path, **rest)
+
+
+def model_layers(
+    hf_config: object,
+    *,
+    dtype: str | None = None,
+    paged: bool = False,
+    partial: bool = False,
+    assume: str | None = None,
+    fix: str = _PARTIAL,
+    **engine: Any,
+) -> tuple[ModelLayer, ...]:
+    """
+    Return the layers that `requirements` describes, as records.
+
+    Args:
+        hf_config: As for `requirements`, as are all but `fix`.
+        dtype: Dtype of query, key and value.
+        paged: Whether keys and values live in a paged cache.
+        partial: Accept models of which only some layers are attention.
+        assume: Read an unknown model type as this one.
+        fix: The fix for a model of which only some layers are attention, where `partial` is false.
+        engine: Further fields of `Requirements`.
+
+    Raises:
+        RequirementsError: As for `requirements`.
+    """
+    model, architecture = _describe(hf_config, dtype, assume, engine, paged=paged)
+    _refuse_left_out(model, architecture, None if partial else fix)
+    return model.layers
+
+
 def describe_model(
     hf_config: object, *, dtype: str | None = None, paged: bool = True, assume: str | None = None, **engine: Any
 ) -> ModelDescription:
@@ -131,13 +217,20 @@ def describe_model(
         RequirementsError: The configuration is not found or does not read, its model type is unknown, or a field that
             decides is missing or invalid.
     """
+    return _describe(hf_config, dtype, assume, engine, paged=paged)[0]
+
+
+def _describe(
+    hf_config: object, dtype: str | None, assume: str | None, engine: dict[str, Any], *, paged: bool
+) -> tuple[ModelDescription, Architecture]:
     whole = read_fields(hf_config)
     fields = read_text_part(whole)
     name = assume or fields.model_type
     check_assumed(fields, assume)
     refused = _refused(whole, fields)
     if refused is not None:
-        return ModelDescription(whole.origin, fields.model_type, (), (refused,), tuple(_of_parts(whole, fields)))
+        parts = tuple(_of_parts(whole, fields))
+        return ModelDescription(whole.origin, fields.model_type, (), (refused,), parts), Architecture()
     wanted, note = decide(whole, fields, dtype, engine, paged=paged)
     is_biased = name in BIASED
     why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields)
@@ -146,7 +239,8 @@ def describe_model(
     others = () if architecture.family == "encoder_decoder" else _others(kinds_of(fields, architecture), layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
-    return ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
+    described = ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
+    return described, architecture
 
 
 def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
@@ -154,8 +248,34 @@ def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
         if name in table:
             return table[name]
     # What cannot be expressed is described by its fields, whatever its type is called.
-    assumed = None if name == fields.model_type else name
-    return check_expressible(fields, assumed) if is_expressible else Architecture()
+    if is_expressible:
+        check_known(fields, name)
+    return Architecture()
+
+
+def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: str | None) -> None:
+    """Refuse a model of which layers have no requirements; without a fix, only one of which no layer has any."""
+    if model.model_type in BIASED:
+        raise inexpressible(model, REFUSED[model.model_type])
+    if not model.layers:
+        if model.unserved:
+            raise inexpressible(model, model.unserved[0].why)
+        why = f"none of its layers is attention over keys{f' ({model.others[0].why})' if model.others else ''}"
+        raise inexpressible(model, why, "run it on its own implementation")
+    if fix is not None and architecture.beside:
+        raise RequirementsError(
+            f"{model.origin}: each attention layer has {architecture.beside} beside it",
+            "that is not attention over keys, and no backend here serves it",
+            fix,
+        )
+    if fix is not None and model.others:
+        left = sum(len(other.indices) for other in model.others)
+        kinds = ", ".join(sorted(other.kind for other in model.others))
+        raise RequirementsError(
+            f"{model.origin}: {left} of {left + len(model.layers)} layers are {kinds}",
+            "those are not attention over keys, and no backend here serves them",
+            fix,
+        )
 
 
 def _others(kinds: Sequence[str], layers: tuple[ModelLayer, ...], why: str | None) -> tuple[OtherLayers, ...]:
@@ -179,7 +299,8 @@ def _other(kind: str, indices: list[int], why: str | None) -> OtherLayers:
 def _refused(whole: Fields, fields: Fields) -> OtherLayers | None:
     """Return all layers together where the model type says that no requirements describe its attention."""
     for part in (whole, fields):
-        if part.model_type in REFUSED and part.model_type not in BIASED:
+        is_read = part.model_type in BIASED and part.origin == fields.origin
+        if part.model_type in REFUSED and not is_read:
             try:
                 count = fields.integer(*LAYERS) or 0
             except RequirementsError:

@@ -9,15 +9,14 @@ from attrs import frozen
 
 from attnplug.errors import RequirementsError
 from attnplug.models.dtypes import find_dtype
-from attnplug.models.fields import Fields, defaults_of, read_fields
+from attnplug.models.fields import Fields, defaults_of
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
 from attnplug.models.quantization import cache_dtype
-from attnplug.models.refusals import check_expressible, inexpressible, refuse_by_name, refuse_gaps
+from attnplug.models.refusals import inexpressible
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from os import PathLike
 
     from attnplug.models.architectures import Architecture
 
@@ -27,7 +26,6 @@ _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "atten
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
 _SIZES: Final = ("head_dim", "attention_head_dim", "kv_channels")
 _ATTENTION: Final = (FULL, SLIDING, CHUNKED, BLOCK_SPARSE, CROSS, "hybrid")
-_PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone"
 
 
 @frozen
@@ -46,97 +44,6 @@ class ModelLayer:
     index: int
     requirements: Requirements
     scale: float | None = None
-
-
-def requirements(
-    hf_config: object,
-    *,
-    dtype: str | None = None,
-    paged: bool = False,
-    partial: bool = False,
-    assume: str | None = None,
-    **engine: Any,
-) -> dict[str, Requirements]:
-    """
-    Return the requirements of each attention layer of a model, from its configuration alone.
-
-    The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
-    ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model
-    the language model's part is described, as it reads text; for another part, pass that part's configuration. The
-    scale of the scores is not a requirement: the `Layer` has it.
-
-    Args:
-        hf_config: A transformers configuration, a mapping of its fields, the path of a ``config.json`` or of its
-            folder, or a model id in the local Hugging Face cache. A field that it leaves out has transformers' default;
-            `describe_model` says which were used.
-        dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it, then assumes what transformers
-            does: the dtype of the weights beside a ``config.json``, else float32.
-        paged: Whether keys and values are in a paged KV cache, or contiguous (non-paged). Encoders have no KV cache.
-        partial: Accept models of which only some layers are attention, and describe those.
-        assume: Read an unknown model type as this one, such as ``"llama"``; refused for a known type.
-        engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of the KV
-            cache are requested of the layers that have one. Without `kv_cache_dtype`, a paged KV cache has the dtype
-            that the checkpoint's quantization names, if any.
-
-    Raises:
-        RequirementsError: The model type is unknown, requirements cannot express its attention, or a field that decides
-            is missing.
-    """
-    return {
-        layer.name: layer.requirements
-        for layer in model_layers(hf_config, dtype=dtype, paged=paged, partial=partial, assume=assume, **engine)
-    }
-
-
-def requirements_from_json(path: str | PathLike[str], **rest: Any) -> dict[str, Requirements]:
-    """
-    Return `requirements` of a ``config.json`` or of the folder that holds it, with neither transformers nor torch.
-
-    Args:
-        path: The file or folder.
-        rest: As for `requirements`.
-
-    Raises:
-        RequirementsError: As for `requirements`, or the file does not read.
-    """
-    return requirements(path, **rest)
-
-
-def model_layers(
-    hf_config: object,
-    *,
-    dtype: str | None = None,
-    paged: bool = False,
-    partial: bool = False,
-    assume: str | None = None,
-    fix: str = _PARTIAL,
-    **engine: Any,
-) -> tuple[ModelLayer, ...]:
-    """
-    Return the layers that `requirements` describes, as records.
-
-    Args:
-        hf_config: As for `requirements`, as are all but `fix`.
-        dtype: Dtype of query, key and value.
-        paged: Whether keys and values live in a paged cache.
-        partial: Accept models of which only some layers are attention.
-        assume: Read an unknown model type as this one.
-        fix: The fix for a model of which only some layers are attention, where `partial` is false.
-        engine: Further fields of `Requirements`.
-
-    Raises:
-        RequirementsError: As for `requirements`.
-    """
-    whole = read_fields(hf_config)
-    refuse_by_name(whole)
-    fields = read_text_part(whole)
-    architecture = check_expressible(fields, assume)
-    layers = tuple(attention_layers(fields, architecture, decide(whole, fields, dtype, engine, paged=paged)[0]))
-    if not partial and architecture.family != "encoder_decoder":
-        refuse_gaps(fields, architecture, kinds_of(fields, architecture), {layer.index for layer in layers}, fix)
-    if not layers:
-        raise inexpressible(fields, "none of its layers is attention over keys", "run it on its own implementation")
-    return layers
 
 
 def decide(

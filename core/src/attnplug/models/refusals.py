@@ -5,27 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.errors import RequirementsError, near
-from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, Architecture
+from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
+    from attnplug.models.description import ModelDescription
     from attnplug.models.fields import Fields
 
 
-def check_expressible(fields: Fields, assume: str | None) -> Architecture:
+def check_known(fields: Fields, name: str) -> None:
     """
-    Return how a configuration is read.
+    Refuse a model type that is not known.
 
     Raises:
-        RequirementsError: Requirements cannot express its attention, or its model type is unknown.
+        RequirementsError: It is not known.
     """
-    why = forbidden(fields)
-    if why is not None:
-        raise inexpressible(fields, why)
-    refuse_by_name(fields)
-    check_assumed(fields, assume)
-    name = assume or fields.model_type
     if name not in ARCHITECTURES:
         raise RequirementsError(
             f"{fields.origin} is of model type {name!r}{near(name, list(ARCHITECTURES))}",
@@ -33,7 +26,6 @@ def check_expressible(fields: Fields, assume: str | None) -> Architecture:
             "pass assume='llama' (or another type described there) if its layers are alike, --assume llama on the"
             " command line; otherwise keep transformers' own attention for it, or build the Requirements by hand",
         )
-    return ARCHITECTURES[name]
 
 
 def forbidden(fields: Fields) -> str | None:
@@ -73,43 +65,8 @@ def check_assumed(fields: Fields, assume: str | None) -> None:
         )
 
 
-def refuse_by_name(fields: Fields) -> None:
-    """
-    Refuse a model type that is known for attention that requirements cannot express.
-
-    Raises:
-        RequirementsError: It is one of these.
-    """
-    if fields.model_type in REFUSED:
-        raise inexpressible(fields, REFUSED[fields.model_type])
-
-
-def refuse_gaps(
-    fields: Fields, architecture: Architecture, kinds: Sequence[str], described: Collection[int], fix: str
-) -> None:
-    """
-    Refuse a model of which some layers are not attention over keys.
-
-    Raises:
-        RequirementsError: It is such a model.
-    """
-    if architecture.beside:
-        raise RequirementsError(
-            f"{fields.origin}: each attention layer has {architecture.beside} beside it",
-            "that is not attention over keys, and no backend here serves it",
-            fix,
-        )
-    others = {kind for index, kind in enumerate(kinds) if index not in described}
-    if others:
-        raise RequirementsError(
-            f"{fields.origin}: {len(kinds) - len(described)} of {len(kinds)} layers are {', '.join(sorted(others))}",
-            "those are not attention over keys, and no backend here serves them",
-            fix,
-        )
-
-
 def inexpressible(
-    fields: Fields, why: str, fix: str = "keep transformers' own attention for this model"
+    fields: Fields | ModelDescription, why: str, fix: str = "keep transformers' own attention for this model"
 ) -> RequirementsError:
     """Return the error for attention that requirements cannot express."""
     return RequirementsError(
