@@ -88,14 +88,14 @@ def decodes(count: int) -> dict[str, torch.Tensor]:
 def placed(backend: Any, device: str) -> Any:
     """Return a backend whose tensors are on a device."""
     if device != "cpu":
-        backend.device_properties = Names(type=device, num_multiprocessors=132)
+        backend.device_properties = backend.wrapped.device_properties = Names(type=device, num_multiprocessors=132)
     return backend
 
 
 def planned(builder: Any, count: int, device: str) -> Any:
     """Return a builder with one schedule for all steps."""
     schedule = torch.zeros(4 * count + 1, dtype=torch.int32, device=device)
-    builder._kernels.schedule = lambda *_, **__: schedule  # noqa: SLF001 - what the library takes is not measured
+    builder.wrapped._kernels.schedule = lambda *_, **__: schedule  # noqa: SLF001 - what the library takes is not measured
     return builder
 
 

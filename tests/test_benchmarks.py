@@ -105,6 +105,20 @@ def test_the_reference_is_attention(masked, beside) -> None:
 
 
 @pytest.mark.slow
+def test_the_host_time_of_builds_is_measured_without_a_gpu(tmp_path) -> None:
+    data = tmp_path / "data.json"
+
+    subprocess.run(
+        [sys.executable, str(FOLDER / "host_time.py"), "--requests", "2", "--repeats", "1", "--out", str(data)],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+
+    found = json.loads(data.read_text("utf-8"))
+    assert {"eager, 2 decodes", "graph, 2 decodes"} <= found.keys()
+    assert all(microseconds > 0 for microseconds in found.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "rows"),
     [
