@@ -261,7 +261,7 @@ def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: s
         if model.unserved:
             raise inexpressible(model, model.unserved[0].why)
         why = f"none of its layers is attention over keys{f' ({model.others[0].why})' if model.others else ''}"
-        raise inexpressible(model, why, "run it on its own implementation")
+        raise inexpressible(model, why)
     if fix is not None and architecture.beside:
         raise RequirementsError(
             f"{model.origin}: each attention layer has {architecture.beside} beside it",
