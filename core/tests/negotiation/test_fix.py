@@ -141,7 +141,9 @@ class TestWork:
         offered = of(
             [needs(**dict.fromkeys(flags, True), **values, cudagraph="always", phases=["decode"])],
             ["paged", *flags],
-            dcp_size={"max": 64}, decode_query_len={"max": 64}, cudagraph={"max": "uniform_batch"},
+            dcp_size={"max": 64},
+            decode_query_len={"max": 64},
+            cudagraph={"max": "uniform_batch"},
         )
         made, negotiated = [], fix.negotiate
         monkeypatch.setattr(fix, "negotiate", lambda *how: made.append(1) or negotiated(*how))

@@ -15,7 +15,7 @@ from attnplug._html import block, table
 from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, sole_owner, usable_of
 from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, under_built_in_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
-from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugin
+from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugins
 from attnplug.discovery.scan import Diagnostic, scan
 from attnplug.errors import UnknownBackendError, near
 from attnplug.manifest.schema import CONTRACT_API, Manifest
@@ -80,7 +80,7 @@ class Registry:
             DuplicateBackendError: Likewise, two of them have one name.
         """
         found = scan()
-        plugins = (*map(read_plugin, found.entries), *by_hand)
+        plugins = (*read_plugins(found.entries), *by_hand)
         registry = cls(plugins, found.notes, version_of=found.version_of, settings=settings)
         registry.candidates(settings)
         return registry
