@@ -6,7 +6,7 @@ import logging
 import os
 from itertools import count
 from threading import RLock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from attrs import field, frozen
@@ -18,7 +18,7 @@ from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, unde
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugins
 from attnplug.discovery.scan import Diagnostic, scan
-from attnplug.errors import UnknownBackendError, near
+from attnplug.errors import RegistryError, UnknownBackendError, near
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
 from attnplug.request.settings import Settings
@@ -108,6 +108,13 @@ class Registry:
         registry = cls(plugins, found.notes, version_of=found.version_of, settings=settings)
         registry.candidates(settings)
         return registry
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RegistryError(
+            "a Registry was copied or pickled",
+            "it is what is installed in its process, and has no meaning in another",
+            "call attnplug.registry() there; a Selection or a Plan can be sent",
+        )
 
     def __repr__(self) -> str:
         plugins = self.plugins

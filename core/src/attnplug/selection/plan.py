@@ -272,7 +272,9 @@ def plan(
 
 
 def _check_layers(layers: Mapping[str, Requirements]) -> None:
-    if not isinstance(layers, Mapping) or not all(isinstance(each, Requirements) for each in layers.values()):
+    if not isinstance(layers, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, Requirements) for name, each in layers.items()
+    ):
         raise RequirementsError(
             f"layers={reprlib.repr(layers)} was given",
             "a plan is for the layers of one model, by name: {layer name: Requirements}",
