@@ -66,6 +66,15 @@ def test_files_of_this_device_are_renewed(tmp_path: Path, package: Path) -> None
     assert [*shipped(tmp_path, Device.cpu())] == [Target("acme/slow", package / "slow-cpu.json")]
 
 
+def test_another_product_of_the_capability_gets_a_file_of_its_own(tmp_path: Path, package: Path) -> None:
+    for name in ("h100", "h200"):
+        (package / f"fast-{name}.json").write_text(json.dumps(evidence()), "utf-8")
+
+    found = [*shipped(tmp_path, Device.cuda("9.0", name="NVIDIA GH200 480GB"))]
+
+    assert found == [Target("acme/fast", package / "fast-gh200.json")]
+
+
 def test_a_variant_without_a_file_gets_one_by_its_name(tmp_path: Path, package: Path) -> None:
     assert [*named(tmp_path, ["acme/slow"], H200)] == [Target("acme/slow", package / "slow-h200.json")]
     assert [*named(tmp_path, ["acme/slow"], Device.cpu())] == [Target("acme/slow", package / "slow-cpu.json")]

@@ -50,11 +50,14 @@ class Target(NamedTuple):
 
 
 def shipped(root: Path, device: Device) -> Iterator[Target]:
-    """Yield the variants that have a file for a device like this one."""
+    """Yield the variants that have a file for a device like this one, whose file may be of another product."""
+    found: dict[str, Target] = {}
     for folder in _folders(root):
         for each in read_folder(folder).evidence:
             if each.is_for(device):
-                yield Target(each.id, Path(each.origin), tuple(sorted(each.features)))
+                file = Path(each.origin).with_name(f"{each.id.partition('/')[2]}-{_short(device)}.json")
+                found[each.id] = Target(each.id, file, tuple(sorted(each.features)))
+    yield from found.values()
 
 
 def named(root: Path, names: Iterable[str], device: Device) -> Iterator[Target]:
