@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from attrs import field, frozen
 
 from attnplug.request.capability import HARDWARE, ComputeCapability, parse_capability
-from attnplug.request.tables import FrozenTable, is_entry, read_only
+from attnplug.request.tables import FrozenTable, is_entry
 
 MOST: Final = 2**31 - 1
 """The largest number of a request: kernels and index tensors are int32."""
@@ -289,7 +290,7 @@ class Capability(Domain):
         return str(value)
 
 
-_FLOAT_ALIASES: Final = read_only(
+_FLOAT_ALIASES: Final = MappingProxyType(
     {
         "half": "float16",
         "fp16": "float16",

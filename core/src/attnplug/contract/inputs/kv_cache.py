@@ -13,7 +13,6 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.errors import CacheError, PluginContractError
-from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -190,7 +189,7 @@ class CacheSpec:
 
 
 def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return read_only(tensors)
+    return MappingProxyType(dict(tensors))
 
 
 @frozen(eq=False, repr=False)
