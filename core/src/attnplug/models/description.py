@@ -254,7 +254,7 @@ def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
 
 
 def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: str | None) -> None:
-    """Refuse a model of which layers have no requirements; without a fix, only one of which no layer has any."""
+    """Refuse a model without attention layers to serve; with a fix, also one that has other layers besides."""
     if model.model_type in BIASED:
         raise inexpressible(model, REFUSED[model.model_type])
     if not model.layers:
