@@ -144,11 +144,11 @@ class FakeEnvironment:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Put the fakes in place of the libraries while the body runs."""
-        outside, path = (PROCESS.state, PROCESS.by_hand), list(sys.path)
+        outside, path = PROCESS.state, list(sys.path)
         fakes, modules = self._fakes, self._fakes.modules  # adapters keep the modules that they were made with
         sys.path[:0] = [self._folder.name, str(fakes.folder)]
         sys.modules.update(modules)
-        PROCESS.state, PROCESS.by_hand = self._state, ()
+        PROCESS.state = self._state
         undo = None
         try:
             if self._state is None:
@@ -162,7 +162,7 @@ class FakeEnvironment:
             self._state = PROCESS.state
             sys.path[:] = path
             modules.update({name: sys.modules.pop(name) for name in list(sys.modules) if fakes.is_fake(name)})
-            PROCESS.state, PROCESS.by_hand = outside
+            PROCESS.state = outside
 
     def close(self) -> None:
         """Remove its files."""

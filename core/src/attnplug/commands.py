@@ -328,7 +328,6 @@ def version_of(name: str) -> str:
     """Return the installed version of a distribution, or an empty text."""
     from importlib import metadata  # noqa: PLC0415 - costs 20 ms, and `list --json` has a budget
 
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    with ForeignCode("looking for it raises"):  # a finder on sys.meta_path may raise anything
+        return metadata.version(name) or ""
+    return ""

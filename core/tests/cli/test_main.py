@@ -148,6 +148,16 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.stderr == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")  # noqa: PTH110 - a device
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["doctor"]])
+def test_an_output_that_takes_nothing_is_named(words: list[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123 - likewise
+        process = subprocess.run([sys.executable, "-m", "attnplug", *words], stdout=full, stderr=-1, check=False)
+
+    assert process.returncode == 1
+    assert process.stderr == b"attnplug: the output cannot be written: No space left on device\n"
+
+
 def test_the_package_is_the_command_too(start, site) -> None:
     done = start("-m", "attnplug", "list")
 

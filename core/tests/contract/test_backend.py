@@ -231,3 +231,20 @@ def test_every_plan_key_has_a_plan():
     assert make_builder(backend, impls[0]).build(make_batch([1], [3])).plans
     with pytest.raises(PluginContractError, match=r"no plan for layer 'layers.1', 'layers.2'"):
         make_builder(backend, *impls).build(make_batch([1], [3]))
+
+
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("requested", [{}, {"sliding_window": 7}])
+def test_the_null_block_is_zeroed_where_freed_blocks_have_to_be_finite(needs, requested):
+    backend = make_backend(with_impl(needs_finite_null_block=needs), **requested)
+    tensors = dict(backend.make_cache(3).tensors)
+    for tensor in tensors.values():
+        tensor.fill_(torch.nan)
+
+    bound = backend.bind_cache(tensors)
+
+    is_zeroed = needs and bool(requested)
+    assert backend.frees_into_finite_blocks is is_zeroed
+    for pages in (bound.k, bound.v):
+        assert bool((pages[0] == 0).all()) is is_zeroed
+        assert pages[1:].isnan().all()

@@ -161,6 +161,20 @@ def test_lengths_that_are_none_are_refused(lens, problem, expected):
         Batch.from_lengths(*lens)
 
 
+@pytest.mark.parametrize(
+    ("queries", "lengths", "name"),
+    [([2**31], None, "query_lens"), ([1], [2**40], "seq_lens"), ([2**30, 2**30], None, "query_lens")],
+)
+def test_lengths_that_are_no_int32_are_refused(queries, lengths, name):
+    with pytest.raises(BatchError, match=rf"{name}=.*(?s:.)*is less than 2\*\*31"):
+        Batch.from_lengths(queries, lengths)
+
+
+def test_lengths_of_pages_are_int32_each():
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    assert Batch.from_lengths([1, 1], [2**30, 2**30], block_table=table).seq_lens.tolist() == [2**30] * 2
+
+
 def test_lengths_may_be_numbers_of_a_library():
     batch = Batch.from_lengths(torch.tensor([1, 2]), iter([4, 2]))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug import attention, attention_varlen
-from attnplug.dense import backends, calls, clear_decisions
+from attnplug.dense import attend_like_sdpa, backends, calls, clear_decisions
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
@@ -516,3 +516,46 @@ def test_a_refused_call_keeps_nothing() -> None:
         attention(**_call(sinks=torch.zeros(3)))
 
     assert len(calls._calls) == len(backends._planners) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+@pytest.mark.parametrize("call", ["attention", "attention_varlen", "attend_like_sdpa"])
+def test_a_transform_is_refused_by_name(transform, call):
+    query, starts = torch.randn(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+
+    def attend(x):
+        if call == "attention_varlen":
+            return attention_varlen(x[0], x[0], x[0], starts)
+        return attention(x, x, x) if call == "attention" else attend_like_sdpa(x, x, x)
+
+    run = {
+        "vmap": lambda: torch.func.vmap(attend)(query[None]),
+        "grad": lambda: torch.func.grad(lambda x: attend(x).sum())(query),
+        "jvp": lambda: torch.func.jvp(attend, (query,), (query,)),
+        "functionalize": lambda: torch.func.functionalize(attend)(query),
+    }[transform]
+    with pytest.raises(NotNegotiatedError, match=r"transform of torch\.func"):
+        run()
+    assert attend(query).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("form", ["nested", "jagged", "sparse"])
+def test_tensors_of_other_layouts_are_refused_by_name(form):
+    parts = [torch.randn(3, 2, 8), torch.randn(4, 2, 8)]
+    if form == "sparse":
+        odd = torch.randn(1, 4, 2, 8).to_sparse()
+    else:
+        layout = torch.jagged if form == "jagged" else torch.strided
+        odd = torch.nested.nested_tensor(parts, layout=layout)
+
+    with pytest.raises(TensorError, match=r"a (nested|sparse_coo) tensor was given"):
+        attention(odd, odd, odd)
+
+
+@pytest.mark.parametrize("dropout", [float("nan"), -1.0, 0.5, "much"])
+def test_dropout_is_refused_whatever_it_is(dropout):
+    query = torch.randn(1, 4, 2, 8)
+    with pytest.raises(NotNegotiatedError, match="dropout_p="):
+        attend_like_sdpa(query, query, query, dropout_p=dropout)

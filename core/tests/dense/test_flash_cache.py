@@ -111,6 +111,10 @@ CACHE_REFUSED = {
     "dtype": ({"k": torch.ones(2, 1, KV_HEADS, SIZE).double()}, TensorError, "the dtype"),
     "bound": ({"max_seqlen_k": 3}, TensorError, "max_seqlen_k"),
     "length below 0": ({"cache_seqlens": torch.tensor([4, -1], dtype=torch.int32)}, TensorError, "below 0"),
+    "wrapping lengths": ({"cache_seqlens": torch.tensor([4, 2**32 + 3])}, TensorError, "from 4 to 4,294,967,299"),
+    "wrapping number": ({"cache_seqlens": 2**32 + 3}, TensorError, "cache_seqlens=4294967299"),
+    "wrapping rows": ({"cache_batch_idx": torch.tensor([0, 2**32 + 1])}, TensorError, "cache_batch_idx with numbers"),
+    "wrapping blocks": ({"block_table": torch.tensor([[2**32], [1]])}, TensorError, "block_table with numbers"),
     "lengths in float": ({"cache_seqlens": torch.tensor([4.0, 5.0])}, TensorError, "float32"),
     "table in float": ({"block_table": torch.zeros(2, 1)}, TensorError, "block_table of shape"),
     "no table": ({"block_table": torch.zeros(2, dtype=torch.int32)}, TensorError, r"it is \(2, blocks\)"),
@@ -259,3 +263,13 @@ def test_sinks_and_slopes_that_change_unseen_are_read_again(name):
     given.data.copy_(new)
 
     assert torch.equal(call(given), call(new))
+
+
+def test_what_wraps_on_a_device_is_beyond_every_cache(monkeypatch):
+    """A device is not waited for: the number becomes one for which nothing is written, and whose length is the room."""
+    monkeypatch.setattr(flash_cache.Tensor, "is_cpu", False)
+    lengths = flash_cache.as_int32("cache_seqlens", torch.tensor([2**32 + 3, -(2**40), 5]))
+
+    assert lengths.tolist() == [2**30, -(2**30), 5]
+    slots = flash_cache.slots_of(lengths, 2, torch.tensor([[0], [1], [2]], dtype=torch.int32), (3, 16))
+    assert slots.tolist() == [[-1, -1], [-1, -1], [37, 38]]

@@ -20,6 +20,7 @@ from attnplug.evidence import store
 from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import EvidenceStore, parse_evidence, read_folder
 from attnplug.manifest.reader import parse_manifest
+from attnplug.negotiation.candidate import Candidate
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 
@@ -70,8 +71,10 @@ def registry_of(*plugins: Plugin, evidence: tuple[str, ...] = (), **sources: str
     return Registry(plugins, known=Known(), version_of=lambda _: None, settings=settings)
 
 
-def about(store: EvidenceStore, candidate_id: str = "acme/default") -> list[str]:
-    return [os.path.basename(evidence.origin) for evidence in store.about(candidate_id)]  # noqa: PTH119 - a text
+def about(store: EvidenceStore, candidate_id: str = "acme/default", label: str = "attnplug-acme 1.0") -> list[str]:
+    backend = candidate_id.partition("/")[0]
+    found = store.about(Candidate(candidate_id, backend, distribution=label.replace("acme", backend)))
+    return [os.path.basename(evidence.origin) for evidence in found]  # noqa: PTH119 - a text
 
 
 # What a file says
@@ -293,6 +296,15 @@ def test_a_plugin_vouches_for_itself_alone(acme: Plugin, plugin: Any, tmp_path: 
         "is about 'other/default', which is no variant of 'acme'",
         "is about 'acme/slow', which is no variant of 'acme'",
     ]
+
+
+def test_another_distribution_of_that_backend_ships_none_for_it(acme: Plugin, tmp_path: Path) -> None:
+    """A blocked distribution may claim what another one's variant does."""
+    write(tmp_path / "acme" / "evidence", "a.json", GOOD)
+    blocked = attrs.evolve(acme, distribution="attnplug-blocked")
+
+    assert about(EvidenceStore([blocked])) == []
+    assert about(EvidenceStore([blocked]), label="attnplug-blocked 1.0") == ["a.json"]
 
 
 def test_evidence_about_what_is_not_installed_is_a_note(acme: Plugin, tmp_path: Path) -> None:

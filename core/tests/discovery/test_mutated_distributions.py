@@ -141,7 +141,7 @@ def site(mutations: list[tuple[str, bytes]]) -> Iterator[str]:
         "spoiled_package/__init__.py": "raise SystemExit('imported')",
     }
     files = {name: text.encode() for name, text in (good | FILES).items()} | dict(mutations)
-    before = sys.path[:], process.PROCESS.state, process.PROCESS.by_hand
+    before = sys.path[:], process.PROCESS.state
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             path = Path(folder, name)
@@ -151,7 +151,7 @@ def site(mutations: list[tuple[str, bytes]]) -> Iterator[str]:
         try:
             yield folder
         finally:
-            sys.path[:], process.PROCESS.state, process.PROCESS.by_hand = before
+            sys.path[:], process.PROCESS.state = before
             sys.path_importer_cache.pop(folder, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -10,8 +11,9 @@ from zipfile import ZIP_DEFLATED, ZipExtFile, ZipFile
 
 import pytest
 
+import attnplug
 from attnplug.discovery import plugin as plugin_module
-from attnplug.discovery.plugin import find_manifest, read_plugin
+from attnplug.discovery.plugin import find_manifest, read_plugin, read_plugins
 from attnplug.discovery.scan import Entry
 from attnplug.errors import ApiVersionError, ManifestError
 
@@ -181,10 +183,14 @@ def test_another_major_contract_is_a_separate_problem(importable: Any, manifest:
 
 def test_only_the_core_is_built_in(importable: Any, manifest: Callable[..., str]) -> None:
     importable.package("pretender.plugin", manifest("pretender"))
+    elsewhere = entry("torch", "attnplug.torch_backend.plugin", "elsewhere")
 
-    assert read_plugin(entry("torch", "attnplug.torch_backend.plugin", "attnplug")).built_in
-    assert not read_plugin(entry("torch", "attnplug.torch_backend.plugin", "elsewhere")).built_in
-    assert not read_plugin(entry("pretender", "pretender.plugin", "attnplug")).built_in
+    found = read_plugins((elsewhere, entry("pretender", "pretender.plugin", "attnplug")))
+
+    assert [(plugin.label, plugin.built_in) for plugin in found] == [
+        (f"attnplug {attnplug.__version__}", True), ("elsewhere 1.0", False), ("attnplug 1.0", False)
+    ]  # fmt: skip
+    assert importlib.metadata.version("attnplug") == attnplug.__version__
     assert Path(find_manifest("attnplug.torch_backend.plugin")).parts[-3:] == (
         "attnplug",
         "torch_backend",
@@ -287,3 +293,19 @@ def test_a_loader_that_returns_too_much_is_refused(importable: Any, monkeypatch:
 
     assert plugin.problem is not None
     assert "larger than 64 KiB" in plugin.problem.because
+
+
+def test_of_more_bytes_than_are_read_the_smallest_count(importable: Any, manifest: Any, monkeypatch: Any) -> None:
+    entries = []
+    for name, size in (("large", 900), ("little", 0), ("middle", 300)):
+        importable.package(f"{name}_pkg.plugin", manifest(name) + "#" * size)
+        entries.append(entry(name, f"{name}_pkg.plugin", f"attnplug-{name}"))
+    entries.append(entry("gone", "nowhere_pkg.plugin", "attnplug-gone"))
+    size = len(manifest("little"))
+    monkeypatch.setattr(plugin_module, "MOST_BYTES", 2 * size + 302)
+
+    found = {plugin.name: str(plugin.problem or "") for plugin in read_plugins(entries)}
+
+    assert found["little"] == found["middle"] == found["torch"] == ""
+    assert f"have more than {2 * size + 302:,} bytes; the smallest are read" in found["large"]
+    assert "there is no package 'nowhere_pkg'" in found["gone"]

@@ -633,7 +633,7 @@ def test_a_module_registered_again_replaces_its_manifest(plugin: Any, registry: 
         "mine/two",
     }
     assert [each.name for each in of.by_hand] == ["mine"]
-    assert "mine/default" not in of._failures
+    assert "mine/default" not in of._content.failures
     assert ("mine/default" in of.refusals, "good/default" in of.refusals) == (False, True)
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_DEFLATED, ZipExtFile, ZipFile
@@ -14,8 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attnplug
+from attnplug.commands import version_of
 from attnplug.discovery.distribution import normalized
+from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Entry, scan
+from attnplug.request.settings import Settings
 from tests.examples import examples
 
 if TYPE_CHECKING:
@@ -146,7 +151,67 @@ def test_a_folder_without_version_has_none(site: Any) -> None:
     result = scan([str(site)])
 
     assert result.version_of("bare") is None
-    assert result.notes == ()
+    assert [note.message for note in result.notes] == [
+        "has no version, as after an interrupted installation, and is passed over"
+    ]
+
+
+def test_what_has_no_version_hides_no_other_copy(site: Any, another_site: Any) -> None:
+    (site.folder / "plugin-.dist-info").mkdir()
+    (site.folder / "plugin-.dist-info" / "METADATA").write_text("Name: plugin\n", encoding="utf-8")
+    another_site.offer("good", "plugin", "2.0")
+
+    result = scan([str(site), str(another_site)])
+
+    assert [entry.name for entry in result.entries] == ["good"]
+    assert result.version_of("plugin") == "2.0"
+
+
+@pytest.mark.parametrize("kind", ["zzz-1.0.egg-info", "attnplug.egg-info", "attnplug-9.9.dist-info"])
+def test_nothing_passes_for_core_and_nothing_removes_it(site: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    folder = site.folder / kind
+    folder.mkdir()
+    (folder / "PKG-INFO").write_text("Name: attnplug\nVersion: 9.9\n", encoding="utf-8")
+    (folder / "entry_points.txt").write_text("[attnplug.backends]\nmine = mine.plugin\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+
+    found = Registry.scan(Settings())
+
+    assert found.plugin("torch").label == f"attnplug {attnplug.__version__}"
+    assert scan().version_of("attnplug") == attnplug.__version__
+    assert not [plugin for plugin in found.plugins if plugin.label == "attnplug 9.9"]
+    (note,) = (note for note in found.notes if kind in str(note) or "zzz" in note.subject)
+    assert ("it is in" if kind.startswith("zzz") else "is not this core, which is attnplug") in str(note) or (
+        "the name of another distribution" in str(note)
+    )
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("\x1b[31mred"), SystemExit(3)])
+def test_a_finder_may_raise_anything(raised: BaseException, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising:
+        def find_distributions(self, context: object) -> Iterator[importlib.metadata.Distribution]:
+            raise raised
+
+    site.offer("good", "plugin")
+    monkeypatch.setattr(sys, "meta_path", [Raising(), *sys.meta_path])
+
+    assert [entry.name for entry in scan([str(site)]).entries] == ["good"]
+    assert version_of("attrs") == ""
+    assert "\x1b" not in str(scan([str(site)]).notes)
+
+
+def test_a_finder_that_offers_without_an_end_is_left(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        def find_distributions(self, context: object) -> Iterator[importlib.metadata.Distribution]:
+            return (Foreign(f"foreign-{number}", "") for number in count())
+
+    site.offer("good", "plugin")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Endless()])
+
+    result = scan([str(site)])
+
+    assert [entry.name for entry in result.entries] == ["good"]
+    assert result.notes[-1].message == "offers more than 5,000 distributions, and the rest is not read"
 
 
 def test_older_forms_of_metadata_count(site: Any) -> None:
@@ -310,10 +375,8 @@ def test_a_line_that_is_repeated_counts_once(site: Any) -> None:
 def test_this_environment_is_walked_by_default() -> None:
     result = scan()
 
-    assert (
-        Entry("torch", "attnplug.torch_backend.plugin", "attnplug", importlib.metadata.version("attnplug"))
-        in result.entries
-    )
+    assert "torch" not in [entry.name for entry in result.entries]  # it is part of core, and no metadata offers it
+    assert "flash_attn" in [entry.name for entry in result.entries]
     assert result.version_of("attrs") == importlib.metadata.version("attrs")
     assert result.version_of("pytest_randomly") == importlib.metadata.version("pytest-randomly")
 

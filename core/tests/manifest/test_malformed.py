@@ -101,6 +101,14 @@ def test_nothing_but_a_manifest_error_comes_out(path) -> None:
     assert read < len(ODD)  # no place takes every value
 
 
+@pytest.mark.parametrize("alias", ["FL\u0410SH", "FLASH\u200b", "FLASH ATTN", "", "-x", "\u0663"])
+def test_an_alias_that_looks_like_another_is_refused(alias) -> None:
+    with pytest.raises(ManifestError, match=r"the alias '|a list of texts") as caught:
+        parse_manifest(TEXT.replace('["ACME"]', f'["{alias}"]'))
+    assert caught.value.line == 17 - 15
+    assert str(caught.value).isascii()
+
+
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{ b = " * 100_000, "\0", "= 1", "a" * 100_000])
 def test_what_is_no_toml_is_refused(text) -> None:
     with pytest.raises(ManifestError, match="it is not TOML"):

@@ -373,3 +373,9 @@ def test_without_dense_layers_all_are_block_sparse(period):
 def test_a_pattern_is_never_guessed(name):
     with pytest.raises(RequirementsError, match=name):
         requirements({key: value for key, value in PHI_3_SMALL.items() if key != name})
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**8}, {"model_type": "bart", "encoder_layers": 10**8}])
+def test_more_layers_than_any_model_has_are_refused(fields):
+    with pytest.raises(RequirementsError, match=r"has 100,000,000 layers(?s:.)*at most 10,000"):
+        requirements({**BART, **LLAMA, **fields})

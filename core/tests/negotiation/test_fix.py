@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from attnplug.negotiation import fix
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.reason import Fix, Reason
@@ -35,10 +36,10 @@ def fix_of(offered, wanted=WANTED, device=Device.cpu()):  # noqa: B008 - frozen
     """Return the fix, having tried it."""
     request = Request(wanted, device)
     assert negotiate(offered, request).objections
-    fix = find_fix(offered, request)
-    assert fix.possible == (not negotiate(offered, Request(*fix.apply(wanted, device))).objections)
-    assert Fix.from_dict(json.loads(json.dumps(fix.to_dict()))) == fix
-    return fix
+    found = find_fix(offered, request)
+    assert found.possible == (not negotiate(offered, Request(*found.apply(wanted, device))).objections)
+    assert Fix.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    return found
 
 
 class TestFields:
@@ -123,6 +124,45 @@ class TestSmallest:
         fix = fix_of(offered, WANTED.evolve(cascade=True, return_lse=True), HOPPER)
 
         assert str(fix) == "request return_lse=False; run on cuda:12.0"
+
+
+class TestWork:
+    """The search ends after a number of evaluations, and looks nowhere that a refusing rule does not."""
+
+    def test_a_search_that_ends_says_so(self, monkeypatch):
+        flags = ("cascade", "return_lse", "batch_invariant", "per_head_scales", "kv_in_cache")
+        values = {
+            "dcp_size": 2,
+            "output_quant": "fp8_e4m3",
+            "kv_layout": "HND",
+            "block_size": 32,
+            "decode_query_len": 2,
+        }
+        offered = of(
+            [needs(**dict.fromkeys(flags, True), **values, cudagraph="always", phases=["decode"])],
+            ["paged", *flags],
+            dcp_size={"max": 64},
+            decode_query_len={"max": 64},
+            cudagraph={"max": "uniform_batch"},
+        )
+        made, negotiated = [], fix.negotiate
+        monkeypatch.setattr(fix, "negotiate", lambda *how: made.append(1) or negotiated(*how))
+
+        found = find_fix(offered, Request(WANTED, Device.cpu()))
+
+        assert not found.possible
+        assert len(made) <= fix.EVALUATIONS / fix._TRIAL + 1
+        assert "requires more than 100,000 evaluations of its rules to find a change that serves" in str(found)
+
+    def test_rules_without_an_engine_field_end_it_at_once(self, monkeypatch):
+        made, negotiated = [], fix.negotiate
+        monkeypatch.setattr(fix, "negotiate", lambda *how: made.append(1) or negotiated(*how))
+        others = [refuses(block_size=size, kv_layout="NHD", cudagraph=True, return_lse=True) for size in (16, 32)]
+
+        found = find_fix(of([refuses(head_size=64), *others]), Request(WANTED, Device.cpu()))
+
+        assert str(found) == "none: this variant does not support head_size=64 (a reason)"
+        assert len(made) == 1
 
 
 class TestNone:

@@ -14,6 +14,7 @@ from attnplug.discovery.candidates import NameConflict
 from attnplug.discovery.names import clash
 from attnplug.discovery.plugin import BY_HAND, Plugin
 from attnplug.negotiation import Fix
+from attnplug.negotiation.install import is_command
 
 WORD = st.text(string.ascii_letters + string.digits, min_size=1, max_size=4)
 NAME = st.lists(WORD, min_size=1, max_size=3).flatmap(lambda parts: st.sampled_from("-_.").map(lambda c: c.join(parts)))
@@ -94,6 +95,12 @@ def test_what_is_no_command(requirement: str, why: str) -> None:
 
     assert alone == f"install {requirement!r} by hand, if you trust it: {why}, so that no command is offered"
     assert beside == f"pip install torch numpy; {alone}"
+
+
+@pytest.mark.parametrize("after", ["  # ; touch x", " # x", "  # `id`", "; id", " && id", " | sh"])
+def test_nothing_follows_a_command_of_a_manifest(after: str) -> None:
+    assert is_command("pip install --no-build-isolation 'flash-attn >=2.7'")
+    assert not is_command(f"pip install --no-build-isolation 'flash-attn >=2.7'{after}")
 
 
 @given(st.text())

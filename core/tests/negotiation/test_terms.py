@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import DecisionError
-from attnplug.negotiation import matching
+from attnplug.negotiation import common_cache, matching
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
+from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import evaluate
-from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.matching import Request, most_evaluations, negotiate
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
@@ -106,13 +107,60 @@ class TestLevel:
 
 def test_terms_that_no_rule_mentions_have_one_choice(monkeypatch):
     tried = []
-    evaluated = matching._objections
-    monkeypatch.setattr(matching, "_objections", lambda rules, *rest: tried.append(rules) or evaluated(rules, *rest))
+    evaluated = matching._refusing
+    monkeypatch.setattr(matching, "_refusing", lambda rules, *rest: tried.append(rules) or evaluated(rules, *rest))
     refused = [{"when": {"kv_layout": layout}, "because": "a reason"} for layout in ("NHD", "HND")]
 
     assert not terms_of(offer(*refused))
 
-    assert len([rules for rules in tried if rules]) == 2
+    assert len([rules for rules in tried if rules]) == 3  # two layouts, and the reasons of the first
+
+
+class TestWork:
+    """All choices times the rules about them are bounded, whatever the order in which they are tried."""
+
+    RULES = tuple({"when": {"block_size": {"min": 2000 + n}}, "because": "a reason"} for n in range(10))
+
+    @pytest.mark.parametrize("layouts", [["NHD", "HND"], ["HND", "NHD"]])
+    def test_beyond_the_bound_is_a_reason_of_its_own(self, layouts):
+        rules = (*self.RULES, {"when": {"kv_layout": "NHD", "block_size": 16}, "because": "a reason"})
+        offered = offer(*rules, block_size={"min": 1}, kv_layout=layouts)
+        assert most_evaluations(offered.manifest, offered.variant) == 2 * 1024 * 11 > matching.EVALUATIONS
+
+        found = evaluate(offered, Request(WANTED, Device.cpu()))
+        reason = found.reasons[0]
+
+        assert (reason.code, reason.field, len(found.reasons)) == ("work", "block_size and kv_layout", 1)
+        assert str(reason).startswith(
+            "its rules about block_size, kv_layout need 22,528 evaluations for this request, and 20,000 are made: "
+        )
+        assert Verdict.from_dict(json.loads(json.dumps(found.verdict().to_dict()))).reasons == found.reasons
+
+    def test_what_is_requested_takes_no_choice(self):
+        paged = {"when": {"paged": False}, "because": "a reason"}
+        offered = offer(*self.RULES * 3, paged, block_size={"min": 1})
+
+        fix = evaluate(offered, Request(WANTED, Device.cpu())).fix
+
+        assert dict(fix.engine) == {"block_size": 1}
+        assert terms_of(offered, **fix.engine)["block_size"] == 1
+
+    def test_what_is_negotiated_together_is_within_it_too(self, monkeypatch):
+        offered = offer({"when": {"block_size": 16, "kv_layout": "NHD"}, "because": "a reason"})
+        found = evaluate(offered, Request(WANTED, Device.cpu()))
+        monkeypatch.setattr(common_cache, "TRIES", 3)
+
+        assert [each.terms["block_size"] for each in share_terms([[found], [found], [found]])] == [16] * 3
+        assert share_terms([[found]] * 4) is None
+
+    def test_a_plan_that_shares_nothing_ends(self):
+        """As many groups as deep: without what is known to fail, 40 groups of 2 candidates take 2**40 tries."""
+        sizes = [evaluate(offer(block_size=[n], kv_layout=["NHD"]), Request(WANTED, Device.cpu())) for n in (16, 32)]
+        both = evaluate(offer(block_size=[16, 32], kv_layout=["NHD"]), Request(WANTED, Device.cpu()))
+        third = evaluate(offer(block_size=[48], kv_layout=["NHD"]), Request(WANTED, Device.cpu()))
+
+        assert share_terms([*[[both, *sizes]] * 40, [third]]) is None
+        assert len(share_terms([[both, *sizes]] * 2000)) == 2000
 
 
 @pytest.mark.parametrize("version", [None, 1, 3, "2"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnplug.errors import TensorError
+from attnplug.errors import CacheError, TensorError
 from attnplug.ops import write, write_kv, write_pages
 from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, compile_kernel, run_interpreted
 
@@ -99,6 +99,21 @@ def test_wrong_shapes_leave_the_pages_unchanged(rows: tuple[int, ...], slots: in
         write_pages(torch.ones(rows), pages, torch.arange(slots))
 
     assert not pages.any()
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(("blocks", "slot"), [((2, 2), 8), ((2, 1), 4), ((1, 2), 4)])
+def test_a_slot_beyond_either_pages_writes_nothing(blocks: tuple[int, int], slot: int, padded: bool) -> None:
+    key_pages, value_pages = (torch.zeros(count, 4, HEADS, SIZE) for count in blocks)
+    rows = torch.ones(2, HEADS, SIZE)
+
+    with pytest.raises(CacheError, match=f"slot {slot} was given"):
+        write_kv(rows, rows, key_pages, value_pages, torch.tensor([1, slot]), padded=padded)
+    with pytest.raises(TensorError, match="slots on meta"):
+        write_kv(rows, rows, key_pages, value_pages, torch.tensor([1, 2], device="meta"), padded=padded)
+
+    assert not key_pages.any()
+    assert not value_pages.any()
 
 
 @given(layouts, st.permutations(range(4, 16)), st.integers(0, 12))

@@ -217,6 +217,8 @@ def test_texts_that_are_no_device(text):
 def test_unknown_fields_are_refused():
     with pytest.raises(DeviceError, match="'sms'"):
         Device.from_dict({"type": "cpu", "sms": 3})
+    with pytest.raises(DeviceError, match="a device has a type"):
+        Device.from_dict({})
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def world(tmp_path, monkeypatch):
     the usual code. The kernel libraries of flash are installed, less ``missing``.
     """
     monkeypatch.syspath_prepend(tmp_path)
-    before = process.PROCESS.state, process.PROCESS.by_hand
+    before = process.PROCESS.state
 
     def make(*names, device=Device.cuda("9.0"), missing=(), settings=Settings(), **sources):  # noqa: B008 - frozen
         plugins = []
@@ -120,7 +120,7 @@ def world(tmp_path, monkeypatch):
         return registry
 
     yield make
-    process.PROCESS.state, process.PROCESS.by_hand = before
+    process.PROCESS.state = before
     for name in [name for name in sys.modules if name.startswith("scratch_")]:
         del sys.modules[name]
 

@@ -38,6 +38,13 @@ def test_a_wrong_option_in_a_file_is_reported_with_the_file(settled, request_of,
     assert caught.value.problem == f"splits=-1 was given by {origin}"
 
 
+@pytest.mark.parametrize("text", ["\u0663", "\uff13", "0x3"])
+def test_a_number_has_plain_digits(settled, request_of, text):
+    settled("", {VARIABLE: text})
+    with pytest.raises(SettingsError, match="splits"):
+        attnplug.select(request_of())
+
+
 def test_every_origin_is_reported(settled, request_of):
     file = settled("[options.flash]\nspilts = 1\n", {VARIABLE: "2"})
     with pytest.raises(SettingsError, match="'spilts' of 'flash' was given by file "):

@@ -112,7 +112,10 @@ def test_no_layers_are_no_plan(both):
         attnplug.plan({})
 
 
-@pytest.mark.parametrize("layers", [[1], {"a": {}}])
+@pytest.mark.parametrize(
+    "layers",
+    [[1], {"a": {}}, {1: attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")}],
+)
 def test_other_objects_are_refused_as_layers(both, layers):
     with pytest.raises(RequirementsError, match="by name"):
         attnplug.plan(layers)

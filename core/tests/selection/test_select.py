@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import pickle
@@ -11,7 +12,14 @@ from attrs import evolve
 
 import attnplug
 from attnplug.discovery.plugin import Known, KnownPlugin, read_known
-from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
+from attnplug.errors import (
+    DeviceError,
+    NoBackendError,
+    RegistryError,
+    RequirementsError,
+    SettingsError,
+    UnknownBackendError,
+)
 from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
@@ -379,6 +387,8 @@ class TestRanking:
             "x",
             "[[measured]]\nwhen = {}",
             "[[measured]]\nmicroseconds = { a = 0 }",
+            "[[measured]]\nmicroseconds = { a = inf }",
+            "[[measured]]\nmicroseconds = { a = nan }",
             "[[measured]]\nwhen = { hed = 1 }\nmicroseconds = {}",
         ],
     )
@@ -651,3 +661,23 @@ def test_explanations_print_without_a_terminal(both, request_of, monkeypatch):
     assert text.splitlines()[0].startswith("requested: head_size=64")
     assert "chosen: flash/new (decided by built-in last)" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_log_record_has_no_control_characters(world, request_of, caplog):
+    world("generic")
+    with caplog.at_level("INFO", logger="attnplug"):
+        attnplug.select(request_of(), Device("cpu", name="\x1b[31mred"))
+
+    assert "\x1b" not in caplog.text
+    assert "red" in caplog.text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_what_is_read_is_copied_or_refused_by_name(both, copied):
+    settings = Settings(options={"flash": {"splits": 3}})
+    assert copied(settings) == settings
+    assert copied(both.plugin("flash")) == both.plugin("flash")
+    with pytest.raises(TypeError, match="only read"):
+        copied(settings).options["flash"]["splits"] = 4
+    with pytest.raises(RegistryError, match="a Registry was copied or pickled"):
+        copied(both)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import pytest
 from attrs import frozen
 
 import attnplug
+from attnplug.discovery import registry as registry_module
 from attnplug.discovery.registry import Registry
 from attnplug.manifest import memo
 from attnplug.selection import options, process
@@ -309,3 +312,99 @@ def test_a_forked_child_is_not_locked_out(installed, request_of) -> None:
     thread.join()
 
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+# Signal handlers and interrupts, at every line of registering and refreshing
+
+FILES = tuple(module.__file__ for module in (process, registry_module))
+
+
+def at_line(number: int, act: Callable[[], object], inject: Callable[[], object]) -> bool:
+    """Run something, and in the middle of it, before the so-manyth line of these files, something else, once."""
+    left = number
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                inject()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def of_mine(manifest_of: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return an action that registers between refreshes and selections, and a handler that registers and selects."""
+    first, second = manifest_of("first"), manifest_of("second")
+
+    def act() -> None:
+        attnplug.refresh()
+        attnplug.registry()
+        attnplug.register("notebook", manifest=first)
+        attnplug.refresh()
+        attnplug.registry()
+
+    def handle() -> None:
+        attnplug.register("notebook2", manifest=second)
+
+    return act, handle
+
+
+def test_a_handler_that_registers_loses_nothing(installed, manifest_of) -> None:
+    act, handle = of_mine(manifest_of)
+    for number in count(1):
+        process.PROCESS.state = process.unread()
+        reached = at_line(number, act, handle)
+        assert by_hand() == ({"first", "second"} if reached else {"first"}), number
+        attnplug.refresh()
+        assert by_hand() == ({"first", "second"} if reached else {"first"}), number
+        if not reached:
+            break
+    assert number > 100
+
+
+def test_a_handler_that_refreshes_and_selects_loses_nothing(installed, request_of, manifest_of) -> None:
+    act, _ = of_mine(manifest_of)
+
+    def handle() -> None:
+        attnplug.refresh()
+        attnplug.select(request_of(), "cuda:9.0")
+
+    for number in count(1):
+        process.PROCESS.state = process.unread()
+        reached = at_line(number, act, handle)
+        assert by_hand() == {"first"}, number
+        if not reached:
+            break
+
+
+def test_an_interrupt_leaves_the_old_or_the_new_state(installed, manifest_of, request_of) -> None:
+    act, handle = of_mine(manifest_of)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for number in count(1):
+        process.PROCESS.state = process.unread()
+        handle()
+        with suppress(KeyboardInterrupt):
+            if not at_line(number, act, interrupt):
+                break
+        found = by_hand()
+        assert found in ({"second"}, {"first", "second"}), number
+        names = {each.backend for each in attnplug.registry().candidates()}
+        assert names >= found, number
+        attnplug.refresh()
+        assert by_hand() == found, number
+        act()
+        assert by_hand() == {"first", "second"}, number

@@ -97,9 +97,8 @@ def offer(folder: Path, manifest: str = ACME) -> str:
 @contextmanager
 def fresh_process() -> Iterator[None]:
     """Let attnplug begin anew in the ``with`` block, and restore it: what was offered by hand outlives a refresh."""
-    before = PROCESS.state, PROCESS.by_hand
-    PROCESS.state, PROCESS.by_hand = None, ()
+    before, PROCESS.state = PROCESS.state, None
     try:
         yield
     finally:
-        PROCESS.state, PROCESS.by_hand = before
+        PROCESS.state = before

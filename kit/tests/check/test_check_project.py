@@ -181,6 +181,9 @@ def test_mistakes_of_manifest_and_project_are_found_together(project) -> None:
         ("def attnplug_probe", "def attnplug_prob", 9, "did you mean 'attnplug_probe'?"),
         ("def attnplug_backend", "def backend", None, "no hook 'attnplug_backend'"),
         ("(device):", "(device)", 9, "it is not Python"),
+        pytest.param(
+            "from attnplug.contract", f"x = y{'.a' * 5000}\nfrom attnplug.contract", None, "it is not Python", id="deep"
+        ),
         ("from attnplug.contract", "from __future__ import annotations\nfrom attnplug.contract", 2, "it is not Python"),
     ],
 )

@@ -12,7 +12,7 @@ from attnplug.errors import RequirementsError
 from attnplug.manifest.reader import parse_manifest
 from attnplug.manifest.schema import IsInstalled
 from attnplug.negotiation.candidate import make_candidate
-from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.matching import Request, most_evaluations, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug_kit.check.rules import cannot_hold, check_rules
@@ -205,3 +205,20 @@ def test_what_the_note_about_pages_says_to_write_is_right() -> None:
     assert both.removeprefix("for both, write ") == 'features = ["paged"]'
     for changed in (PAGED.format(supports='features = ["paged"]', rule=""), PAGED.format(supports=ALONE, rule=rule)):
         assert not list(check_rules(parse_manifest(changed), changed))
+
+
+@pytest.mark.parametrize(("sizes", "work"), [("[16, 32]", 20), ("{ min = 1 }", 10_240), ("{ min = 1 }", 20_480)])
+def test_the_evaluations_of_rules_are_counted(sizes, work) -> None:
+    text = TEXT.format(when="head_size = 64", need="").replace("[16, { multiple_of = 32 }]", sizes)
+    count = work // (2 if sizes == "[16, 32]" else 1024)
+    for number in range(count):
+        when = f"block_size = 16, head_size = {{ min = {number + 1} }}"
+        text += f'[[variants.only.rules]]\nwhen = {{ {when} }}\nbecause = "no"\n'
+    manifest = parse_manifest(text)
+
+    found = [finding.problem for finding in check_rules(manifest, text) if "evaluations" in finding.problem]
+
+    assert most_evaluations(manifest, manifest.variants[0]) == work
+    assert found == (
+        ["the rules of 'only' about block size, layout and form take 20,480 evaluations"] if work > 20_000 else []
+    )

@@ -62,6 +62,10 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "test_written_slots[*block_size=16]",
         "keys were written into slot *belongs to no token",
     ),
+    "lets_freed_blocks_through": (
+        "test_freed_blocks[*sliding_window=7]",
+        "blocks before its reach are freed: output: ",
+    ),
     "mixes_requests": ("test_requests_are_independent[*]", "NaN in the first request's cache reached rows"),
     "lse_of_prefills_alone": ("test_rows[*]", "rows of the LSE are not written"),
     "stale_replay": ("test_replays[*cudagraph=uniform_batch]", "a replay: output: "),

@@ -36,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.filename is not None:
+            raise  # of a file: nothing of a command raises that
+        _drop_output()
+        complain(f"attnplug: the output cannot be written: {error.strerror or error}")
+        return NO
     except KeyboardInterrupt:
         return INTERRUPTED
     return code

@@ -191,7 +191,8 @@ class LoadedBackend:
 
     def bind_cache(self, tensors: Mapping[str, Tensor], *, impl: Attention | None = None) -> KVCache:
         """
-        Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay.
+        Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay, but for the
+        null block of a layer with a window or chunk whose kernels need it finite: it becomes 0.
 
         This is where strides are checked, once: `Attention.forward` then only recognizes what was bound.
 
@@ -214,9 +215,19 @@ class LoadedBackend:
         if impl is not None:
             _check_is_layer(impl, "bind_cache")
         cache = CacheGuard(self.agreement, spec, self.kv_cache_forms).bind(tensors)
+        if self.frees_into_finite_blocks:
+            for pages in (cache.k, cache.v):
+                pages[0].zero_()
         if impl is not None:
             impl.wrapped.init_cache(cache)
         return cache
+
+    @property
+    def frees_into_finite_blocks(self) -> bool:
+        """Whether the null block may stand for freed blocks, before a window or chunk, and has to be finite then."""
+        requested = self.agreement.requirements
+        is_local = requested.sliding_window is not None or requested.attention_chunk is not None
+        return is_local and self.impl_class.needs_finite_null_block
 
     def make_impl(self, layer: Layer) -> Attention:
         """

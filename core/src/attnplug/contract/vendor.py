@@ -181,6 +181,9 @@ class AttentionImpl(ABC):
             quantized; other scales are refused.
         graphs_read_scales: Whether kernels read the layer's scale tensors themselves, so that a captured graph computes
             with what is in them at its replay. False where a host float, or a derived tensor, is in the graph.
+        needs_finite_null_block: Whether what the null block holds may reach an output where it stands for freed blocks,
+            before a window or chunk: 0 times NaN is NaN. Core zeroes it in each cache that it binds for such a layer,
+            and nobody writes into it then. Otherwise it may hold anything.
         query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then
             passes queries in the cache's dtype.
         layer: The completed layer: no value that the agreement knows is None.
@@ -206,6 +209,7 @@ class AttentionImpl(ABC):
     lse_includes_sink: ClassVar[bool | None] = None
     static_scales: ClassVar[frozenset[str]] = frozenset()
     graphs_read_scales: ClassVar[bool] = False
+    needs_finite_null_block: ClassVar[bool] = False
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
 
     layer: Layer

@@ -24,10 +24,10 @@ from attnplug.dense.flash_arguments import (
     uncompiled,
     visibility_of,
 )
-from attnplug.dense.flash_cache import as_pages, cached_lengths, check_cache, longest, new_keys
+from attnplug.dense.flash_cache import as_int32, as_pages, cached_lengths, check_cache, longest, new_keys
 from attnplug.dense.functions import attention_varlen
 from attnplug.dense.pages import PagedCall, run_pages
-from attnplug.dense.params import NO_OPTIONS, CallParams, encode_keywords
+from attnplug.dense.params import NO_OPTIONS, CallParams, check_plain, encode_keywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         CacheError: A block is outside of the cache; where `block_table` is on the CPU.
         BatchError: A sequence of pages has more queries than keys.
     """
+    check_plain(q, k, v)
     refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
     check_slopes(alibi_slopes)
     sinks = one_sink(s_aux, learnable_sink)
@@ -192,8 +193,8 @@ def _attend_pages(  # noqa: PLR0913, PLR0917 - what `flash_attn_varlen_func` has
             query=q,
             key_pages=k,
             value_pages=v,
-            query_start_loc=starts[0].to(torch.int32),
-            seq_lens=starts[1].diff().to(torch.int32),
+            query_start_loc=as_int32("cu_seqlens_q", starts[0]),
+            seq_lens=as_int32("cu_seqlens_k", starts[1].diff()),
             block_table=block_table,
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(key_lens, default=0),
@@ -283,6 +284,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917 - FlashAttention's signat
     sinks = one_sink(s_aux, learnable_sink)
     check_no_gradients(q, k_cache, v_cache, k, v, sinks, what="flash_attn_with_kvcache")
     visibility = visibility_of(window_size, causal=causal, paged=True)
+    check_plain(q, k_cache, v_cache)
     check_cache(q, k_cache, v_cache, k, v)
     keys, values, table = as_pages(q, k_cache, v_cache, block_table, cache_batch_idx)
     room = table.shape[1] * keys.shape[1]

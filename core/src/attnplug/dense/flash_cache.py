@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from attnplug.dense.flash_arguments import bound_of
 from attnplug.dense.pages import NewKeys
 from attnplug.errors import TensorError, shown
+
+_LARGEST: Final = 2**30
+"""Keys, blocks and rows at most: with the new keys of a call they are still int32."""
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
@@ -51,7 +56,7 @@ def as_pages(
                 "a block table has a row for each sequence",
                 "pass block_table[cache_batch_idx] alone",
             )
-        return k_cache, v_cache, block_table.to(torch.int32)
+        return k_cache, v_cache, as_int32("block_table", block_table)
     capacity = k_cache.shape[1]
     if v_cache.shape[:2] != k_cache.shape[:2] or not capacity:
         raise TensorError(
@@ -67,7 +72,7 @@ def as_pages(
     rows = torch.arange(q.shape[0], device=q.device) if rows is None else rows
     each = capacity // size
     table = rows[:, None] * each + torch.arange(each, device=q.device)
-    return pages[0], pages[1], table.to(torch.int32)
+    return pages[0], pages[1], as_int32("cache_batch_idx", table)
 
 
 def _page_size(k_cache: Tensor, v_cache: Tensor) -> int:
@@ -95,7 +100,7 @@ def cached_lengths(q: Tensor, cache_seqlens: object, room: int, *, has_new: bool
                 f"it is ({q.shape[0]},) int32, from 0",
                 "pass the keys of each sequence before the new ones",
             )
-        return cache_seqlens.to(torch.int32)
+        return as_int32("cache_seqlens", cache_seqlens)
     if cache_seqlens is None:
         if has_new or paged:
             raise TensorError(
@@ -104,7 +109,7 @@ def cached_lengths(q: Tensor, cache_seqlens: object, room: int, *, has_new: bool
                 "pass cache_seqlens",
             )
         cache_seqlens = room
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int) or cache_seqlens < 0:
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int) or not 0 <= cache_seqlens <= _LARGEST:
         raise TensorError(
             f"cache_seqlens={shown(cache_seqlens)} was given", "it is a number of keys, or a tensor", "pass such"
         )
@@ -161,6 +166,27 @@ def longest(lengths: Tensor, room: int, bound: int | None) -> int:
             "pass a larger cache, a wider block_table or a larger max_seqlen_k",
         )
     return found
+
+
+def as_int32(name: str, one: Tensor) -> Tensor:
+    """
+    Return whole numbers as int32. What does not fit is refused on the CPU; on a device, which is not waited for, it
+    becomes a number that is beyond every cache: keys are not written there.
+
+    Raises:
+        TensorError: A number on the CPU does not fit.
+    """
+    if one.dtype == torch.int32:
+        return one
+    if not one.is_cpu:
+        return one.clamp(-_LARGEST, _LARGEST).to(torch.int32)
+    if one.numel() and not -_LARGEST <= int(one.min()) <= int(one.max()) <= _LARGEST:
+        raise TensorError(
+            f"{name} with numbers from {int(one.min()):,} to {int(one.max()):,} was given",
+            f"they are at most {_LARGEST:,}",
+            f"correct them; a tensor that holds int32 bits is read with {name}.view(torch.int32)",
+        )
+    return one.to(torch.int32)
 
 
 def _check_whole(name: str, one: object, axes: int, shape: tuple[object, ...]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from attnplug.dense import op as _op
 from attnplug.dense.calls import run_packed, run_padded
-from attnplug.dense.params import NO_OPTIONS, CallParams, encode_keywords
+from attnplug.dense.params import NO_OPTIONS, CallParams, check_plain, encode_keywords
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -73,11 +73,13 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         ``(batch, queries, num_q_heads)`` float32.
 
     Raises:
-        TensorError: A tensor has the wrong shape, dtype or device.
+        TensorError: A tensor has the wrong shape, dtype, layout or device.
         RequirementsError: A value is invalid.
         NoBackendError: Nothing can serve the call; it carries every verdict.
-        NotNegotiatedError: A CUDA graph is captured, or gradients of a mask or of slopes are recorded.
+        NotNegotiatedError: A CUDA graph is captured, a transform of `torch.func` runs, or gradients of a mask or of
+            slopes are recorded.
     """
+    check_plain(query, key, value)
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
     learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, None, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
@@ -149,6 +151,7 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
         NoBackendError: Nothing can serve the call; it carries every verdict.
         NotNegotiatedError: As for `attention`.
     """
+    check_plain(query, key, value)
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
     learns = torch.is_grad_enabled() and _records_gradients(
         query, key, value, custom_mask, attn_bias, sinks, alibi_slopes

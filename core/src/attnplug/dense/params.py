@@ -129,6 +129,31 @@ def check_are_tensors(query: object, key: object, value: object, tensors: CallTe
             _refuse(f"{name}={shown(one)} was given", f"{name} is a tensor", f"pass a tensor as {name}")
 
 
+def check_plain(*tensors: object) -> None:
+    """
+    Check that a call is no part of a transform of `torch.func`, and that its tensors have plain memory.
+
+    Raises:
+        NotNegotiatedError: `vmap`, `grad`, `jvp` or another transform runs.
+        TensorError: A tensor is nested, sparse or of another layout.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch has no public name for it
+        raise NotNegotiatedError(
+            "attention was called inside of a transform of torch.func",
+            "vmap, grad, jvp and functionalize have no rule for it",
+            "make the batch an axis of the tensors; for gradients, call torch.autograd.grad or .backward() outside",
+        )
+    for one in tensors:
+        if isinstance(one, Tensor) and (one.is_nested or one.layout is not torch.strided):
+            raise TensorError(
+                f"a {'nested' if one.is_nested else str(one.layout).removeprefix('torch.')} tensor was given",
+                "queries, keys and values are plain tensors",
+                "pass values and offsets to attention_varlen" if one.is_nested else "pass tensor.to_dense()",
+            )
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     """
     Check the shapes, dtypes and devices of a call.

@@ -8,8 +8,8 @@ import torch
 
 from attnplug.contract.guards._format import describe
 from attnplug.dense.functions import attention
-from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors, requirements_of
-from attnplug.errors import NotNegotiatedError, TensorError
+from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors, check_plain, requirements_of
+from attnplug.errors import NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +69,7 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
         RequirementsError: A value is invalid.
         NoBackendError: Nothing can serve the call; it carries every verdict.
     """
+    check_plain(query, key, value)
     if dropout_p:
         _refuse_dropout(dropout_p)
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -201,9 +202,9 @@ def _differs_by_head(attn_mask: Tensor) -> bool:
     return attn_mask.ndim > 2 and attn_mask.shape[-3] != 1
 
 
-def _refuse_dropout(dropout_p: float) -> NoReturn:
+def _refuse_dropout(dropout_p: object) -> NoReturn:
     raise NotNegotiatedError(
-        f"dropout_p={dropout_p:g} was given",
+        f"dropout_p={shown(dropout_p)} was given",
         "dropout_p is 0: no backend of attnplug applies dropout to the weights",
         "call model.eval(), or leave this call to torch's scaled_dot_product_attention",
     )

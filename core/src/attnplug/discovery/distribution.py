@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _RUNS: Final = re.compile(r"[-_.]+")
 _VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+KINDS: Final = (".dist-info", ".egg-info")
+"""How the names of folders with metadata end."""
+
 _METADATA: Final = ("METADATA", "PKG-INFO")
 
 # Far more than any real distribution has. What is larger costs other distributions their time.
@@ -71,6 +74,11 @@ class Distribution:
         return self._header.version or self._stem[1]
 
     @property
+    def is_unnumbered(self) -> bool:
+        """Whether neither has one, as where an installation was interrupted; the name of the folder mostly has."""
+        return not (self._stem[1] or self.version)
+
+    @property
     def problem(self) -> str:
         """What is wrong with its metadata; empty where nothing is. It is then known by the name of its folder."""
         return self._header.problem
@@ -87,10 +95,14 @@ class Distribution:
         return None if content is None else content.decode("utf-8")
 
     @property
+    def _is_named_by_place(self) -> bool:
+        return self.place.endswith(KINDS)
+
+    @property
     def _header(self) -> Header:
         if not self._known:
             found = read_header(self._read)
-            if self.place.endswith(".dist-info") and found.name and normalized(found.name) != self.key:
+            if self._is_named_by_place and found.name and normalized(found.name) != self.key:
                 # Otherwise it could pass for another distribution, such as core.
                 found = Header("", found.version, f"its metadata has the name of another distribution, {found.name!r}")
             self._known.append(found)
@@ -166,8 +178,9 @@ def adapted(foreign: Any, source: str) -> Distribution:
     if hasattr(place, "joinpath"):  # a folder in an archive, or in an egg: read as carefully as every other folder
         read = partial(_read_member, place)
         header = read_header(read)
-        name = header.name or _split(str(getattr(place, "name", "")))[0] or "(no name)"
-        return Distribution(normalized(name), str(place), (name, header.version), read)
+        stem, version = _split(str(getattr(place, "name", "")))
+        name = header.name or stem or "(no name)"
+        return Distribution(normalized(name), str(place), (name, header.version or version), read)
     name, version = str(foreign.metadata["Name"] or "(no name)"), str(foreign.version or "")
     return Distribution(normalized(name), str(place or source), (name, version), partial(_read_foreign, foreign))
 

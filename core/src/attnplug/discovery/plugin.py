@@ -21,7 +21,9 @@ import attrs
 from attrs import field, frozen
 
 from attnplug._foreign import ForeignCode
-from attnplug.discovery.distribution import LONGEST, normalized
+from attnplug._version import __version__
+from attnplug.discovery.distribution import LONGEST
+from attnplug.discovery.scan import CORE, Entry
 from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import LARGEST, parse_manifest, unreadable
@@ -33,12 +35,14 @@ from attnplug.request.files import decoded, read_bytes, read_capped, too_large
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
 
-    from attnplug.discovery.scan import Entry
 
+BUILT_IN: Final = Entry("torch", "attnplug.torch_backend.plugin", CORE, __version__)
+MOST_BYTES: Final = 2**22
+"""Bytes of all manifests that are read at most: 400 of the length of the longest known one. They take 6 s."""
 
-CORE: Final = "attnplug"
 BY_HAND: Final = "registered by hand"
 """The distribution of a plugin that `attnplug.register` has added: no distribution has this name."""
 
@@ -92,10 +96,44 @@ class Plugin:
         return f"the module {self.module!r}" if self.is_by_hand else self.label
 
 
-def read_plugin(entry: Entry) -> Plugin:
+def read_plugins(entries: Sequence[Entry]) -> tuple[Plugin, ...]:
+    """
+    Read the manifests of entries, and of the built-in backend, which no metadata offers, and none removes.
+
+    Where they might have more than `MOST_BYTES`, the smallest are read: a large one keeps no ordinary one out.
+    """
+    built_in = read_plugin(BUILT_IN, built_in=True)
+    if len(entries) * LARGEST <= MOST_BYTES:
+        return (built_in, *map(read_plugin, entries))
+    left, found = MOST_BYTES, []
+    for size, entry in sorted(((_size(entry), entry) for entry in entries), key=lambda pair: pair[0]):
+        left -= size
+        found.append(read_plugin(entry) if left >= 0 else _left_out(entry))
+    return (built_in, *found)
+
+
+def _size(entry: Entry) -> int:
+    """Return the size of a manifest, of one in an archive the most that it may have; 0 where it does not read."""
+    try:
+        with reading("looking for it", passing=(ManifestError, OSError)):
+            return _place(_top_level(entry.module), entry.module).stat().st_size
+    except NotADirectoryError:
+        return LARGEST
+    except (ManifestError, OSError):
+        return 0
+
+
+def _left_out(entry: Entry) -> Plugin:
+    error = ManifestError(
+        f"the manifests of installed distributions have more than {MOST_BYTES:,} bytes",
+        "the smallest are read, up to so many",
+        "uninstall distributions that nobody uses",
+    )
+    return broken(Plugin(entry.name, entry.module, entry.distribution, entry.version), error)
+
+
+def read_plugin(entry: Entry, *, built_in: bool = False) -> Plugin:
     """Read the manifest of an entry. What is wrong with it, whatever that is, becomes the plugin's problem."""
-    # Both, so that no other distribution passes for core by its name or by its module's.
-    built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
     plugin = Plugin(entry.name, entry.module, entry.distribution, entry.version, built_in=built_in)
     try:
         with reading(f"reading the {MANIFEST} of {entry.module!r}", passing=(ManifestError,)):

@@ -6,24 +6,25 @@ import logging
 import os
 from itertools import count
 from threading import RLock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+from attrs import field, frozen
 
 from attnplug._escape import escaped
 from attnplug._html import block, table
 from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, sole_owner, usable_of
 from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, under_built_in_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
-from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugin
+from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugins
 from attnplug.discovery.scan import Diagnostic, scan
-from attnplug.errors import UnknownBackendError, near
+from attnplug.errors import RegistryError, UnknownBackendError, near
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from attnplug.manifest.installed import VersionOf
     from attnplug.manifest.schema import Option
@@ -34,6 +35,31 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger("attnplug")
 _generations: Final = count(1)  # shared by all registries: a generation is never that of another one's state
 _lock = RLock()
+
+
+@frozen(eq=False)
+class _Content:
+    """
+    What a registry holds at one time. It is replaced as a whole, by one operation that nothing interrupts: an interrupt
+    leaves the old or the new one, and a signal handler that registers during a registration loses neither.
+
+    Attributes:
+        given: The plugins as they were given.
+        plugins: The plugins under the names that they may have.
+        failures: What has failed, by candidate.
+        refusals: What probes have refused of single requests or devices, by candidate.
+        generation: A number that no other content of this process has.
+        lists: The candidates under settings that were asked for.
+        after: The content that has replaced this one; empty in the newest.
+    """
+
+    given: tuple[Plugin, ...]
+    plugins: tuple[Plugin, ...]
+    failures: Mapping[str, tuple[Reason, str]] = field(factory=dict)
+    refusals: Mapping[str, ProbeRefusals] = field(factory=dict)
+    generation: int = field(factory=_generations.__next__, init=False)
+    lists: dict[Hashable, Candidates] = field(factory=dict, init=False)
+    after: dict[None, _Content] = field(factory=dict, init=False)
 
 
 class Registry:
@@ -56,15 +82,13 @@ class Registry:
         version_of: VersionOf | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._given = tuple(plugins)
         self._found_notes = tuple(notes)
         self._known = read_known() if known is None else known
         self._version_of = version_of
         self._settings = attrs.evolve(settings or Settings(), strict=False)  # look-ups by name never raise a neighbor's
-        self._failures: dict[str, tuple[Reason, str]] = {}
-        self._refusals: dict[str, ProbeRefusals] = {}
         self._warned: set[tuple[str, str]] = set()
-        self._renew()
+        given = tuple(plugins)
+        self._last_seen = _Content(given, self._named(given))
 
     @classmethod
     def scan(cls, settings: Settings, by_hand: Iterable[Plugin] = ()) -> Registry:
@@ -80,14 +104,22 @@ class Registry:
             DuplicateBackendError: Likewise, two of them have one name.
         """
         found = scan()
-        plugins = (*map(read_plugin, found.entries), *by_hand)
+        plugins = (*read_plugins(found.entries), *by_hand)
         registry = cls(plugins, found.notes, version_of=found.version_of, settings=settings)
         registry.candidates(settings)
         return registry
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RegistryError(
+            "a Registry was copied or pickled",
+            "it is what is installed in its process, and has no meaning in another",
+            "call attnplug.registry() there; a Selection or a Plan can be sent",
+        )
+
     def __repr__(self) -> str:
-        names = ", ".join(sorted({plugin.name for plugin in self._plugins}))
-        return escaped(f"<Registry: {len(self._plugins)} plugins ({names})>")
+        plugins = self.plugins
+        names = ", ".join(sorted({plugin.name for plugin in plugins}))
+        return escaped(f"<Registry: {len(plugins)} plugins ({names})>")
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: each candidate with its availability, and what is missing."""
@@ -107,18 +139,21 @@ class Registry:
     @property
     def plugins(self) -> tuple[Plugin, ...]:
         """Every plugin: usable, blocked and broken."""
-        return self._plugins
+        return self._content.plugins
 
     @property
     def by_hand(self) -> tuple[Plugin, ...]:
         """Those that were registered by hand, as given."""
-        return tuple(plugin for plugin in self._given if plugin.is_by_hand)
+        return tuple(plugin for plugin in self._content.given if plugin.is_by_hand)
 
     @property
     def notes(self) -> tuple[Diagnostic, ...]:
         """What is odd about the installation and does no harm."""
+        content = self._content
         newer = (
-            Diagnostic(p.label, "api", _newer(p.manifest)) for p in self._plugins if p.manifest and p.manifest.is_newer
+            Diagnostic(p.label, "api", _newer(p.manifest))
+            for p in content.plugins
+            if p.manifest and p.manifest.is_newer
         )
         aliases = (
             Diagnostic(alias, "alias", f"is claimed by {conflict.labels}, and selects none of them")
@@ -128,7 +163,7 @@ class Registry:
             Diagnostic(
                 alias, "alias", f"is the name of another backend, and does not select {given.name!r} ({given.label})"
             )
-            for given, plugin in zip(self._given, self._plugins, strict=True)
+            for given, plugin in zip(content.given, content.plugins, strict=True)
             if given.manifest and plugin.manifest
             for alias in given.manifest.aliases
             if alias not in plugin.manifest.aliases
@@ -142,7 +177,8 @@ class Registry:
     @property
     def generation(self) -> int:
         """A number that no other state of any registry of this process has."""
-        return self._generation
+        content = self._last_seen
+        return self._content.generation if content.after else content.generation  # of every repeated decision
 
     @property
     def known(self) -> tuple[KnownPlugin, ...]:
@@ -170,7 +206,7 @@ class Registry:
 
     def device_types(self) -> tuple[str, ...]:
         """Return the device types that manifests declare."""
-        variants = (variant for p in self._plugins if p.manifest is not None for variant in p.manifest.variants)
+        variants = (variant for p in self.plugins if p.manifest is not None for variant in p.manifest.variants)
         declared = (variant.supports.get("device_type") for variant in variants)
         return tuple(sorted({name for each in declared if each is not None for name in each.members()}))
 
@@ -182,7 +218,7 @@ class Registry:
             UnknownBackendError: It is not installed.
             DuplicateBackendError: Several distributions offer it, and the settings do not choose.
         """
-        group = tuple(plugin for plugin in self._plugins if plugin.name == name)
+        group = tuple(plugin for plugin in self.plugins if plugin.name == name)
         if not group:
             raise self._unknown(name)
         usable = usable_of(group, self._settings) or group
@@ -229,14 +265,14 @@ class Registry:
             self.check_name(name)
         return {
             manifest.name: manifest.options
-            for plugin in sorted(self._plugins, key=lambda plugin: plugin.name)
+            for plugin in sorted(self.plugins, key=lambda plugin: plugin.name)
             if (manifest := plugin.manifest) is not None and name in (None, manifest.name, *manifest.aliases)
         }
 
     @property
     def refusals(self) -> Mapping[str, ProbeRefusals]:
         """What probes have refused of single requests or devices, by candidate."""
-        return self._refusals
+        return self._content.refusals
 
     def mark_broken(self, candidate_id: str, reason: Reason, fix: str = "") -> None:
         """
@@ -247,11 +283,13 @@ class Registry:
             reason: What happened.
             fix: What to repair; its distribution, where nothing better is known.
         """
-        with _lock:
-            if self._failures.get(candidate_id) != (reason, fix):
-                # A new mapping, since other threads may be reading the old one.
-                self._failures = {**self._failures, candidate_id: (reason, fix)}
-                self._renew()
+
+        def mark(content: _Content) -> _Content:
+            if content.failures.get(candidate_id) == (reason, fix):
+                return content
+            return attrs.evolve(content, failures={**content.failures, candidate_id: (reason, fix)})
+
+        self._change(mark)
 
     def mark_refused(self, candidate_id: str, refusal: ProbeRefusal) -> None:
         """
@@ -265,11 +303,14 @@ class Registry:
         if refusal.is_total:
             self.mark_broken(candidate_id, refusal.finding, refusal.fix)
             return
-        with _lock:
-            known = self._refusals.get(candidate_id)
-            if known is None or refusal not in known:
-                self._refusals = {**self._refusals, candidate_id: refusal.beside(known)}
-                self._renew()
+
+        def mark(content: _Content) -> _Content:
+            known = content.refusals.get(candidate_id)
+            if known is not None and refusal in known:
+                return content
+            return attrs.evolve(content, refusals={**content.refusals, candidate_id: refusal.beside(known)})
+
+        self._change(mark)
 
     def register(self, plugin: Plugin) -> None:
         """
@@ -282,71 +323,71 @@ class Registry:
         Raises:
             DuplicateBackendError: Another one of that name is there; nothing changes.
         """
-        with _lock:
-            if plugin in self._given:
-                return
-            former = [given for given in self._given if replaces(given, plugin)]
-            others = [given for given in self._given if given not in former]
-            rivals = usable_of((given for given in others if given.name == plugin.name), self._settings)
-            if rivals:
-                raise clash(plugin, rivals[0])
-            names = {plugin.name, *(given.name for given in former)}
-            self._failures = {id_: why for id_, why in self._failures.items() if id_.partition("/")[0] not in names}
-            self._refusals = {id_: each for id_, each in self._refusals.items() if id_.partition("/")[0] not in names}
-            self._given = (*others, plugin)
-            self._renew()
+        self._change(lambda content: self._with(content, plugin))
 
-    def _renew(self) -> None:
-        """Forget the candidates; then, not before, change the generation, so that nothing old passes for new."""
-        names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
-        own = under_built_in_names(self._given, self._settings)
-        self._plugins = tuple(p if p.built_in else drop_foreign_aliases(p, names) for p in own)
-        self._lists: dict[Hashable, Candidates] = {}
-        self._generation = next(_generations)
+    def _with(self, content: _Content, plugin: Plugin) -> _Content:
+        if plugin in content.given:
+            return content
+        former = [given for given in content.given if replaces(given, plugin)]
+        others = [given for given in content.given if given not in former]
+        rivals = usable_of((given for given in others if given.name == plugin.name), self._settings)
+        if rivals:
+            raise clash(plugin, rivals[0])
+        names = {plugin.name, *(given.name for given in former)}
+        return _Content(
+            (*others, plugin),
+            self._named((*others, plugin)),
+            {id_: why for id_, why in content.failures.items() if id_.partition("/")[0] not in names},
+            {id_: each for id_, each in content.refusals.items() if id_.partition("/")[0] not in names},
+        )
+
+    def _named(self, given: tuple[Plugin, ...]) -> tuple[Plugin, ...]:
+        """Return plugins under the names and aliases that they may have."""
+        names = {plugin.name for plugin in given} | {known.name for known in self._known.plugins}
+        own = under_built_in_names(given, self._settings)
+        return tuple(p if p.built_in else drop_foreign_aliases(p, names) for p in own)
+
+    @property
+    def _content(self) -> _Content:
+        content = self._last_seen
+        while content.after:
+            content = content.after[None]
+        self._last_seen = content
+        return content
+
+    def _change(self, make: Callable[[_Content], _Content]) -> None:
+        """Replace the content with what is made of it; again, if a signal handler has replaced it meanwhile."""
+        with _lock:
+            while True:
+                content = self._content
+                made = make(content)
+                if made is content or content.after.setdefault(None, made) is made:
+                    return
 
     def _listed(self, settings: Settings, *, assume_installed: bool) -> Candidates:
         """Return the candidates under settings; remembered, since every request is negotiated with them."""
         sources = settings.sources.get("allow"), settings.sources.get("block")  # reasons of the candidates name them
         key = settings.allow, settings.block, settings.strict, sources, assume_installed
-        listed = self._lists.get(key)
+        content = self._content
+        listed = content.lists.get(key)
         if listed is None:
             with _lock:
-                listed = self._lists.get(key) or self._lists.setdefault(
-                    key, self._list_anew(settings, assume_installed=assume_installed)
+                listed = content.lists.get(key) or content.lists.setdefault(
+                    key, self._list_anew(content, settings, assume_installed=assume_installed)
                 )
         return listed
 
-    def _list_anew(self, settings: Settings, *, assume_installed: bool) -> Candidates:
+    def _list_anew(self, content: _Content, settings: Settings, *, assume_installed: bool) -> Candidates:
         self._warn_of_unknown_names(settings)
         self._warn_of_missing_folders(settings)
         if self._version_of is None:
             self._version_of = scan().version_of
         found = list_candidates(
-            self._plugins, self._known.plugins, settings, self._version_of, assume_installed=assume_installed
+            content.plugins, self._known.plugins, settings, self._version_of, assume_installed=assume_installed
         )
-        if not self._failures and not self._refusals:
+        if not content.failures and not content.refusals:
             return found
-        return attrs.evolve(found, candidates=tuple(map(self._with_record, found.candidates)))
-
-    def _with_record(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with what has failed of it in this process, and what its probe has refused."""
-        refusals = self._refusals.get(candidate.id)
-        if refusals is not None:
-            candidate = attrs.evolve(candidate, refusals=refusals)
-        return self._with_failure(candidate)
-
-    def _with_failure(self, candidate: Candidate) -> Candidate:
-        failure = self._failures.get(candidate.id)
-        if failure is None or candidate.availability in ("refused", "absent"):
-            return candidate  # the settings, or its absence, are reason enough
-        reason, fix = failure
-        offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
-        return attrs.evolve(
-            candidate,
-            availability="broken",
-            reasons=(reason, *candidate.reasons),
-            fix=f"{fix or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
-        )
+        return attrs.evolve(found, candidates=tuple(_with_record(content, each) for each in found.candidates))
 
     def _warn_of_unknown_names(self, settings: Settings) -> None:
         for name, source in unknown_names(settings, self._identities()):
@@ -369,9 +410,10 @@ class Registry:
 
     def _identities(self) -> tuple[Identity, ...]:
         """Return what settings and calls may name."""
-        installed = {plugin.name for plugin in self._plugins}
+        plugins = self.plugins
+        installed = {plugin.name for plugin in plugins}
         return (
-            *map(identity, self._plugins),
+            *map(identity, plugins),
             *(identity(known) for known in self._known.plugins if known.name not in installed),
         )
 
@@ -381,7 +423,24 @@ class Registry:
 
     def _unknown(self, name: str) -> UnknownBackendError:
         names = [known for each in self._identities() for known in (each.name, *each.aliases)]
-        return unknown_backend(name, names, {plugin.name for plugin in self._plugins}, self._known.plugins)
+        return unknown_backend(name, names, {plugin.name for plugin in self.plugins}, self._known.plugins)
+
+
+def _with_record(content: _Content, candidate: Candidate) -> Candidate:
+    """Return a candidate with what has failed of it in this process, and what its probe has refused."""
+    refusals, failure = content.refusals.get(candidate.id), content.failures.get(candidate.id)
+    if refusals is not None:
+        candidate = attrs.evolve(candidate, refusals=refusals)
+    if failure is None or candidate.availability in ("refused", "absent"):
+        return candidate  # the settings, or its absence, are reason enough
+    reason, fix = failure
+    offers = (p.part for p in content.plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
+    return attrs.evolve(
+        candidate,
+        availability="broken",
+        reasons=(reason, *candidate.reasons),
+        fix=f"{fix or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
+    )
 
 
 def _newer(manifest: Manifest) -> str:

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from attnplug._foreign import ForeignCode, shortened
-from attnplug.discovery.distribution import LONGEST, Distribution, adapted, normalized
+from attnplug._version import __version__
+from attnplug.discovery.distribution import KINDS, LONGEST, Distribution, adapted, normalized
 from attnplug.manifest.schema import GROUP, is_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _MOST_ENTRIES: Final = 100  # entry points of one group
-_KINDS: Final = (".dist-info", ".egg-info")
+_MOST_OFFERED: Final = 5_000  # distributions of one archive or finder
+CORE: Final = "attnplug"
+"""The distribution of core. Nothing that is found has its name, its version or its backend."""
 
 
 @frozen
@@ -82,6 +85,8 @@ class Scan:
 
     def version_of(self, name: str) -> str | None:
         """Return the installed version of a distribution, in any spelling of its name, or None."""
+        if normalized(name) == CORE:
+            return __version__
         found = self._distributions.get(normalized(name))
         return None if found is None else found.version or None
 
@@ -136,7 +141,7 @@ class _Walk:
             self.visit_folder(folder, names)
 
     def visit_folder(self, folder: str, names: Iterable[str]) -> None:
-        for name in sorted((n for n in names if n.endswith(_KINDS)), key=_newest_last, reverse=True):
+        for name in sorted((n for n in names if n.endswith(KINDS)), key=_newest_last, reverse=True):
             distribution = Distribution.of(folder, name)
             if distribution is None:
                 self.note(name, f"is not the name of a distribution, and is ignored; it is in {folder}")
@@ -168,7 +173,10 @@ class _Walk:
     def adopt(self, source: str, offer: Callable[[], Iterable[Any]]) -> None:
         """Take in what `importlib.metadata` finds, or note its failure."""
         with ForeignCode("cannot list its distributions:") as code:
-            for foreign in offer():
+            for number, foreign in enumerate(offer()):
+                if number == _MOST_OFFERED:
+                    self.note(source, f"offers more than {_MOST_OFFERED:,} distributions, and the rest is not read")
+                    break
                 self.adopt_one(source, foreign)
         if code.error is not None:
             self.note(source, code.problem)
@@ -187,6 +195,12 @@ class _Walk:
 
     def guarded(self, distribution: Distribution) -> None:
         """Read one distribution. What is wrong with it becomes a note, and hides no other."""
+        if distribution.key == CORE:
+            self.pass_over_core(distribution)
+            return
+        if distribution.is_unnumbered:
+            self.note(distribution.place, "has no version, as after an interrupted installation, and is passed over")
+            return
         first = self.found.setdefault(distribution.key, distribution)  # Python imports the first copy on the path
         with ForeignCode("its entry_points.txt cannot be read:") as code:
             text = distribution.entry_points()
@@ -197,6 +211,14 @@ class _Walk:
                 self.note(_label(distribution), f"in {distribution.place!r} is shadowed by {used}, and not used")
         if code.error is not None:
             self.note(_label(distribution), code.problem)
+
+    def pass_over_core(self, distribution: Distribution) -> None:
+        """Take in nothing of what has core's name: the built-in backend comes from the core that runs."""
+        if distribution.version != __version__:
+            self.note(
+                _label(distribution),
+                f"in {distribution.place!r} is not this core, which is {CORE} {__version__}, and is passed over",
+            )
 
     def read(self, distribution: Distribution, text: str) -> None:
         """Take the entries of the group, and note lines of any group at which other programs fail."""

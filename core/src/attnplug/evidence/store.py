@@ -82,19 +82,22 @@ class EvidenceStore:
         self._folders = tuple(map(Path, dict.fromkeys(folders)))
         self._read: dict[Path, EvidenceFolder] = {}
 
-    def about(self, candidate_id: str) -> tuple[Evidence, ...]:
-        """Return all evidence about ``backend/variant``: of any version, on any device, passed or not."""
-        backend = candidate_id.partition("/")[0]
-        folders = [*(self._shipped(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
-        return tuple(evidence for folder in folders for evidence in folder.evidence if evidence.id == candidate_id)
+    def about(self, candidate: Candidate) -> tuple[Evidence, ...]:
+        """
+        Return all evidence about a candidate: of any version, on any device, passed or not. Another distribution that
+        offers its backend too, and is blocked or broken, ships none for it.
+        """
+        own = (p for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
+        folders = [*map(self._shipped, own), *self._users()]
+        return tuple(evidence for folder in folders for evidence in folder.evidence if evidence.id == candidate.id)
 
     def find_unverified(self, candidate: Candidate, agreement: Agreement, device: Device) -> tuple[Unverified, ...]:
         """Return what of an agreement with a candidate no evidence covers on a device."""
-        return find_unverified(candidate, agreement, device, self.about(candidate.id))
+        return find_unverified(candidate, agreement, device, self.about(candidate))
 
     def verified_on(self, candidate: Candidate) -> tuple[Device, ...]:
         """Return the devices on which the kit has passed with a candidate, in the installed version."""
-        found = (e for e in self.about(candidate.id) if e.verifies and e.distribution == candidate.distribution)
+        found = (e for e in self.about(candidate) if e.verifies and e.distribution == candidate.distribution)
         return tuple(sorted({evidence.device for evidence in found}, key=str))
 
     def notes(self) -> tuple[Diagnostic, ...]:

@@ -21,12 +21,12 @@ VersionOf = Callable[[str], "str | None"]
 
 Finding = Literal["met", "missing", "version"]
 
-_RELEASE = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?"
+_RELEASE = r"[0-9]+(?:\.[0-9]+)*(?:(?:a|b|rc)[0-9]+)?"
 _SIMPLE = re.compile(
     rf"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:(?:>=|<=|==|!=|<|>)\s*{_RELEASE}\s*(?:,\s*(?=[<>=!])|$))*"
 )
 _BOUND = re.compile(rf"(>=|<=|==|!=|<|>)\s*({_RELEASE})")
-_FINAL = re.compile(r"(\d+(?:\.\d+)*)(?:\+[A-Za-z0-9._-]+)?")
+_FINAL = re.compile(r"([0-9]+(?:\.[0-9]+)*)(?:\+[A-Za-z0-9._-]+)?")
 _LONGEST = 1000  # characters of a requirement or a version: Python reads no numbers of more than 4,300 digits
 _MOST_PARENTHESES = 50  # of a requirement: `packaging` recurses into them, and stacks differ
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}

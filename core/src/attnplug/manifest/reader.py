@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from attrs import evolve, frozen
@@ -27,6 +26,7 @@ from attnplug.manifest.schema import (
 from attnplug.manifest.supports import Declared, complete, parse_conditions, parse_supports
 from attnplug.request.files import read_text
 from attnplug.request.settings import parse_toml
+from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +125,8 @@ LARGEST: Final = 2**16
 
 _MOST_VARIANTS: Final = 100  # every request is compared with each
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_API = re.compile(r"(\d{1,6})\.(\d{1,6})")
+_API = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
+_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIANT_KEYS = ("summary", "supports", "requires", "install", "jit", "emulates", "rules")
 
 DEFAULT_VARIANT: Final = "default"
@@ -149,13 +150,24 @@ class Reader(Checks):
             api=api,
             name=name,
             summary=self.text_of(backend, "summary", ("backend",)),
-            aliases=self.texts(backend, "aliases", ("backend",)),
+            aliases=self.aliases(backend),
             variants=variants,
             prefer=self.preferences(data, tuple(v.name for v in variants)),
-            options=MappingProxyType(
-                {key: self.option(key, data["options"]) for key in self.table(data, "options", ())}
-            ),
+            options=read_only({key: self.option(key, data["options"]) for key in self.table(data, "options", ())}),
         )
+
+    def aliases(self, backend: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return other names. Letters that look like others select what nobody meant."""
+        found = self.texts(backend, "aliases", ("backend",))
+        for alias in found:
+            self.check(
+                _ALIAS.fullmatch(alias) is not None,
+                ("backend", "aliases"),
+                f"the alias {alias!a}",
+                "an alias has letters from A to Z, digits, and _ . - within",
+                "write it so, or leave it out",
+            )
+        return found
 
     def api(self, data: Mapping[str, Any]) -> tuple[int, int]:
         """Return the version of the contract that it was written for."""
@@ -228,12 +240,12 @@ class Reader(Checks):
         return Variant(
             name=name,
             summary=self.text_of(data, "summary", where) if "summary" in data else "",
-            supports=MappingProxyType(dict(declared.fields)),
+            supports=read_only(declared.fields),
             features=declared.features,
             requires=requires,
             install=self.instructions(data, requires, where),
             jit=jit,
-            emulates=MappingProxyType(emulates),
+            emulates=read_only(emulates),
             rules=rules + self.rules(data, where),
         )
 
@@ -357,7 +369,7 @@ class Reader(Checks):
                 f"it says how to install what requires names: {', '.join(names) or 'nothing'}",
                 "write the name as in requires, or leave it out",
             )
-        return MappingProxyType({name: self.text_of(found, name, (*where, "install")) for name in found})
+        return read_only({name: self.text_of(found, name, (*where, "install")) for name in found})
 
     def requires(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> tuple[str, ...]:
         """Return the PEP 508 requirements of a variant."""

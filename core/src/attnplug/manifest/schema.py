@@ -187,8 +187,8 @@ class Option:
         if self.type == "bool":
             return parse_flag(text, source)
         try:
-            return int(text) if self.type == "int" else float(text)
-        except ValueError:
+            return (int if self.type == "int" else float)(text.encode("ascii"))
+        except ValueError:  # Python reads the digits of all scripts; a setting is copied into other programs
             return self._refuse(text, source)
 
     def _refuse(self, value: Any, source: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from os import PathLike, fspath
@@ -128,7 +129,10 @@ class Fields:
         """Return the fields of a layer: `per_layer_config` overrides the model's."""
         overrides = self.get("per_layer_config") or {}
         # Saved files write the numbers as text, of one width: "05" in a model of 30 layers.
-        own = next((value for key, value in overrides.items() if str(key).isdecimal() and int(key) == index), None)
+        own = next(
+            (value for key, value in overrides.items() if re.fullmatch("[0-9]{1,6}", str(key)) and int(key) == index),
+            None,
+        )
         return evolve(self, data={**self.data, **own}) if own else self
 
     def part(self, name: str) -> Fields:

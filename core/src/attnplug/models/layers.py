@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
+_MOST_LAYERS: Final = 10_000  # no published model has a tenth of it
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
 _SIZES: Final = ("head_dim", "attention_head_dim", "kv_channels")
@@ -71,7 +72,16 @@ def kinds_of(fields: Fields, architecture: Architecture) -> Sequence[str]:
         RequirementsError: A field that decides is missing or invalid.
     """
     listed = fields.get("layer_types", "layers_block_type") if fields.get(*LAYERS) is None else None
-    return architecture.pattern(fields, len(listed) if listed is not None else fields.need_integer(*LAYERS))
+    return architecture.pattern(fields, len(listed) if listed is not None else _count(fields, *LAYERS))
+
+
+def _count(fields: Fields, *names: str) -> int:
+    count = fields.need_integer(*names)
+    if count > _MOST_LAYERS:
+        raise RequirementsError(
+            f"{fields.origin} has {count:,} layers", f"at most {_MOST_LAYERS:,} are described", f"correct {names[0]!r}"
+        )
+    return count
 
 
 def attention_layers(
@@ -209,9 +219,7 @@ def _two_stacks(
 def _stack_size(fields: Fields, stack: str) -> int:
     """T5 counts its encoder's layers in `num_layers`, and its decoder's too where `num_decoder_layers` is left out."""
     own = f"{stack}_layers"
-    return fields.need_integer(
-        *((own, "num_decoder_layers", "num_layers") if stack == "decoder" else (own, "num_layers"))
-    )
+    return _count(fields, *((own, "num_decoder_layers", "num_layers") if stack == "decoder" else (own, "num_layers")))
 
 
 def _stack_heads(fields: Fields, architecture: Architecture, stack: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from attnplug._lazy import lazy
 if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement as Agreement
     from attnplug.negotiation.candidate import Candidate as Candidate
+    from attnplug.negotiation.matching import EVALUATIONS as EVALUATIONS
     from attnplug.negotiation.matching import Request as Request
+    from attnplug.negotiation.matching import most_evaluations as most_evaluations
     from attnplug.negotiation.matching import negotiate as negotiate
     from attnplug.negotiation.ranking import AUTO as AUTO
     from attnplug.negotiation.reason import Fix as Fix
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _MODULES: Final = {
     "attnplug.negotiation.agreement": "Agreement",
     "attnplug.negotiation.candidate": "Candidate",
-    "attnplug.negotiation.matching": "negotiate Request",
+    "attnplug.negotiation.matching": "EVALUATIONS most_evaluations negotiate Request",
     "attnplug.negotiation.ranking": "AUTO",
     "attnplug.negotiation.reason": "Fix Reason Unverified",
     "attnplug.negotiation.torch_probe": "TorchBuild missing_cuda torch_build",

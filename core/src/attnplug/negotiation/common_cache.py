@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.matching import passing_terms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from attnplug.negotiation.evaluation import Evaluation
     from attnplug.negotiation.matching import CacheTerms
+
+TRIES: Final = 10_000
+"""Evaluations at most that are tried for a place in one plan. A model of ten groups and fifty candidates needs 500."""
 
 
 def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
@@ -25,9 +28,10 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
         ranked: For each request, the evaluations of the candidates that can serve it, best first.
 
     Returns:
-        An evaluation for each request, with the shared terms, or None where no choice shares any.
+        An evaluation for each request, with the shared terms, or None where no choice shares any, or none was found
+        in `TRIES`.
     """
-    picked = _search(ranked, None)
+    picked = _search(ranked)
     if picked is None:
         return None
     evaluations, shared = picked
@@ -39,38 +43,59 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
 
 
 def _search(
-    ranked: Sequence[Sequence[Evaluation]], shared: tuple[CacheTerms, ...] | None
+    ranked: Sequence[Sequence[Evaluation]],
 ) -> tuple[list[Evaluation], tuple[CacheTerms, ...] | None] | None:
     """
     Search depth first: the first evaluation of the first request that leaves terms with which the rest can be served.
 
-    Args:
-        ranked: The requests that are left.
-        shared: The terms that all picked so far accept; None before the first with a paged cache.
+    Returns:
+        The evaluations and the terms that all of them accept; None for these where none has a paged cache.
     """
-    if not ranked:
-        return [], shared
-    for evaluation in ranked[0]:
-        narrowed = _narrow(evaluation, shared)
-        if narrowed is not None and len(narrowed) == 0:
+    accepted: dict[Evaluation, tuple[CacheTerms, ...]] = {}
+    failed: set[tuple[int, tuple[CacheTerms, ...] | None]] = set()
+    picked: list[Evaluation] = []
+    places: list[tuple[tuple[CacheTerms, ...] | None, Iterator[Evaluation]]] = [(None, iter(ranked[0]))]
+    for _ in range(TRIES):
+        shared, left = places[-1]
+        evaluation = next(left, None)
+        if evaluation is None:
+            failed.add((len(picked), shared))
+            places.pop()
+            if not picked:
+                return None
+            picked.pop()
             continue
-        rest = _search(ranked[1:], narrowed)
-        if rest is not None:
-            return [evaluation, *rest[0]], rest[1]
+        narrowed = _narrow(evaluation, shared, accepted)
+        if narrowed == () or (len(places), narrowed) in failed:
+            continue
+        picked.append(evaluation)
+        if len(picked) == len(ranked):
+            return picked, narrowed
+        places.append((narrowed, iter(ranked[len(picked)])))
     return None
 
 
-def _narrow(evaluation: Evaluation, shared: tuple[CacheTerms, ...] | None) -> tuple[CacheTerms, ...] | None:
+def _narrow(
+    evaluation: Evaluation,
+    shared: tuple[CacheTerms, ...] | None,
+    known: dict[Evaluation, tuple[CacheTerms, ...]],
+) -> tuple[CacheTerms, ...] | None:
     """Return the terms that this evaluation accepts too."""
     if not evaluation.request.requirements.paged:
         return shared
+    if evaluation not in known:
+        known[evaluation] = _accepted(evaluation)
+    if shared is None:
+        return known[evaluation]
+    common = set(known[evaluation])
+    return tuple(terms for terms in shared if terms in common)
+
+
+def _accepted(evaluation: Evaluation) -> tuple[CacheTerms, ...]:
+    """Return the terms that an evaluation accepts, without those that its probe has refused."""
     passing = passing_terms(evaluation.candidate, evaluation.request, evaluation.terms or {})
     agreements = (each.agreement for each in evaluation.candidate.refusals or ())
     doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
-    accepted = tuple(
+    return tuple(
         terms for terms in passing if terms not in doubtful or evaluation.with_cache_terms(terms).refusal is None
     )
-    if shared is None:
-        return accepted
-    common = set(accepted)
-    return tuple(terms for terms in shared if terms in common)

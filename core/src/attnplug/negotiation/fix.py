@@ -3,19 +3,23 @@ The fix of a candidate that cannot serve: the smallest change, checked to work.
 
 First other values of engine fields: sets of changes, fewest first, nearest values first. A change that implies others
 is counted with them: a request without a paged cache has no block size either. Then another device, then another
-version of what is installed. A model field is never changed.
+version of what is installed. A model field is never changed. The search is bounded by a number of evaluations of rules,
+for each candidate alone.
 """
 
 from __future__ import annotations
 
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import evolve
 
 from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
+from attnplug.negotiation import matching
 from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS
-from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.matching import Request, negotiate, refusing_rules, settling_work
 from attnplug.negotiation.reason import Fix
 from attnplug.request.capability import HARDWARE, ComputeCapability
 from attnplug.request.device import Device, default_vendor
@@ -23,31 +27,74 @@ from attnplug.request.domains import Flag, Integer, Level, Name, Names
 from attnplug.request.fields import FIELDS, fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.reason import Reason
 
 
+EVALUATIONS: Final = 100_000
+"""
+Evaluations of rules at most in the search for one candidate's fix. A change that is tried counts as `_TRIAL` for the
+request that is made of it, and as one for each rule and each choice of block size, layout and form that it may need.
+"""
+_TRIAL: Final = 20
+
 _ENGINE = tuple(item.name for item in fields_of("engine"))
 _OF_PAGES: Mapping[str, Any] = {item.name: item.neutral for item in FIELDS.values() if item.of_pages}
 """What only a paged KV cache has, with the values that request nothing."""
+_NEUTRAL: Mapping[str, Any] = {item.name: item.neutral for item in fields_of("engine")}
+"""Every engine field at the value that requests nothing: there is no paged KV cache."""
+
+
+class _ExhaustedError(Exception):
+    """The search for a fix has made all of its evaluations."""
+
+
+class _Search:
+    """The search for one candidate's fix, with the evaluations that are left to it."""
+
+    def __init__(self) -> None:
+        self._left = EVALUATIONS
+
+    def serves(self, candidate: Candidate, request: Request, changes: Mapping[str, Any]) -> bool:
+        """
+        Whether a candidate serves a request with some changes, which may contradict each other.
+
+        Raises:
+            _ExhaustedError: No evaluations are left for it.
+        """
+        self._spend(_TRIAL)
+        changed = _changed(request, changes)
+        if changed is None:
+            return False
+        self._spend(len(candidate.rules) + min(settling_work(candidate, changed), matching.EVALUATIONS))
+        return not negotiate(candidate, changed).objections
+
+    def _spend(self, evaluations: int) -> None:
+        self._left -= evaluations
+        if self._left < 0:
+            raise _ExhaustedError
 
 
 def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any]]:
     """
     Yield sets of engine fields with other values.
 
-    Each field that is objected to has to change; those that rules mention may, since they can switch a rule off.
+    Each field that is objected to has to change; those that rules mention may, since they can switch a rule off. Each
+    rule that refuses the request has to see a change: of more no set is yielded that leaves it as it is.
     """
     objected = objected_fields(candidate, request)
     ruled = _ruled(candidate, objected)
+    refusing = [{c.field for c in (*rule.when, *rule.need)} for rule in refusing_rules(candidate, request)]
     options = {name: _options(candidate, request, name) for name in (*objected, *ruled)}
     # Implied changes count too, so a set may turn out larger than the fields that were chosen: it waits for its size.
     later: dict[int, list[dict[str, Any]]] = {}
     for size in range(len(objected), len(objected) + len(ruled) + 1):
         for names in combinations(ruled, size - len(objected)):
             changing = (*objected, *names)
+            if any(fields.isdisjoint(_with_followers(request, changing)) for fields in refusing):
+                continue
             for values in product(*(options[name] for name in changing)):
                 changes = _with_implied(request, dict(zip(changing, values, strict=True)))
                 if len(changes) == size:
@@ -75,6 +122,18 @@ def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in _ENGINE if name in mentioned and name not in objected)
 
 
+def _with_followers(request: Request, names: Sequence[str]) -> set[str]:
+    """Return fields with those whose values may have to change with them: see `_with_implied`."""
+    found = {*names}
+    if "paged" in found:
+        found |= _OF_PAGES.keys()
+    elif not request.requirements.paged and not found.isdisjoint(_OF_PAGES):
+        found.add("paged")
+    if "phases" in found:
+        found.add("decode_query_len")
+    return found
+
+
 def _with_implied(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
     """Return changes with what follows from them, so that they contradict nothing."""
     wanted = request.requirements
@@ -91,12 +150,14 @@ def _with_implied(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
 def _options(candidate: Candidate, request: Request, name: str) -> tuple[Any, ...]:
     """Return other values for an engine field, nearest first; only those that the candidate serves."""
     wanted = request.facts[name]
-    if wanted is None and FIELDS[name].free:
+    if wanted is None and FIELDS[name].free and settling_work(candidate, request) <= matching.EVALUATIONS:
         return ()  # open already: no single value serves where none of them did
     constraint = candidate.supports(name)
     values: list[Any] = []
     if isinstance(FIELDS[name].domain, Names):
         values = _sets(candidate, name, wanted)
+    elif name == "paged" and wanted and _changed(request, _NEUTRAL) is None:
+        return ()  # the model needs pages: no other change makes a request without them consistent
     elif constraint is not None:
         values = [
             constraint.first() if wanted is None else constraint.nearest(wanted),
@@ -165,28 +226,32 @@ def find_fix(candidate: Candidate, request: Request) -> Fix:
     """
     if candidate.variant is None or candidate.availability == "broken":
         return Fix(install=candidate.install, action=candidate.fix)
-    found = _smallest(candidate, request)
-    if found is not None:
-        return Fix(candidate.install, *found, candidate.fix)
-    objections = negotiate(candidate, request).objections
-    if any(isinstance(c, IsInstalled) for rule in candidate.rules for c in (*rule.when, *rule.need)):
-        # Every change fails with these versions. Would one work with versions that no rule is about?
-        found = _smallest(candidate.if_installed, request)
+    search, objections = _Search(), negotiate(candidate, request).objections
+    try:
+        found = _smallest(search, candidate, request)
         if found is not None:
-            return Fix(candidate.install, *found, _other_version(candidate, objections))
+            return Fix(candidate.install, *found, candidate.fix)
+        if any(isinstance(c, IsInstalled) for rule in candidate.rules for c in (*rule.when, *rule.need)):
+            # Every change fails with these versions. Would one work with versions that no rule is about?
+            found = _smallest(search, candidate.if_installed, request)
+            if found is not None:
+                return Fix(candidate.install, *found, _other_version(candidate, objections))
+    except _ExhaustedError:
+        unknown = f"more than {EVALUATIONS:,} evaluations of its rules to find a change that serves"
+        return evolve(_none(objections, request), needs=(unknown,))
     return _none(objections, request)
 
 
-def _smallest(candidate: Candidate, request: Request) -> tuple[dict[str, Any], Device | None] | None:
+def _smallest(search: _Search, candidate: Candidate, request: Request) -> tuple[dict[str, Any], Device | None] | None:
     """Return the smallest change that works, or None: on the same device if any does, else on the nearest of others."""
-    here = _fewest(candidate, request)
+    here = _fewest(search, candidate, request)
     if here is not None:
         return here, None
     best: tuple[dict[str, Any], Device | None] | None = None
     for device in _devices(candidate, request):
         # Only a device with fewer changes than the best so far counts: devices come nearest first.
         most = None if best is None else len(best[0]) - 1
-        there = _fewest(candidate, Request(request.requirements, device), most)
+        there = _fewest(search, candidate, Request(request.requirements, device), most)
         if there is not None:
             best = there, device
             if not there:
@@ -194,20 +259,19 @@ def _smallest(candidate: Candidate, request: Request) -> tuple[dict[str, Any], D
     return best
 
 
-def _fewest(candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
+def _fewest(search: _Search, candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
     """Return the fewest changes of engine fields that work, if there are any, and no more than so many."""
     if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, request)):
         return None  # no engine field removes an objection to the model or to this device
     for changes in changes_of(candidate, request):
         if most is not None and len(changes) > most:
             break
-        changed = _changed(request, changes)
-        if changed is not None and not negotiate(candidate, changed).objections:
+        if search.serves(candidate, request, changes):
             return changes
     return None
 
 
-def _changed(request: Request, changes: dict[str, Any]) -> Request | None:
+def _changed(request: Request, changes: Mapping[str, Any]) -> Request | None:
     if not changes:
         return request
     try:
@@ -265,6 +329,9 @@ def _none(objections: tuple[Reason, ...], request: Request) -> Fix:
     decisive = [reason for reason in objections if _is_about_model(reason)] or objections
     lacks, needs = {}, {}
     for reason in decisive:
+        if reason.code == "work":
+            needs[reason.field] = f"fewer choices: {reason.because}"
+            continue
         because = f" ({reason.because})" if reason.code == "rule" and reason.because else ""
         if reason.supported and reason.code == "rule" and reason.field not in request.requested_names:
             needs[reason.supported] = f"{reason.supported}{because}"

@@ -36,18 +36,17 @@ def steps_to_install(requirements: Iterable[str]) -> Iterator[str]:
 def is_command(instruction: str) -> bool:
     """
     Whether the words of a manifest are one command that pip may be given: ``pip install`` of requirements without
-    doubts, quoted as a shell needs it, with a comment at most.
+    doubts, quoted as a shell needs it. A comment is none: what follows it may be cut off, or may not be.
     """
-    command = instruction.partition("  # ")[0]
     try:
-        words = split(command)
+        words = split(instruction)
     except ValueError:  # a quote that is not closed
         return False
     requirements = [word for word in words[2:] if word not in _OPTIONS]
     return (
         instruction.isprintable()
         and words[:2] == ["pip", "install"]
-        and join(words) == command
+        and join(words) == instruction
         and bool(requirements)
         and not any(map(_doubt, requirements))
     )

@@ -9,6 +9,7 @@ first combination that every rule accepts is taken. All objections are collected
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
@@ -16,7 +17,7 @@ from attrs import field, frozen
 from attnplug.manifest.constraint import Constraint, Range
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS, Candidate, mentions
+from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS, Candidate, make_candidate, mentions
 from attnplug.negotiation.reason import Reason
 from attnplug.request.domains import GRAPH_LEVELS
 from attnplug.request.fields import FIELDS
@@ -25,9 +26,16 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from attnplug.manifest.schema import Condition, Rule
+    from attnplug.manifest.schema import Condition, Manifest, Rule, Variant
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
+
+EVALUATIONS: Final = 20_000
+"""
+Evaluations of rules at most that a candidate's choice of block size, layout and form may need for one request: all its
+choices times the rules about them. The number depends on manifest and request alone, not on the order in which choices
+are tried. Shipped manifests need less than a hundredth of it.
+"""
 
 CacheTerms = tuple["int | None", "str | None", "str | None"]
 """A block size, a layout and a form; None for all without a paged cache."""
@@ -190,13 +198,54 @@ def _settle_cache(
         return {} if refused or unsupported else {**candidate.first_terms, **given}, refused
     if any(reason.field in CACHE_TERMS for reason in unsupported):
         given = {**candidate.first_terms, **given}  # no other choice of the rest makes a term supported
-    first: list[Reason] = []
-    for terms in _combinations(candidate, given, live):
-        objections = _objections(live, candidate, {**facts, **terms}, requested)
-        if not objections:
-            return terms, refused
-        first = first or objections
-    return {}, refused + first
+    work = evaluations_of(candidate, given, live)
+    if work > EVALUATIONS:
+        return {}, [*refused, _too_much(candidate, given, live, work)]
+    terms = next(_accepted(candidate, given, live, facts, requested), None)
+    if terms is not None:
+        return terms, refused
+    first = next(_combinations(candidate, given, live))
+    return {}, refused + _objections(live, candidate, {**facts, **first}, requested)
+
+
+def refusing_rules(candidate: Candidate, request: Request) -> list[Rule]:
+    """Return the rules that refuse a request whatever is chosen: block size, layout, form, or to read lengths."""
+    rules = _known(candidate.fixed_rules, request)
+    views = [request.under(request.requirements.cudagraph, reads_lengths=reads) for reads in (False, True)]
+    found = [[rule for rule, _ in _refusing(rules, candidate, *view)] for view in views]
+    return [rule for rule in dict.fromkeys(found[0]) if rule in found[1]]
+
+
+def settling_work(candidate: Candidate, request: Request) -> int:
+    """Return how many evaluations of rules settle the terms of the KV cache for a request."""
+    if not candidate.cache_rules:
+        return 0
+    live = live_rules(candidate, request, request.facts, request.requested_names)
+    return evaluations_of(candidate, request.cache_terms, live)
+
+
+def most_evaluations(manifest: Manifest, variant: Variant) -> int:
+    """Return how many of `EVALUATIONS` a request takes at most: one that leaves block size, layout and form open."""
+    candidate = make_candidate(manifest, variant, lambda _: None, assume_installed=True)
+    return evaluations_of(candidate, _NO_TERMS, candidate.cache_rules)
+
+
+def evaluations_of(candidate: Candidate, given: Mapping[str, Any], live: Sequence[Rule]) -> int:
+    """Return how many evaluations of rules settle the terms of the KV cache that are not given, at most."""
+    rules = len(live) + len(candidate.graph_rules) * len(candidate.graph_levels) * candidate.graph_follows_cache
+    return rules * prod(len(candidate.choices[name]) for name in _mentioned(live) if name not in given)
+
+
+def _too_much(candidate: Candidate, given: Mapping[str, Any], live: Sequence[Rule], work: int) -> Reason:
+    names = [name for name in _mentioned(live) if name not in given]
+    return Reason(
+        "work",
+        " and ".join(names),
+        tuple(None for _ in names),
+        f"its rules about {', '.join(names)} need {work:,} evaluations for this request, and {EVALUATIONS:,} are made",
+        f"request {' and '.join(names)}, or ask the author of {candidate.distribution or candidate.backend} for fewer"
+        " rules or choices",
+    )
 
 
 def _combinations(candidate: Candidate, given: Mapping[str, Any], live: Sequence[Rule]) -> Iterator[dict[str, Any]]:
@@ -204,6 +253,21 @@ def _combinations(candidate: Candidate, given: Mapping[str, Any], live: Sequence
     names = [name for name in _mentioned(live) if name not in given]
     for values in product(*map(candidate.choices.__getitem__, names)):
         yield {**candidate.first_terms, **given, **dict(zip(names, values, strict=True))}
+
+
+def _accepted(
+    candidate: Candidate,
+    given: Mapping[str, Any],
+    live: Sequence[Rule],
+    facts: Mapping[str, Any],
+    requested: frozenset[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield those of the combinations that every rule accepts."""
+    tried = dict(facts)  # one table for thousands of combinations
+    for terms in _combinations(candidate, given, live):
+        tried.update(terms)
+        if next(_refusing(live, candidate, tried, requested), None) is None:
+            yield terms
 
 
 def _mentioned(live: Sequence[Rule]) -> list[str]:
@@ -220,7 +284,7 @@ def _highest_level(candidate: Candidate, request: Request, terms: Mapping[str, A
         facts, requested = request.under(level, reads_lengths=terms["reads_lengths"])
         if candidate.graph_follows_cache:
             facts = {**facts, **terms, "cudagraph": level}
-        if not _objections(rules, candidate, facts, requested):
+        if next(_refusing(rules, candidate, facts, requested), None) is None:
             return level
     return request.requirements.cudagraph
 
@@ -228,8 +292,23 @@ def _highest_level(candidate: Candidate, request: Request, terms: Mapping[str, A
 def _objections(
     rules: Sequence[Rule], candidate: Candidate, facts: Mapping[str, Any], requested: frozenset[str]
 ) -> list[Reason]:
-    """Evaluate rules. Every evaluation of a rule by a negotiation is one turn of this loop."""
-    objections: list[Reason] = []
+    """Evaluate rules, and return all that they refuse."""
+    if not rules:
+        return []
+    return [
+        _refusal(rule, facts) if condition is None else _lack(rule, condition, facts)
+        for rule, condition in _refusing(rules, candidate, facts, requested)
+    ]
+
+
+def _refusing(
+    rules: Sequence[Rule], candidate: Candidate, facts: Mapping[str, Any], requested: frozenset[str]
+) -> Iterator[tuple[Rule, Condition | None]]:
+    """
+    Yield each rule that refuses, with the condition that it needs and that does not hold; None where it needs none.
+
+    Every evaluation of a rule by a negotiation is one turn of this loop.
+    """
     installed = candidate.installed
     for rule in rules:
         for condition in rule.when:  # `all_hold`, without a call for each rule of each candidate
@@ -237,11 +316,10 @@ def _objections(
                 break  # the rule is about other requests
         else:
             if not rule.need:
-                objections.append(_refusal(rule, facts))
+                yield rule, None
             for condition in rule.need:
                 if not condition.holds(facts, requested, installed, absent=True):
-                    objections.append(_lack(rule, condition, facts))  # noqa: PERF401 - a comprehension costs more here
-    return objections
+                    yield rule, condition
 
 
 def _lack(rule: Rule, condition: Condition, facts: Mapping[str, Any]) -> Reason:
@@ -319,8 +397,7 @@ def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, An
     places = [CACHE_TERMS.index(name) for name in _mentioned(live)]
     accepted = {
         tuple(each[CACHE_TERMS[place]] for place in places)
-        for each in _combinations(candidate, given, live)
-        if not _objections(live, candidate, {**facts, **each}, requested)
+        for each in _accepted(candidate, given, live, facts, requested)
     }
     choices = ((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)
     return tuple(values for values in product(*choices) if tuple(values[place] for place in places) in accepted)

@@ -31,6 +31,7 @@ Code = Literal[
     "unsupported",
     "undeclared",
     "rule",
+    "work",
     "missing",
     "version",
     "absent",
@@ -51,10 +52,11 @@ class Reason:
 
     Attributes:
         code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value), ``rule`` (a
-            combination), ``missing`` and ``version`` (a required distribution), ``absent`` (the plugin is not
-            installed), ``blocked`` (by the settings), ``api`` (another major version of the contract). What a plugin's
-            probe refuses: ``probe`` (this request on this device), ``probe_device`` (every request on this device),
-            ``broken`` (everything; also where the manifest or the plugin's code fails).
+            combination), ``work`` (its rules need more evaluations than are made), ``missing`` and ``version`` (a
+            required distribution), ``absent`` (the plugin is not installed), ``blocked`` (by the settings), ``api``
+            (another major version of the contract). What a plugin's probe refuses: ``probe`` (this request on this
+            device), ``probe_device`` (every request on this device), ``broken`` (everything; also where the manifest
+            or the plugin's code fails).
         field: The field that it is about, or the requirement, or the plugin.
         wanted: The requested value, as a plain value that hashes: lists are tuples, tables are tuples of pairs.
         supported: What is supported, in words; of a probe what it found. Empty where that is nothing.

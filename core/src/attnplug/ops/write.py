@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.inputs.kv_cache import is_narrow_float
-from attnplug.errors import TensorError
+from attnplug.errors import CacheError, TensorError
 from attnplug.ops.gather import slots_view
 from attnplug.ops.quantize import quantize
 from attnplug.ops.triton import triton_function
@@ -41,15 +41,17 @@ def write_kv(
         padded: Whether a slot may be negative, see `write_pages`.
 
     Raises:
-        TensorError: The shapes do not fit together; nothing is written.
+        TensorError: The shapes do not fit together, or slots and pages are on different devices; nothing is written.
+        CacheError: A slot on the CPU is beyond the pages; nothing is written.
     """
     write = triton_function("attnplug.ops.triton_write", "write") if slot_mapping.is_cuda else None
     if write is not None and write(key, value, key_pages, value_pages, slot_mapping, k_scale, v_scale):
         return
-    for rows, pages in ((key, key_pages), (value, value_pages)):
+    for rows, pages in ((key, key_pages), (value, value_pages)):  # of both, before anything is written
         _check_shapes(rows, pages, slot_mapping.shape[0])
-    write_pages(key, key_pages, slot_mapping, k_scale, padded=padded)
-    write_pages(value, value_pages, slot_mapping, v_scale, padded=padded)
+        _check_slots(pages, slot_mapping)
+    _write(key, key_pages, slot_mapping, k_scale, padded=padded)
+    _write(value, value_pages, slot_mapping, v_scale, padded=padded)
 
 
 def write_pages(
@@ -72,10 +74,16 @@ def write_pages(
         padded: Whether a slot may be negative. False saves a check.
 
     Raises:
-        TensorError: The shapes do not fit together.
+        TensorError: The shapes do not fit together, or slots and pages are on different devices; nothing is written.
+        CacheError: A slot on the CPU is beyond the pages; nothing is written.
     """
+    _check_shapes(rows, pages, slot_mapping.shape[0])
+    _check_slots(pages, slot_mapping)
+    _write(rows, pages, slot_mapping, scale, padded=padded)
+
+
+def _write(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None, *, padded: bool) -> None:
     num_slots = slot_mapping.shape[0]
-    _check_shapes(rows, pages, num_slots)
     if rows.shape[0] > num_slots:
         rows = rows[:num_slots]
     if is_narrow_float(pages.dtype):
@@ -97,6 +105,22 @@ def _check_shapes(rows: Tensor, pages: Tensor, num_slots: int) -> None:
             f"rows of shape {tuple(rows.shape)} and {num_slots} slots were given for pages {tuple(pages.shape)}",
             "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
             "pass this step's K or V and its slot mapping",
+        )
+
+
+def _check_slots(pages: Tensor, slots: Tensor) -> None:
+    if slots.device != pages.device:
+        raise TensorError(
+            f"slots on {slots.device} were given for pages on {pages.device}",
+            "both are on one device",
+            f"pass slot_mapping.to({str(pages.device)!r})",
+        )
+    if slots.is_cpu and slots.numel() and int(slots.max()) >= pages.shape[0] * pages.shape[1]:
+        raise CacheError(
+            f"slot {int(slots.max())} was given",
+            f"the pages have {pages.shape[0]} blocks of {pages.shape[1]} tokens, slots 0 to"
+            f" {pages.shape[0] * pages.shape[1] - 1}",
+            "pass the slots of this KV cache: block * block_size + offset",
         )
 
 

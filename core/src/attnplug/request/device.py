@@ -188,6 +188,12 @@ class Device:
                 raise DeviceError(
                     f"the device field {shown(key)} was given", f"the fields are {', '.join(known)}", "use one of these"
                 )
+        if "type" not in data:
+            raise DeviceError(
+                f"device={shown(data)} was received",
+                "a device has a type",
+                "send what Device.to_dict returned, as JSON",
+            )
         return cls(**data)
 
     def __repr__(self) -> str:
@@ -352,7 +358,7 @@ def _read_nvml(nvml: Any, first: str | None) -> Device | None:
     if nvml.nvmlDeviceGetCount() == 0:
         return None
     try:
-        by_index = first is None or first.isdigit()
+        by_index = first is None or (first.isascii() and first.isdigit())
         handle = nvml.nvmlDeviceGetHandleByIndex(int(first or 0)) if by_index else nvml.nvmlDeviceGetHandleByUUID(first)
     except nvml.NVMLError as error:
         raise DeviceError(

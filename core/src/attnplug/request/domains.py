@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from attrs import field, frozen
 
 from attnplug.request.capability import HARDWARE, ComputeCapability, parse_capability
-from attnplug.request.tables import FrozenTable, is_entry
+from attnplug.request.tables import FrozenTable, is_entry, read_only
 
 MOST: Final = 2**31 - 1
 """The largest number of a request: kernels and index tensors are int32."""
@@ -290,7 +289,7 @@ class Capability(Domain):
         return str(value)
 
 
-_FLOAT_ALIASES: Final = MappingProxyType(
+_FLOAT_ALIASES: Final = read_only(
     {
         "half": "float16",
         "fp16": "float16",

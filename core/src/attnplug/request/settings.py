@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from attrs import field, fields, frozen
@@ -40,7 +39,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 def _frozen_options(options: Options) -> Options:
-    return MappingProxyType({backend: MappingProxyType(dict(values)) for backend, values in options.items()})
+    return read_only({backend: read_only(values) for backend, values in options.items()})
 
 
 @frozen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from types import MappingProxyType
 from typing import Any
 
 from attnplug.errors import shown
@@ -81,6 +80,18 @@ def thaw(value: Any) -> Any:
     return [thaw(item) for item in value] if isinstance(value, tuple) else value
 
 
+class _ReadOnly(dict[str, Any]):
+    """A table that refuses changes. Unlike a mapping proxy it can be copied and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("this table is only read: copy it with dict(...) to change the copy")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
 def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a read-only view of a copy."""
-    return MappingProxyType(dict(mapping))
+    """Return a copy that only reads, and that copies and pickles."""
+    return _ReadOnly(mapping)

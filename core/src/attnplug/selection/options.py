@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -127,7 +128,9 @@ def _table(path: str, table: Any) -> Table:
     if not isinstance(table, Mapping) or set(table) - {"when"} != {"microseconds"}:
         raise _malformed(path, f"a table is {table!r}")
     times = table["microseconds"]
-    if not isinstance(times, Mapping) or not all(type(time) in (int, float) and time > 0 for time in times.values()):
+    if not isinstance(times, Mapping) or not all(
+        type(time) in (int, float) and 0 < time < inf for time in times.values()
+    ):
         raise _malformed(path, f"microseconds = {times!r}")
     try:
         return parse_conditions(

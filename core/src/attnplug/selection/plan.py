@@ -15,7 +15,7 @@ from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped
 from attnplug._html import block, table
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, near, shown
-from attnplug.negotiation.common_cache import share_terms
+from attnplug.negotiation.common_cache import TRIES, share_terms
 from attnplug.negotiation.matching import build_request, passing_terms
 from attnplug.negotiation.received import check_received, is_list, is_table, is_text, list_of, refuse_received
 from attnplug.request.domains import GRAPH_LEVELS
@@ -272,7 +272,9 @@ def plan(
 
 
 def _check_layers(layers: Mapping[str, Requirements]) -> None:
-    if not isinstance(layers, Mapping) or not all(isinstance(each, Requirements) for each in layers.values()):
+    if not isinstance(layers, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, Requirements) for name, each in layers.items()
+    ):
         raise RequirementsError(
             f"layers={reprlib.repr(layers)} was given",
             "a plan is for the layers of one model, by name: {layer name: Requirements}",
@@ -321,7 +323,8 @@ def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluation
     text = "\n    ".join(lines)
     return NoBackendError(
         "the layers of this model were planned together",
-        f"no choice of backends gives them one block size, one layout and one form\n    {text}",
+        f"no choice of backends gives them one block size, one layout and one form; at most {TRIES:,} evaluations are"
+        f" tried\n    {text}",
         "name a backend that serves them all, or plan the layers in separate calls with a cache each",
         explain_choice(found[0]),
     )

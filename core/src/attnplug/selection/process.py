@@ -3,7 +3,9 @@ The state of this process: installed backends, settings, the device, and the dec
 
 A state is replaced as a whole, so that threads see either the old one or the new one. Nothing of it survives `refresh`
 but the backends that were registered by hand: nothing else could restore them. Registrations, refreshes and the making
-of states exclude each other; a selection excludes nothing, and sees what was registered before it began.
+of states by other threads exclude each other; a selection excludes nothing, and sees what was registered before it
+began. A signal handler excludes nothing either, since it runs in the middle of these, on the same thread: of two states
+that follow one another's, the first one counts for both.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from attrs import define, field, frozen
 
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 _MOST_DECISIONS: Final = 512
 """Decisions that are kept in each of the two tables; a process makes a handful, unless it tries out values."""
+
+_OUT_OF_DATE: Final = -1
+"""The generation of no registry."""
 
 _lock = RLock()  # of the tables of decisions; see `Process._unlock` for forked children
 
@@ -76,7 +81,9 @@ class ProcessState:
     Attributes:
         registry: The installed backends.
         settings: The environment and the configuration file.
-        generation: The registry's generation when `hot` and `decisions` were begun.
+        generation: The registry's generation when `hot` and `decisions` were begun; none that it has, once the state
+            is out of date.
+        after: The state that has replaced this one; empty in the newest.
         hot: Decisions without any keyword but a device: the path of every repeated request. The key is the requirements
             for this process's device, and for others (requirements, device), the device as the call has named it.
         decisions: All decisions, by requirements, device and settings.
@@ -92,6 +99,7 @@ class ProcessState:
     decisions: dict[Hashable, Explanation] = field(factory=dict)
     own_device: Device | None = None
     profile: Profile = field()
+    after: dict[None, ProcessState] = field(factory=dict)
     evidence: ShippedEvidence = field(init=False)
 
     @profile.default
@@ -134,18 +142,29 @@ def _forget_oldest(table: dict[Any, Any]) -> None:
         del table[next(iter(table))]
 
 
+class _Unread:
+    """In place of the registry of a state of which nothing was read yet."""
+
+    generation = 0
+    by_hand = ()
+
+
+def unread() -> ProcessState:
+    """Return a state that is out of date, and of which nothing was read."""
+    return ProcessState(cast("Registry", _Unread()), Settings(), _OUT_OF_DATE)
+
+
 class Process:
     """
     The holder of the state. `PROCESS` is the only one.
 
     Attributes:
-        state: The state; None before the first use and after a refresh. It may be out of date: `current` renews it.
-        by_hand: Plugins that were registered by hand, between a refresh and the next use.
+        state: The state. It may be out of date: `current` renews it. None is one of which nothing was read.
     """
 
     def __init__(self) -> None:
-        self.state: ProcessState | None = None
-        self.by_hand: tuple[Plugin, ...] = ()
+        self.state: ProcessState | None = unread()
+        self._refreshes = 0
         self._lock = RLock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._unlock)
@@ -161,32 +180,40 @@ class Process:
         return state
 
     def clear(self) -> None:
-        """Forget the state, but for the plugins that were registered by hand."""
+        """Forget the state, but for the plugins that were registered by hand: the next one takes them from it."""
         with self._lock:
+            self._refreshes += 1
             if self.state is not None:
-                self.by_hand = self.state.registry.by_hand
-            self.state = None
+                self.state.generation = _OUT_OF_DATE
 
     def register(self, plugin: Plugin) -> None:
         """Add a plugin to the registry: to the one that a concurrent refresh takes it over from, or to the next one."""
         with self._lock:
-            self.current().registry.register(plugin)
+            while plugin not in (registry := self.current().registry).by_hand:
+                registry.register(plugin)
 
     def _renew(self) -> ProcessState:
         with self._lock:
-            state = self.state
-            if state is None:
-                settings = Settings.read()
-                registry = Registry.scan(settings, self.by_hand)
-                self.by_hand = ()
-                state = ProcessState(registry, settings, registry.generation)
-            elif state.registry.generation != state.generation:
-                registry = state.registry
-                state = ProcessState(
-                    registry, state.settings, registry.generation, own_device=state.own_device, profile=state.profile
-                )
-            self.state = state
-            return state
+            while True:
+                state, refreshes = self.state, self._refreshes
+                if state is None:
+                    state = unread()
+                if state.registry.generation == state.generation:
+                    return state
+                # Whatever ran in the middle of this, on the same thread: the state that came first is the next one.
+                self.state = state.after.get(None) or state.after.setdefault(None, self._next(state))
+                if refreshes != self._refreshes:
+                    self.state.generation = _OUT_OF_DATE
+
+    def _next(self, state: ProcessState) -> ProcessState:
+        if state.generation != _OUT_OF_DATE:  # the registry has changed
+            registry, generation = state.registry, state.registry.generation
+            return ProcessState(
+                registry, state.settings, generation, own_device=state.own_device, profile=state.profile
+            )
+        settings = Settings.read()
+        registry = Registry.scan(settings, state.registry.by_hand)
+        return ProcessState(registry, settings, registry.generation)
 
     def _unlock(self) -> None:
         """Make new locks in a forked child: the copied ones may be held by a thread that the child does not have."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
@@ -259,14 +260,14 @@ def log_decision(explanation: Explanation) -> None:
     """Write the one record of a new decision. It carries the Selection as ``record.selection``."""
     chosen = explanation.chosen
     if chosen is None:
-        _log.info("No backend can serve %s on %s", explanation.requirements, explanation.device)
+        _log.info("No backend can serve %s on %s", explanation.requirements, escaped(str(explanation.device)))
     elif _log.isEnabledFor(logging.INFO):  # what is unverified takes files to read
-        unverified = ", ".join(f"{item.field}={item.value}" for item in chosen.unverified)
+        unverified = escaped(", ".join(f"{item.field}={item.value}" for item in chosen.unverified))
         _log.info(
             "Selected %s for %s on %s%s",
             chosen.id,
             explanation.requirements,
-            explanation.device,
+            escaped(str(explanation.device)),
             f"; unverified there: {unverified}" if unverified else "",
             extra={"selection": chosen},
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.commands import tracked
 from attnplug.errors import ManifestError, RequestError
 from attnplug.manifest import CONTRACT_API, MANIFEST, Manifest, locate
+from attnplug.negotiation import most_evaluations
 from attnplug.request import parse_toml
 from attnplug_kit.check.exercised import check_evidence, find_unexercised
 from attnplug_kit.check.names import OtherBackend, check_names, other_backends
@@ -61,6 +62,7 @@ class _Check:
         self.names: list[str] = []
         self.findings: list[Finding] = []
         self.unexercised: list[Unexercised] = []
+        self.evaluations: dict[str, int] = {}
 
     def report(self) -> Report:
         """Return all of them, in the order of the files and lines."""
@@ -68,7 +70,8 @@ class _Check:
         found = dict.fromkeys(self.findings)
         ordered = sorted(found, key=lambda f: (order.get(f.path, len(order)), f.path, f.line or 0))
         names = tuple(dict.fromkeys(self.names))
-        return Report(tuple(self.files), names, tuple(ordered), tuple(dict.fromkeys(self.unexercised)))
+        unexercised = tuple(dict.fromkeys(self.unexercised))
+        return Report(tuple(self.files), names, tuple(ordered), unexercised, self.evaluations)
 
     def project(self, path: Path) -> None:
         """Check a project."""
@@ -125,6 +128,7 @@ class _Check:
         if package is not None:
             parts["options"] = lambda: check_options(manifest, text, package)
         if not reader.findings:
+            self.evaluations |= {f"{manifest.name}/{v.name}": most_evaluations(manifest, v) for v in manifest.variants}
             parts["rules"] = lambda: check_rules(manifest, text)
             parts["orders of preference"] = lambda: check_preferences(manifest, text)
             parts["evidence"] = lambda: self.evidence(manifest, project)

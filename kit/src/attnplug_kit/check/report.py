@@ -8,10 +8,11 @@ import attrs
 from attrs import frozen
 
 from attnplug.commands import STYLES, console, escaped, is_terminal, say, wrapped
+from attnplug.negotiation import EVALUATIONS
 from attnplug_kit.unexercised import lines_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from attnplug.errors import ManifestError
     from attnplug_kit.unexercised import Unexercised
@@ -68,12 +69,14 @@ class Report:
         backends: The names of the backends.
         findings: The problems and the notes, by file and line.
         unexercised: The declared values that no evidence beside a manifest covers.
+        evaluations: By variant, the evaluations of rules that a choice of block size, layout and form takes at most.
     """
 
     files: tuple[str, ...]
     backends: tuple[str, ...]
     findings: tuple[Finding, ...]
     unexercised: tuple[Unexercised, ...] = ()
+    evaluations: Mapping[str, int] = attrs.field(factory=dict, hash=False)
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -93,14 +96,17 @@ class Report:
             "problems": [attrs.asdict(finding) for finding in self.problems],
             "notes": [attrs.asdict(finding) for finding in self.notes],
             "unexercised": [item.to_dict() for item in self.unexercised],
+            "evaluations": dict(self.evaluations),
         }
 
     def summary(self) -> str:
-        """Return the numbers of findings and files in one line."""
+        """Return the numbers of findings, files and evaluations of rules in one line."""
         problems, notes, files = len(self.problems), len(self.notes), len(self.files)
         found = [f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"]
         found += [f"{notes} note{'s' * (notes != 1)}"] if notes else []
-        return ", ".join([*found, f"{files} file{'s' * (files != 1)} checked"])
+        most = max(self.evaluations.values(), default=0)
+        share = f"; rules take {most:,} of {EVALUATIONS:,} evaluations at most" if most else ""
+        return ", ".join([*found, f"{files} file{'s' * (files != 1)} checked"]) + share
 
 
 def show(report: Report) -> None:

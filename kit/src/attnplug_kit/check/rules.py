@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.manifest import Exact, Holds, locate
+from attnplug.negotiation import EVALUATIONS, most_evaluations
 from attnplug_kit.check.reach import always_holds, can_be_met, can_hold, contradiction, exhausted
 from attnplug_kit.check.report import Finding
 
@@ -22,8 +23,22 @@ def check_rules(manifest: Manifest, text: str) -> Iterator[Finding]:
         line = locate(text, ("variants", variant.name)) or 1
         yield from _check_reach(variant, manifest.path, line)
         yield from _check_capability(variant, manifest.path, line)
+        yield from _check_work(manifest, variant, line)
         if _is_paged_alone(variant) and not _refuses_contiguous(variant):
             yield _paged_and_contiguous(variant, text, manifest.path)
+
+
+def _check_work(manifest: Manifest, variant: Variant, line: int) -> Iterator[Finding]:
+    """Yield that a request which leaves the terms of the KV cache open is refused, since too much would be tried."""
+    work = most_evaluations(manifest, variant)
+    if work > EVALUATIONS:
+        yield Finding(
+            f"the rules of {variant.name!r} about block size, layout and form take {work:,} evaluations",
+            f"at most {EVALUATIONS:,}: the declared choices of these fields times the rules about them",
+            "declare fewer choices, such as block_size = [16, 32, 64], or write fewer rules about them",
+            manifest.path,
+            line,
+        )
 
 
 def cannot_hold(when: Sequence[Condition], variants: Iterable[Variant]) -> str:

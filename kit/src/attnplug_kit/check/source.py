@@ -33,9 +33,15 @@ def check_hooks(file: Path) -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(source, path, "exec", dont_inherit=True)  # finds what parsing does not: a late `from __future__`
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the latter two of what is nested deeply
         line = getattr(error, "lineno", None)
-        yield Finding(f"it is not Python: {error}", "the plugin module is a Python module", "correct it", path, line)
+        yield Finding(
+            f"it is not Python: {str(error) or type(error).__name__}",
+            "the plugin module is a Python module",
+            "correct it",
+            path,
+            line,
+        )
         return
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("attnplug_"):

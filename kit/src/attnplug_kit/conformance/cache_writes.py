@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from attnplug.batching import num_freeable_blocks
 from attnplug.contract import PAD_SLOT_ID, by_phase, is_narrow_float, torch_dtype
 from attnplug_kit.conformance.drawing import OF_HOSTS
 from attnplug_kit.conformance.field_values import field_values_of
@@ -36,12 +37,20 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
 
+_LONGEST_REACH: Final = 4096
+"""Tokens of a window or chunk at most for which a step is made that has freed blocks."""
+
 _OUTER: Final = {"NHD": "tokens", "HND": "heads"}
 
 
 def _caches(subject: Subject) -> Mapping[str, RequestSpec]:
     specs = field_values_of(subject).of(*tested("cache"))
     return {name: spec for name, spec in specs.items() if spec.fields.get("paged")}
+
+
+def _local(subject: Subject) -> Mapping[str, RequestSpec]:
+    specs = field_values_of(subject).of("sliding_window", "attention_chunk")
+    return {name: spec for name, spec in specs.items() if spec.fields.get("paged", True)}
 
 
 class CacheWrites(Tier):
@@ -146,6 +155,38 @@ class CacheWrites(Tier):
             runner = runner or runner_for(subject, spec, scene)
             what = f"{subject} with {spec}: requests {order}, of which 2 and 3 have no query"
             runner.compare(runner.run(scene).call, scene, what)
+
+    @over(_local)
+    def test_freed_blocks(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """
+        Blocks that no query attends to any more are freed: the null block is in their place.
+
+        It holds NaN, which a weight of 0 does not remove, unless the plugin declares `needs_finite_null_block`.
+        """
+        point = draw(point, keep=OF_HOSTS)
+        requirements = point.requirements()
+        local = {name: getattr(requirements, name) for name in ("sliding_window", "attention_chunk")}
+        size, reach = point.case(48).block_size, max(value or 0 for value in local.values())
+        if reach > _LONGEST_REACH:
+            pytest.skip(f"{subject}: with {point} no block is freed before {reach} tokens")
+        context = (2 * reach + 3 * size, reach + size + 5, 3)
+        scene = materialize(point.case(48, query_lens=(1, 9, 5), context_lens=context, shared_blocks=0))
+        runner = runner_for(subject, point, scene)
+        call = runner.call(scene)
+        if not isinstance(call, Paged):
+            raise TypeError("only paged calls have blocks")
+        table = scene.block_table.clone()
+        freed = [num_freeable_blocks(length, size, **local) for length in scene.case.context_lens]
+        for row, count in zip(table, freed, strict=True):
+            row[:count] = 0
+        require(any(freed), f"{subject} with {point}: no block is freed, and nothing is tested")
+        if runner.backend.frees_into_finite_blocks:
+            for pages in (call.cache.k, call.cache.v):
+                pages[0].zero_()
+        given = table.to(runner.backend.device)
+        call = evolve(call, batch=evolve(call.batch, block_table=given, block_table_cpu=table))
+        runner.forward(call, runner.builder.build(call.batch))
+        runner.compare(call, scene, f"{subject} with {point}: blocks before its reach are freed")
 
     @needs(paged=True)
     def test_rows_without_slots(self, subject: Subject, draw: Draw) -> None:

@@ -40,6 +40,7 @@ class FlashAttentionImpl(AttentionImpl):
 
     cache_write = "either"
     lse_includes_sink = True
+    needs_finite_null_block = True  # torch's varlen_attn let NaN through on an H200; FlashAttention 3 of vLLM did not
     static_scales: ClassVar[frozenset[str]] = frozenset("qkv")
     graphs_read_scales = True  # kernels and cache writes take views of the scale tensors
 

@@ -169,12 +169,14 @@ class Batch:
             rest: Further fields of `Batch`, by name.
 
         Raises:
-            BatchError: The lengths are not whole numbers, or there are not as many of each.
+            BatchError: The lengths are not whole numbers, are no int32, or there are not as many of each.
             TensorError: The block table or the slot mapping is no tensor.
         """
         queries = whole_numbers("query_lens", query_lens)
         lengths = queries if seq_lens is None else whole_numbers("seq_lens", seq_lens)
         _check_alike(queries, lengths)
+        _check_int32("query_lens", queries)
+        _check_int32("seq_lens", lengths, together=block_table is None)
         for name, given in (("block_table", block_table), ("slot_mapping", slot_mapping)):
             if given is not None:
                 check_tensor(name, given)
@@ -265,6 +267,21 @@ def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
             f"{name} is a list with a whole number per request",
             "pass Python ints, one per request",
         ) from None
+
+
+def _check_int32(name: str, lengths: list[int], *, together: bool = True) -> None:
+    """Check that lengths, and where they are added up their sum, are int32."""
+    most = max(sum(filter(_is_positive, lengths)) if together else 0, *lengths, 0)
+    if most >= 2**31 or min(lengths, default=0) < -(2**31):
+        raise BatchError(
+            f"{name}={reprlib.repr(lengths)} was given",
+            f"each of {name}{', and their sum,' if together else ''} is less than 2**31",
+            "pass the lengths of one step",
+        )
+
+
+def _is_positive(length: int) -> bool:
+    return length > 0
 
 
 def check_tensor(name: str, given: object) -> None:

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.errors import CacheError, PluginContractError
+from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -189,7 +190,7 @@ class CacheSpec:
 
 
 def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return MappingProxyType(dict(tensors))
+    return read_only(tensors)
 
 
 @frozen(eq=False, repr=False)
