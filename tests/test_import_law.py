@@ -38,7 +38,7 @@ BELOW = {
     "request": {"errors", "_lazy"},
     "manifest": {"request"},
     "negotiation": {"manifest"},
-    "discovery": {"negotiation", "_html"},
+    "discovery": {"negotiation", "_html", "_version"},
     "evidence": {"discovery"},
     "selection": {"evidence", "_columns"},
     "models": {"request"},
@@ -60,7 +60,6 @@ LATE = {
     ("selection", "contract"): "loading checks the class that a plugin returns; selecting must not pay for torch",
     ("discovery", "evidence"): "the registry loads evidence on demand; a decision needs none",
     ("batching", "selection"): "the KV-cache layout in force is a setting",
-    ("cli", "_version"): "the version takes 20 ms to look up",
 }
 TENSOR_LIBRARIES = {"torch", "transformers", "numpy", "triton"}
 TENSOR_FREE = {

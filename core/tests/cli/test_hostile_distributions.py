@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import attnplug
+from attnplug.discovery.distribution import Entry
 from attnplug.discovery.plugin import read_plugin
-from attnplug.discovery.scan import Entry, scan
+from attnplug.discovery.scan import scan
 from attnplug.request import files
 
 if TYPE_CHECKING:

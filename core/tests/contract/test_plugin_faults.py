@@ -52,6 +52,17 @@ def test_a_builder_without_the_contracts_constructor_is_refused():
         make_builder(backend)
 
 
+@pytest.mark.parametrize("size", [None, -1, 1.0, True, 2**63, "1"])
+def test_a_workspace_without_a_size_is_refused(size):
+    backend = make_backend(type("Backend", (ToyBackend,), {"workspace_bytes": lambda self, limits: size}))
+    state = backend.make_state(limits())
+
+    with refused(PluginContractError, "workspace_bytes returned", fix="return an int"):
+        backend.make_builder([backend.make_impl(Layer(name="layers.0"))], state)
+    with refused(PluginContractError, "workspace_bytes returned"):
+        backend.workspace_bytes(limits())
+
+
 def test_an_implementation_without_the_contracts_constructor_is_refused():
     impl = type("Impl", (ToyImpl,), {"__init__": lambda self, layer, backend: setattr(self, "layer", layer)})
     backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}))

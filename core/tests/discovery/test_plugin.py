@@ -13,8 +13,8 @@ import pytest
 
 import attnplug
 from attnplug.discovery import plugin as plugin_module
+from attnplug.discovery.distribution import Entry
 from attnplug.discovery.plugin import find_manifest, read_plugin, read_plugins
-from attnplug.discovery.scan import Entry
 from attnplug.errors import ApiVersionError, ManifestError
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.discovery import candidates
+from attnplug.discovery.distribution import Entry
 from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.registry import Registry
-from attnplug.discovery.scan import Diagnostic, Entry
+from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, SettingsError, UnknownBackendError
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.commands import version_of
-from attnplug.discovery.distribution import normalized
+from attnplug.discovery.distribution import Entry, normalized
 from attnplug.discovery.registry import Registry
-from attnplug.discovery.scan import Entry, scan
+from attnplug.discovery.scan import scan
 from attnplug.request.settings import Settings
 from tests.examples import examples
 

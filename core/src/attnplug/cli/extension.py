@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from attnplug.discovery.scan import Entry
+    from attnplug.discovery.distribution import Entry
 
 T = TypeVar("T")
 E = TypeVar("E", bound="Extension")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped, escaped_lines
+from attnplug._version import __version__
 from attnplug.cli import BUILT_IN, HELP
 from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
@@ -186,8 +187,6 @@ def _without_command(words: Sequence[str]) -> NoReturn:
     if unknown:
         _refuse_unknown(parser, unknown[0])
     if arguments.version:
-        from attnplug._version import __version__  # noqa: PLC0415 - costs 20 ms, and few request it
-
         say(f"attnplug {__version__}")
         raise SystemExit(OK)
     parser.print_help(sys.stderr)

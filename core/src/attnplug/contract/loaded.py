@@ -107,8 +107,20 @@ class LoadedBackend:
         return self.wrapped.cache_tensors(num_blocks)
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the workspace that batches within these limits need."""
-        return self.wrapped.workspace_bytes(limits)
+        """
+        Return the size of the workspace that batches within these limits need.
+
+        Raises:
+            PluginContractError: The plugin's method returns no size.
+        """
+        found: object = self.wrapped.workspace_bytes(limits)
+        if type(found) is int and 0 <= found < 2**63:
+            return found
+        raise PluginContractError(
+            f"{type(self.wrapped).__name__}.workspace_bytes returned {shown(found)}",
+            "the size of the workspace in bytes",
+            "return an int from 0 on; without the method it is 0",
+        )
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile and load what the first use of these batch shapes would."""
@@ -307,7 +319,7 @@ class LoadedBackend:
                 "name each layer once",
             )
         self._check_state(state)
-        state.reserve_workspace(self.agreement, self.wrapped.workspace_bytes(state.limits))
+        state.reserve_workspace(self.agreement, self.workspace_bytes(state.limits))
         made = self.wrapped.builder_class(self.wrapped, [impl.wrapped for impl in impls], state.wrapped)
         check_made(made, MetadataBuilder)
         check_supports_graphs(made)

@@ -28,10 +28,33 @@ _LARGEST_METADATA: Final = 4 * 2**20
 LONGEST: Final = 255
 """Characters of a name or a version at most, as of a file's name."""
 
+CORE: Final = "attnplug"
+"""The distribution of core. Nothing that is found has its name, its version or its backend."""
+
 
 def normalized(name: str) -> str:
     """Return the one spelling of a distribution's name, in which ``Flash_Attn`` is ``flash-attn`` (PEP 503)."""
     return _RUNS.sub("-", name).lower()
+
+
+@frozen
+class Entry:
+    """
+    One entry point of a distribution: nothing but text so far.
+
+    Attributes:
+        name: Its name.
+        module: Its value: the dotted name of a module.
+        distribution: The distribution's name.
+        version: The distribution's version.
+        problem: Why it cannot be used; empty where nothing is known to be wrong.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    problem: str = ""
 
 
 @frozen(eq=False)

@@ -22,8 +22,7 @@ from attrs import field, frozen
 
 from attnplug._foreign import ForeignCode
 from attnplug._version import __version__
-from attnplug.discovery.distribution import LONGEST
-from attnplug.discovery.scan import CORE, Entry
+from attnplug.discovery.distribution import CORE, LONGEST, Entry
 from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import LARGEST, parse_manifest, unreadable

@@ -18,7 +18,7 @@ from attrs import field, frozen
 
 from attnplug._foreign import ForeignCode, shortened
 from attnplug._version import __version__
-from attnplug.discovery.distribution import KINDS, LONGEST, Distribution, adapted, normalized
+from attnplug.discovery.distribution import CORE, KINDS, LONGEST, Distribution, Entry, adapted, normalized
 from attnplug.manifest.schema import GROUP, is_module
 
 if TYPE_CHECKING:
@@ -26,28 +26,6 @@ if TYPE_CHECKING:
 
 _MOST_ENTRIES: Final = 100  # entry points of one group
 _MOST_OFFERED: Final = 5_000  # distributions of one archive or finder
-CORE: Final = "attnplug"
-"""The distribution of core. Nothing that is found has its name, its version or its backend."""
-
-
-@frozen
-class Entry:
-    """
-    One entry point of a distribution: nothing but text so far.
-
-    Attributes:
-        name: Its name.
-        module: Its value: the dotted name of a module.
-        distribution: The distribution's name.
-        version: The distribution's version.
-        problem: Why it cannot be used; empty where nothing is known to be wrong.
-    """
-
-    name: str
-    module: str
-    distribution: str
-    version: str
-    problem: str = ""
 
 
 @frozen

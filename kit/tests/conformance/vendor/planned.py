@@ -87,6 +87,7 @@ class PlannedImpl(AttentionImpl):
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         own = torch.arange(query.shape[0]).unsqueeze(1) + length - query.shape[0]
         seen = (places <= own) & ((places >= own - self.window[0]) | (self.window[0] < 0))
+        values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # freed blocks may hold NaN
         scores = (scores * log2(e)).masked_fill(~seen.unsqueeze(1), -torch.inf)
         lse = (scores * log(2)).logsumexp(-1) * log2(e)
         total = lse
