@@ -340,7 +340,7 @@ def at_line(number: int, act: Callable[[], object], inject: Callable[[], object]
         act()
     finally:
         sys.settrace(before)
-        # A trace stops between the last line of a `with` and the release of its lock, too: no signal is delivered there.
+        # A trace stops between the last line of a `with` and the release of its lock, where no signal is delivered.
         process.PROCESS._unlock()
         registry_module._unlock_in_child()
     return left <= 0
