@@ -61,6 +61,33 @@ def fp8(cls=LateBackend, **requested):
     return make_backend(cls, kv_cache_dtype="fp8_e4m3", **requested)
 
 
+class TestChangedInPlace:
+    def test_the_plugin_derives_again(self):
+        impl = make_layer(fp8(), k_scale=0.5)
+
+        impl.parameters_changed()
+
+        assert impl.takes_parameters_late
+        assert len(impl.wrapped.seen) == 2
+
+    def test_a_plugin_that_derives_once_refuses(self):
+        impl = make_layer(fp8(FixedBackend))
+
+        assert not impl.takes_parameters_late
+        with refused(NotNegotiatedError, problem="after make_impl", fix="make the implementation again"):
+            impl.parameters_changed()
+
+    def test_a_captured_graph_has_the_former_values(self):
+        backend = fp8(agreed_graphs="uniform_batch")
+        impl = make_layer(backend)
+        state, _builder = capture(backend, impl)
+
+        with refused(LayerError, problem="other parameters", fix="release_graphs"):
+            impl.parameters_changed()
+        state.release_graphs()
+        impl.parameters_changed()
+
+
 class TestScales:
     def test_they_are_completed_as_at_make_impl(self):
         impl = make_layer(fp8(), k_scale=0.5)

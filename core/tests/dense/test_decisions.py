@@ -77,6 +77,11 @@ def test_a_decision_is_derived_from_its_sources() -> None:
     assert numbers(cache, sources=(tensor, None)) == [4, 4]
 
 
+def test_nothing_is_kept_for_a_tensor_on_a_device() -> None:
+    """Its values cannot be compared without waiting."""
+    assert numbers(DecisionCache(), sources=(torch.zeros(3, device="meta"),)) == [0, 1]
+
+
 def test_a_decision_goes_with_its_source() -> None:
     cache, tensor = DecisionCache(), torch.zeros(3)
     numbers(cache, sources=(tensor,))

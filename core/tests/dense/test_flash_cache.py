@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.dense import flash_attn_with_kvcache, flash_cache
+from attnplug.dense import clear_decisions, flash_attn_with_kvcache, flash_cache
 from attnplug.errors import (
     CacheError,
     LayerError,
@@ -231,7 +231,8 @@ def test_sinks_join_the_lse_of_a_backend_that_leaves_them_out(monkeypatch):
 
     monkeypatch.setattr(TorchImpl, "run", run_without)
     monkeypatch.setattr(TorchImpl, "lse_includes_sink", False)
-    found = flash_attn_with_kvcache(query, keys, values, s_aux=sinks.clone(), **given)
+    clear_decisions()  # an implementation says so when it is made
+    found = flash_attn_with_kvcache(query, keys, values, s_aux=sinks, **given)
 
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
@@ -263,6 +264,19 @@ def test_sinks_and_slopes_that_change_unseen_are_read_again(name):
     given.data.copy_(new)
 
     assert torch.equal(call(given), call(new))
+
+
+def test_block_0_of_a_caller_has_keys(monkeypatch):
+    """Kernels that need a finite null block have none here."""
+    monkeypatch.setattr(TorchImpl, "needs_finite_null_block", True)
+    query, keys, values = cached()
+    given = {"cache_seqlens": 9, "causal": True, "window_size": (3, 0)}
+    wanted = keys.clone(), values.clone()
+
+    flash_attn_with_kvcache(query, keys, values, **given)
+
+    assert torch.equal(keys, wanted[0])
+    assert torch.equal(values, wanted[1])
 
 
 def test_what_wraps_on_a_device_is_beyond_every_cache(monkeypatch):

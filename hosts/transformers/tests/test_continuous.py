@@ -382,6 +382,29 @@ def test_padding_of_a_step_is_zero(host):
     assert not output[0, 5:].any()
 
 
+def test_lengths_are_read_from_the_device_once_for_each_step(host):
+    """A step begins with the first layer: a kernel may have written into the same tensor since."""
+
+    class OnDevice:
+        is_cpu = False
+
+        def __init__(self):
+            self.reads = 0
+
+        def cpu(self):
+            self.reads += 1
+            return torch.tensor([0, self.reads])
+
+    made, starts = eager("llama"), OnDevice()
+    with continuous_batching(made) as handle:
+        for step in (1, 2):
+            for layer in made.model.layers:
+                handle.begin(layer)
+                assert handle.on_cpu(starts).tolist() == [0, step]
+
+    assert len(made.model.layers) > 1
+
+
 @pytest.mark.parametrize("graphs", [True, (True, False)])
 def test_cuda_graphs_are_refused(graphs, host):
     made = eager("llama")

@@ -128,6 +128,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "splits_by_limit": ("test_split_kv_limit[*]", "limits with max_num_splits=1: output: * elements differ"),
     "first_block_size": ("test_late_block_size[*block_size=12]", "bound to block_size=12"),
     "keeps_first_scales": ("test_late_scales[*=fp8_e4m3]", "scales that came after make_impl: output: "),
+    "keeps_first_slopes": ("test_changed_in_place[*alibi=linear]", "alibi_slopes in place: output: "),
     "keeps_first_sinks": ("test_sinks_with_call[*sinks=True]", "sinks of call 2: output: "),
     "counts_short_queries": ("test_any_order[*-decodes last]", "output: * elements differ"),
     "reads_padded_rows": ("test_padding[*-padded requests]", "with padding: output: * elements differ"),

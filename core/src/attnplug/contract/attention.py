@@ -256,6 +256,24 @@ class Attention:
         stays = self.wrapped.graphs_read_scales and all(getattr(layer, n) is getattr(self.layer, n) for n in tensors)
         self._replace_layer(layer, "scales", is_seen_by_graphs=stays)
 
+    @property
+    def takes_parameters_late(self) -> bool:
+        """Whether the plugin takes sinks, slopes and scales after `make_impl`: it overrides `parameters_changed`."""
+        return type(self.wrapped).parameters_changed is not AttentionImpl.parameters_changed
+
+    def parameters_changed(self) -> None:
+        """
+        Let the plugin derive again from the layer's sinks and slopes: the host has written into these tensors.
+
+        Kernels that read the tensors themselves see the write without it; what was derived from them does not. It does
+        not wait for the device, and does not check values.
+
+        Raises:
+            NotNegotiatedError: The implementation takes them in `make_impl` only.
+            LayerError: A captured graph has what was derived from the former values.
+        """
+        self._replace_layer(self.layer, "parameters", is_seen_by_graphs=False)
+
     # --- machinery ---
 
     def served_by(self, builder: Captured) -> None:
@@ -284,7 +302,7 @@ class Attention:
             impl.parameters_changed()
         except BaseException:
             impl.layer = former
-            if type(impl).parameters_changed is not AttentionImpl.parameters_changed:
+            if self.takes_parameters_late:
                 impl.parameters_changed()  # what was derived already comes from the former values again
             raise
 

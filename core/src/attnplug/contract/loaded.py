@@ -201,7 +201,9 @@ class LoadedBackend:
         tensors = {role: one.allocate(target) for role, one in further.items()}
         return self.bind_cache({**allocate_kv(spec, num_blocks, target), **tensors}, impl=impl)
 
-    def bind_cache(self, tensors: Mapping[str, Tensor], *, impl: Attention | None = None) -> KVCache:
+    def bind_cache(
+        self, tensors: Mapping[str, Tensor], *, impl: Attention | None = None, null_block: bool = True
+    ) -> KVCache:
         """
         Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay, but for the
         null block of a layer with a window or chunk whose kernels need it finite: it becomes 0.
@@ -214,6 +216,8 @@ class LoadedBackend:
                 padding or other layers fit between them: as far for both, unless the form is ``"independent"``.
                 `attnplug.contract.split_kv` makes both from one tensor.
             impl: The layer whose cache it is, as for `make_cache`.
+            null_block: Whether block 0 is the null block. Where it has keys as any other block, it is not written; no
+                table may name a freed block then.
 
         Raises:
             CacheError: A role is missing or unknown, a shape, dtype or device differs, block counts differ, tensors
@@ -227,7 +231,7 @@ class LoadedBackend:
         if impl is not None:
             _check_is_layer(impl, "bind_cache")
         cache = CacheGuard(self.agreement, spec, self.kv_cache_forms).bind(tensors)
-        if self.frees_into_finite_blocks:
+        if null_block and self.frees_into_finite_blocks:
             for pages in (cache.k, cache.v):
                 pages[0].zero_()
         if impl is not None:

@@ -293,17 +293,19 @@ class AttentionImpl(ABC):
 
     def parameters_changed(self) -> None:
         """
-        Derive again what was derived from the layer's scales and sinks: `self.layer` has others now.
+        Derive again what was derived from the layer's scales, sinks and slopes: `self.layer` has others now, or its
+        tensors have other values.
 
-        `Attention.update_scales` and calls with other sinks call it. A plugin that overrides it takes both; one that
-        reads them from `self.layer` in each call overrides it with nothing to do. The default refuses them. An override
-        raises nothing for values that a constructor takes.
+        `Attention.update_scales`, `Attention.parameters_changed` and calls with other sinks call it. A plugin that
+        overrides it takes all of them; one that reads them from `self.layer` in each call overrides it with nothing to
+        do. The default refuses them. An override raises nothing for values that a constructor takes, and does not wait
+        for the device: dense calls call it each time.
 
         Raises:
             NotNegotiatedError: The plugin does not override it.
         """
         raise NotNegotiatedError(
-            f"layer {self.layer.name!r} of {self.agreement.id} was given scales or sinks after make_impl",
+            f"layer {self.layer.name!r} of {self.agreement.id} was given scales, sinks or slopes after make_impl",
             f"{type(self).__name__} derives what it needs from them in make_impl alone",
             "make the implementation again with LoadedBackend.make_impl, and its builders, when they are known",
         )

@@ -3,7 +3,8 @@ Attention as one function call, for callers without a KV cache: `attention` and 
 
 `attend_like_sdpa` is `attention` with the arguments of torch's function, for hosts whose code calls that one.
 `flash_attn_varlen_func` and `flash_attn_with_kvcache` are the same with FlashAttention's arguments, KV cache included.
-`shared_backend`, `BatchPlanner`, `device_of` and `use_device` are what they are made of, for hosts with dense calls;
+`shared_backend`, `BatchPlanner`, `device_of`, `use_device` and `renew_parameters` are what they are made of, for hosts
+with dense calls;
 `prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, and `DecisionCache` keeps it.
 The names load on first use, since they import torch.
 """
@@ -17,6 +18,7 @@ from attnplug._lazy import lazy
 if TYPE_CHECKING:
     from attnplug.dense.backends import BatchPlanner as BatchPlanner
     from attnplug.dense.backends import device_of as device_of
+    from attnplug.dense.backends import renew_parameters as renew_parameters
     from attnplug.dense.backends import shared_backend as shared_backend
     from attnplug.dense.backends import use_device as use_device
     from attnplug.dense.calls import PreparedAttention as PreparedAttention
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
 
 _MODULES: Final = {
-    "attnplug.dense.backends": "BatchPlanner device_of shared_backend use_device",
+    "attnplug.dense.backends": "BatchPlanner device_of renew_parameters shared_backend use_device",
     "attnplug.dense.calls": "PreparedAttention",
     "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.layer import Layer
 from attnplug.contract.inputs.limits import Limits
 from attnplug.dense.decisions import DecisionCache
@@ -88,15 +89,44 @@ def planner_of(
     Raises:
         NoBackendError: Nothing can serve the calls.
     """
-
-    def make() -> BatchPlanner:
+    kinds = tuple(None if one is None else (one.shape, one.dtype, one.device) for one in learned)
+    where = _planners.key((requirements, params, max_num_splits, kinds), device)
+    found = _planners.find(where)
+    if found is None or not renew_parameters(found.impl, *learned):
         options = json.loads(params.options) or None
         backend = shared_backend(requirements, device_of(device), backend=params.backend or None, options=options)
         sinks, slopes = (None if one is None else one.detach().clone() for one in learned)
         impl = backend.make_impl(Layer(name=name, scale=params.scale, sinks=sinks, alibi_slopes=slopes))
-        return BatchPlanner(backend, impl, max_num_splits=max_num_splits)
+        found = BatchPlanner(backend, impl, max_num_splits=max_num_splits)
+        _planners.keep(where, found)
+    return found
 
-    return _planners.get((requirements, params, max_num_splits), device, make, learned)
+
+def renew_parameters(impl: Attention, sinks: Tensor | None, alibi_slopes: Tensor | None) -> bool:
+    """
+    Give a layer that owns its sinks and slopes the values that a call has; return whether it has them.
+
+    Writes by kernels, replayed graphs, numpy, DLPack and `.data` are counted nowhere, so values are compared on the
+    CPU; on a device, where comparing them would wait, they are copied for each call.
+
+    Args:
+        impl: The layer. Its plugin may take them in `make_impl` alone: then it has them where they can be compared.
+        sinks: Of the shape, dtype and device of the layer's; None where it has none.
+        alibi_slopes: Likewise.
+    """
+    pairs = [(impl.layer.sinks, sinks), (impl.layer.alibi_slopes, alibi_slopes)]
+    learned = [(own, given) for own, given in pairs if own is not None and given is not None]
+    changed = [(own, given) for own, given in learned if not (given.is_cpu and torch.equal(own, given))]
+    if not changed:
+        return True
+    # What is not finite is refused by `make_impl`.
+    if not impl.takes_parameters_late or any(one.is_cpu and not torch.isfinite(one).all() for _, one in changed):
+        return False
+    with outside_inference_mode():
+        for own, given in changed:
+            own.copy_(given.detach())
+        impl.parameters_changed()
+    return True
 
 
 def device_of(device: torch.device) -> Device:

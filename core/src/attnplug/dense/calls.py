@@ -4,16 +4,17 @@ Runs dense calls: each decides once, and keeps its implementation and its metada
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field
 from torch import Tensor
 
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.upload import upload
-from attnplug.dense.backends import planner_of
+from attnplug.dense.backends import planner_of, renew_parameters
 from attnplug.dense.decisions import DecisionCache
 from attnplug.dense.params import (
     NO_TENSORS,
@@ -31,8 +32,12 @@ from attnplug.dense.params import (
 )
 
 if TYPE_CHECKING:
-    from attnplug.contract.attention import Attention
+    from collections.abc import Callable
+
     from attnplug.contract.vendor import Metadata
+    from attnplug.dense.backends import BatchPlanner
+
+    Flatten = Callable[[Tensor], Tensor]
 
 _MOST: Final = 32
 """Entries of each cache of a thread: a plan of FlashInfer takes 8 MiB of device memory."""
@@ -41,7 +46,7 @@ NAME: Final = "attnplug.attention"
 """The layer's name in messages."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class PreparedAttention:
     """
     What calls of `attention` or `attention_varlen` of one shape run on.
@@ -55,15 +60,15 @@ class PreparedAttention:
     """
 
     id: str
-    _impl: Attention = field(repr=False)
-    _metadata: Metadata | None = field(repr=False)  # None where no query is given
+    _planner: BatchPlanner = field(repr=False)
+    _batch: Batch | None = field(repr=False)  # without its masks; None where no query is given
     _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
     _rows: tuple[int, int] = field(repr=False)
     _return_lse: bool = field(repr=False)
+    _metadata: Metadata | None = field(default=None, init=False, repr=False)
+    _masks: tuple[Tensor | None, Tensor | None] | None = field(default=None, init=False, repr=False)  # of `_metadata`
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """
         Attend.
 
@@ -72,7 +77,6 @@ class PreparedAttention:
                 contiguous, as of the others.
             key: ``(key tokens, num_kv_heads, head_size)``.
             value: ``(key tokens, num_kv_heads, head_size_v)``.
-            sinks: The sinks that it was prepared for.
 
         Returns:
             ``(query tokens, num_q_heads * head_size_v)``, contiguous; and the log-sum-exp
@@ -81,25 +85,73 @@ class PreparedAttention:
         Raises:
             TensorError: A tensor is another one than it was prepared for.
         """
-        impl, output, lse = self._impl, query.new_empty(self._rows), None
+        return self._attend(query, key, value, self._metadata, None)
+
+    def run_shaped(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: CallTensors, flatten: Flatten
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Attend with the other tensors of a call, and return the results in the shapes of `attention`.
+
+        Args:
+            query: As for `run`, and so are key and value.
+            key: Likewise.
+            value: Likewise.
+            tensors: The other tensors: sinks and slopes that the layer has already, and masks.
+            flatten: Makes the masks those of a `Batch`.
+        """
+        output, lse = self._attend(query, key, value, self._metadata_with(tensors, flatten), tensors.sinks)
+        return output.view(self._shape), None if lse is None else lse.view(self._shape[:-1])
+
+    def takes(self, tensors: CallTensors) -> bool:
+        """Give the layer the sinks and slopes of a call; return False where it has to be made again for them."""
+        return tensors is NO_TENSORS or renew_parameters(self._planner.impl, tensors.sinks, tensors.alibi_slopes)
+
+    def build(self) -> PreparedAttention:
+        """Build the metadata of calls without masks."""
+        if self._batch is not None:
+            self._metadata = self._planner.build(self._batch)
+        return self
+
+    def _metadata_with(self, tensors: CallTensors, flatten: Flatten) -> Metadata | None:
+        """
+        Return the metadata with the masks of a call. On the CPU it is kept for equal ones; on a device, where comparing
+        them would wait, it is built for each call.
+        """
+        masks = (tensors.mask, tensors.bias)
+        if tensors.mask is tensors.bias is None or self._batch is None:
+            return self._metadata
+        on_cpu = all(one is None or one.is_cpu for one in masks)
+        if on_cpu and self._masks is not None and all(map(_are_equal, self._masks, masks)):
+            return self._metadata
+        with outside_inference_mode():
+            copies = tuple(None if one is None else one.detach().clone() if on_cpu else one.detach() for one in masks)
+            flat = [None if one is None else flatten(one) for one in copies]
+            metadata = self._planner.build(evolve(self._batch, custom_mask=flat[0], attn_bias=flat[1]))
+        if on_cpu:
+            self._metadata, self._masks = metadata, (copies[0], copies[1])
+        return metadata
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: Metadata | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        impl, output, lse = self._planner.impl, query.new_empty(self._rows), None
         if self._return_lse:
             lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
-        if self._metadata is not None:
-            impl.forward(query, key, value, None, self._metadata, output, lse=lse)
+        if metadata is not None:
+            impl.forward(query, key, value, None, metadata, output, lse=lse)
         if lse is not None and sinks is not None and impl.lse_includes_sink is False:
             torch.logaddexp(lse, sinks.detach().float(), out=lse)
         return output, lse
 
-    def run_shaped(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `run` does, and return the results in the shapes of `attention`."""
-        output, lse = self.run(query, key, value, sinks)
-        return output.view(self._shape), None if lse is None else lse.view(self._shape[:-1])
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 _calls: Final[DecisionCache[PreparedAttention]] = DecisionCache(_MOST, per_thread=True)
-_lengths: Final[DecisionCache[tuple[int, ...]]] = DecisionCache(_MOST, per_thread=True, scoped=False)
 
 
 def run_padded(
@@ -123,7 +175,8 @@ def run_padded(
         with torch.cuda.device(query.device):
             return run_padded(query, key, value, params, tensors)
     prepared = prepare_padded(query, key, value, params, tensors)
-    return prepared.run_shaped(_packed(query), _packed(key), _packed(value), tensors.sinks)
+    flatten = partial(flat_mask, query=query, keys=key.shape[1])
+    return prepared.run_shaped(_packed(query), _packed(key), _packed(value), tensors, flatten)
 
 
 def prepare_padded(
@@ -132,20 +185,16 @@ def prepare_padded(
     """Return what `run_padded` runs on, on the current device: kept from a call of this shape, or made and kept."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         refuse_capture()
-    shape, sources = query.shape, () if tensors is NO_TENSORS else tensors
-    where = _calls.key((shape, key.shape, value.shape, query.dtype, params), query.device, sources)
-    prepared = _calls.find(where, sources)
-    if prepared is None:
+    shape = query.shape
+    where = _calls.key((shape, key.shape, value.shape, query.dtype, params, _kinds(tensors)), query.device)
+    prepared = _calls.find(where)
+    if prepared is None or not prepared.takes(tensors):
         check_tensors(query, key, value, "(batch, tokens, heads, head_size)")
         batch, queries, keys = shape[0], shape[1], key.shape[1]
         if params.causal:
             check_causal(queries, keys, "were given")
-        sizes = (batch, queries, keys)
-        mask = None if tensors.mask is None else flat_mask(tensors.mask, 1, sizes, query)
-        bias = None if tensors.bias is None else flat_mask(tensors.bias, shape[2], sizes, query)
-        lengths = ([queries] * batch, [keys] * batch)
-        prepared = _prepare((query, key, value), params, tensors, lengths, (mask, bias))
-        _calls.keep(where, prepared, sources)
+        prepared = _prepare((query, key, value), params, tensors, ([queries] * batch, [keys] * batch))
+        _calls.keep(where, prepared)
     return prepared
 
 
@@ -178,7 +227,7 @@ def run_packed(
         with torch.cuda.device(query.device):
             return run_packed(query, key, value, starts, starts_cpu, params, tensors)
     prepared = prepare_packed(query, key, value, starts, starts_cpu, params, tensors)
-    return prepared.run_shaped(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors.sinks)
+    return prepared.run_shaped(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors, _unchanged)
 
 
 def prepare_packed(
@@ -196,41 +245,44 @@ def prepare_packed(
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         refuse_capture()
     sizes = (query.shape, key.shape, value.shape, query_lens, key_lens)
-    sources = () if tensors is NO_TENSORS else tensors
-    where = _calls.key((sizes, query.dtype, params), query.device, sources)
-    prepared = _calls.find(where, sources)
-    if prepared is None:
+    where = _calls.key((sizes, query.dtype, params, _kinds(tensors)), query.device)
+    prepared = _calls.find(where)
+    if prepared is None or not prepared.takes(tensors):
         check_tensors(query, key, value, "(tokens, heads, head_size)")
         check_lengths(query_lens, key_lens, query.shape[0], key.shape[0])
         for one, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
             if params.causal:
                 check_causal(queries, keys, f"were given for sequence {one}")
-        mask, bias = (None if one is None else one.detach() for one in (tensors.mask, tensors.bias))
-        lengths = (list(query_lens), list(key_lens))
-        prepared = _prepare((query, key, value), params, tensors, lengths, (mask, bias))
-        _calls.keep(where, prepared, sources)
+        prepared = _prepare((query, key, value), params, tensors, (list(query_lens), list(key_lens)))
+        _calls.keep(where, prepared)
     return prepared
 
 
 def lengths_of(name: str, starts: Tensor, copy: Tensor | None) -> tuple[int, ...]:
     """
-    Return the lengths between cumulative starts. Without a CPU copy this waits for the device, once for each tensor.
+    Return the lengths between cumulative starts. Without a CPU copy this waits for the device.
 
-    Of a tensor on the CPU they are read each time: its memory may be that of an array, whose changes torch does not
-    count.
+    They are read each time: torch counts no changes by kernels, replayed graphs or an array of the same memory.
 
     Raises:
         TensorError: It is no vector of whole numbers, or falls; or the copy of a tensor on the CPU differs from it.
     """
     source = starts if copy is None else copy
-    if not isinstance(source, Tensor):
-        return lengths_between(name, source)  # which refuses it
-    if source.is_cpu:
-        lengths = lengths_between(name, source)
-        if source is not starts and isinstance(starts, Tensor) and starts.is_cpu and not torch.equal(source, starts):
-            refuse_copy(name)
-        return lengths
-    return _lengths.get(None, source.device, lambda: lengths_between(name, source), (source,))
+    lengths = lengths_between(name, source)
+    if source is not starts and isinstance(starts, Tensor) and starts.is_cpu and not torch.equal(source, starts.cpu()):
+        refuse_copy(name)
+    return lengths
+
+
+def _kinds(tensors: CallTensors) -> tuple[object, ...]:
+    """Return what of the other tensors a decision depends on. Their values may change unseen."""
+    if tensors is NO_TENSORS:
+        return ()
+    return tuple(None if one is None else (one.shape, one.dtype, one.device) for one in tensors)
+
+
+def _unchanged(mask: Tensor) -> Tensor:
+    return mask
 
 
 def _prepare(
@@ -238,32 +290,26 @@ def _prepare(
     params: CallParams,
     tensors: CallTensors,
     lengths: tuple[list[int], list[int]],
-    masks: tuple[Tensor | None, Tensor | None],
 ) -> PreparedAttention:
-    """Decide, load, and build the metadata of a checked call."""
+    """Decide and load a checked call, and build its metadata where it has no masks."""
     device = inputs[0].device
     requirements = requirements_of(*inputs, params, tensors, is_cross=lengths[0] != lengths[1])
     # Tensors that are made in inference mode could not be written outside of it.
     with outside_inference_mode():
         planner = planner_of(requirements, device, params, (tensors.sinks, tensors.alibi_slopes), NAME)
-        metadata = planner.build(_batch(lengths, params, masks, device)) if any(lengths[0]) else None
-    return PreparedAttention(
-        id=planner.impl.backend.id,
-        impl=planner.impl,
-        metadata=metadata,
-        shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
-        rows=(sum(lengths[0]), planner.impl.output_width),
-        return_lse=params.return_lse,
-    )
+        prepared = PreparedAttention(
+            id=planner.impl.backend.id,
+            planner=planner,
+            batch=_batch(lengths, params.causal, device) if any(lengths[0]) else None,
+            shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
+            rows=(sum(lengths[0]), planner.impl.output_width),
+            return_lse=params.return_lse,
+        )
+        return prepared.build() if tensors.mask is tensors.bias is None else prepared
 
 
-def _batch(
-    lengths: tuple[list[int], list[int]],
-    params: CallParams,
-    masks: tuple[Tensor | None, Tensor | None],
-    device: torch.device,
-) -> Batch:
-    batch = Batch.from_lengths(*lengths, causal=params.causal, custom_mask=masks[0], attn_bias=masks[1])
+def _batch(lengths: tuple[list[int], list[int]], causal: bool, device: torch.device) -> Batch:  # noqa: FBT001
+    batch = Batch.from_lengths(*lengths, causal=causal)
     if device.type == "cpu" or batch.key_start_loc is None:
         return batch
     return evolve(

@@ -69,8 +69,8 @@ class DecisionCache(Generic[T]):
             device: The device of the call; None where it makes no difference.
             make: Decides.
             sources: Tensors, modules and other objects that the decision is derived from, or None. A tensor with other
-                values makes the decision invalid. On a device, where comparing them would wait, its version counter is
-                compared, which writes by `.data`, kernels and replayed graphs do not raise.
+                values makes the decision invalid. Nothing is kept for a tensor on a device: comparing its values would
+                wait, and no counter has the writes of `.data`, kernels and replayed graphs.
 
         Raises:
             Exception: Raised by `make`; of a kept refusal, a copy.
@@ -175,32 +175,22 @@ class _Derived:
 class _Source:
     """An object as it was when a decision was derived from it."""
 
-    __slots__ = ("_ref", "_values", "_version")
+    __slots__ = ("_ref", "_values")
 
     def __init__(self, source: Any, drop: Callable[[object], object]) -> None:
         self._ref: Callable[[], Any] = ref(source, drop)
         # Writes by numpy, DLPack, `.data` and other owners of the storage count no version: values are compared.
         is_on_cpu = isinstance(source, torch.Tensor) and source.is_cpu
         self._values: torch.Tensor | None = source.detach().clone() if is_on_cpu else None
-        self._version = None if is_on_cpu else _version_of(source)
 
     def is_same(self, given: Any) -> bool:
         """Whether it is this object, unchanged: another object may have its address after it is gone."""
         if self._ref() is not given:
             return False
         values = self._values
-        if values is None:  # comparing values would wait for the device: such writes are not seen there
-            return self._version == _version_of(given)
+        if values is None:
+            return not isinstance(given, torch.Tensor)  # of a tensor on a device nothing is known without waiting
         return bool(given.is_cpu) and given.dtype == values.dtype and torch.equal(values, given)
-
-
-def _version_of(source: Any) -> object:
-    """Return the version of a tensor on a device; of an inference tensor, which has none, what equals nothing."""
-    if not isinstance(source, torch.Tensor):
-        return None
-    if source.is_inference():
-        return object()
-    return source._version, source.data_ptr()  # noqa: SLF001 - torch has no public name for it
 
 
 class _Refusal:

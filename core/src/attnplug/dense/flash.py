@@ -88,7 +88,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         s_aux: ``(num_q_heads,)``, sinks: logits that join the softmax denominator.
         learnable_sink: Another name of `s_aux`.
         return_softmax_lse: Whether the log-sum-exp is returned, sinks included.
-        cu_seqlens_q_cpu: CPU copy; without it the lengths are read from the device, which waits for it.
+        cu_seqlens_q_cpu: CPU copy; without it each call reads the lengths from the device, which waits for it.
         cu_seqlens_k_cpu: CPU copy.
         backend: As for `select`.
         options: As for `select`.
@@ -133,7 +133,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
     key_starts: Tensor | None = cu_seqlens_k
     key_starts_cpu = cu_seqlens_k_cpu
     if not torch.compiler.is_compiling():  # a graph reads the lengths when it runs
+        copies = _on_cpu(starts, copies)
         query_lens, key_lens = _checked_lengths(starts, copies, bounds)
+        cu_seqlens_q_cpu, key_starts_cpu = copies
         if key_lens == query_lens:
             key_starts = key_starts_cpu = None
     result = attention_varlen(
@@ -155,6 +157,15 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917 - FlashAttention's signatu
         options=options,
     )
     return (result[0], result[1].T) if return_softmax_lse else result
+
+
+def _on_cpu(starts: tuple[Any, Any], copies: tuple[Tensor | None, Tensor | None]) -> tuple[Any, Any]:
+    """Return CPU copies of both start locations, so that each is read from the device once."""
+    of_queries, of_keys = (
+        one.cpu() if copy is None and isinstance(one, torch.Tensor) else copy
+        for one, copy in zip(starts, copies, strict=True)
+    )
+    return of_queries, of_keys
 
 
 def _checked_lengths(
@@ -184,7 +195,7 @@ def _attend_pages(  # noqa: PLR0913, PLR0917 - what `flash_attn_varlen_func` has
     options: Options | None,
 ) -> Any:
     """Attend to pages; `features` are the first of `CallParams`, and `learned` are sinks and slopes."""
-    query_lens, key_lens = _checked_lengths(starts, copies, bounds)
+    query_lens, key_lens = _checked_lengths(starts, _on_cpu(starts, copies), bounds)
     check_queries(q, query_lens)
     check_no_gradients(q, k, v, learned[0], what="flash_attn_varlen_func with a block_table")
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)

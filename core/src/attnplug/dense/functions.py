@@ -37,7 +37,8 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
     Attend, without a KV cache, through the backend that `select` chooses for the call.
 
     The decision, the implementation and its metadata are kept for calls of the same shape, in this thread, as long as
-    `scope_key` stays equal. A new shape builds metadata, and nothing waits for the device. It works in
+    `scope_key` stays equal. Sinks and slopes are copied for each call. A new shape builds metadata, and nothing waits
+    for the device, unless a backend takes sinks or slopes in `make_impl` alone: then each call makes one. It works in
     ``torch.compile(fullgraph=True)``, where it decides when the graph runs. It cannot be captured in a CUDA graph.
 
     Gradients of query, key, value and sinks are computed by torch, from the output and the log-sum-exp, which is
@@ -59,9 +60,8 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         attn_mask: Boolean, True where a query attends to a key: any shape that expands to
             ``(batch, 1, queries, keys)``. A query that attends to nothing has output 0. Or floating, and added to the
             scores in the dtype of the call: any shape that expands to ``(batch, num_q_heads, queries, keys)``; -inf
-            counts as the lowest number. Metadata is kept for the same tensor with the same values. On a GPU, where
-            comparing them would wait, torch's version counter is compared: pass another tensor after writes that it
-            does not count, by `.data` or a kernel. This holds for `sinks` and `alibi_slopes`, too.
+            counts as the lowest number. On the CPU, metadata is kept for equal values. On a GPU, where comparing them
+            would wait, it is built for each call, from the values of then.
         sinks: ``(num_q_heads,)``, float32 or the dtype of the call: logits that join the softmax denominator.
         alibi_slopes: ``(num_q_heads,)`` float32: slope times distance is subtracted from the scores.
         return_lse: Whether the log-sum-exp of the scores is returned, sinks included.
@@ -117,8 +117,7 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
     """
     Attend as `attention` does, in sequences of any length that are packed one after another.
 
-    Without CPU copies the lengths are read from the device, which waits for it: once for a tensor, unless it was made
-    in inference mode.
+    Without CPU copies each call reads the lengths from the device, which waits for it.
 
     Args:
         query: ``(query tokens, num_q_heads, head_size)``.

@@ -108,7 +108,7 @@ def run_pages(call: PagedCall) -> tuple[Tensor, Tensor | None]:
         with outside_inference_mode():
             planner = _planner(call)
             impl = planner.impl
-            cache = impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages})
+            cache = impl.backend.bind_cache({"k": call.key_pages, "v": call.value_pages}, null_block=False)
             metadata = planner.build(_batch(call)) if tokens else None
         if call.new is not None:
             # On the CPU a key without room is refused; on a device its slot is -1.

@@ -248,20 +248,20 @@ def check_lengths(query_lens: tuple[int, ...], key_lens: tuple[int, ...], querie
             )
 
 
-def flat_mask(mask: Tensor, heads: int, sizes: tuple[int, int, int], query: Tensor) -> Tensor:
+def flat_mask(mask: Tensor, query: Tensor, keys: int) -> Tensor:
     """
     Return a mask as a `Batch` has it: ``(batch * queries * keys,)`` bool, or additive ``(1 or heads, ...)``.
 
     Args:
         mask: The mask.
-        heads: How many heads may have separate ones.
-        sizes: Batch, queries and keys.
-        query: The queries, whose dtype an additive mask gets.
+        query: ``(batch, queries, heads, head_size)``; an additive mask gets its dtype.
+        keys: Keys of each sequence.
 
     Raises:
         TensorError: It is of another dtype, shape or device.
     """
-    batch, queries, keys = sizes
+    batch, queries, heads, _ = query.shape
+    heads = 1 if mask.dtype == torch.bool else heads
     wanted = (batch, heads, queries, keys)
     if mask.device != query.device:
         _refuse(

@@ -42,16 +42,16 @@ class TorchImpl(AttentionImpl):
     def __init__(self, layer: Layer, backend: Backend) -> None:
         super().__init__(layer, backend)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
-        # A copy: the compiler tracks the storage behind a view.
-        self._slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.clone()
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """Derive what depends on the layer's scales and sinks."""
+        """Derive what depends on the layer's scales, sinks and slopes."""
         layer = self.layer
+        # A copy: the compiler tracks the storage behind a view.
+        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.clone()
         self._codec = codec_of(layer, self.agreement)
         scale = self.scale if self._codec is None else self.scale * self._codec.score_factor
-        self._score_params = ScoreParams(scale, self.logits_soft_cap, self.agreement.requirements.alibi, self._slopes)
+        self._score_params = ScoreParams(scale, self.logits_soft_cap, self.agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
         self._is_plain = self._sinks is None and self._codec is None
 

@@ -2,7 +2,7 @@
 Calls with a boolean mask by key, as models with padded text make them: the keys that it hides are left out.
 
 What remains is attention of sequences of different lengths. FlashAttention and FlashInfer serve that, and have no such
-masks. The mask is read once, which waits for the device, and again after it has changed.
+masks. Each call reads the mask, which waits for the device: nothing else shows that its values have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from attrs import frozen
 
 from attnplug import attention, attention_varlen
-from attnplug.dense import DecisionCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +40,6 @@ class KeptKeys:
     starts: Tensor
     starts_cpu: Tensor
     hidden: Tensor | None
-
-
-_kept: Final[DecisionCache[KeptKeys]] = DecisionCache(scoped=False)
 
 
 def is_by_key(
@@ -171,16 +167,12 @@ torch.library.register_fake("attnplug_diffusers::attend_by_key", _fake_op, lib=_
 
 def kept_keys(attn_mask: Tensor, batch: int) -> KeptKeys:
     """
-    Return the keys that a mask shows: what was found for it before, unless it has changed.
+    Return the keys that a mask shows. It waits for the device.
 
     Args:
         attn_mask: ``(batch or 1, 1, 1, keys)`` bool.
         batch: How many sequences there are.
     """
-    return _kept.get(batch, attn_mask.device, lambda: _read(attn_mask, batch), (attn_mask,))
-
-
-def _read(attn_mask: Tensor, batch: int) -> KeptKeys:
     mask, device, hidden = attn_mask[:, 0, 0].cpu().expand(batch, -1), attn_mask.device, None
     if bool(mask.all()):
         return KeptKeys(None, torch.empty(0), torch.empty(0), None)

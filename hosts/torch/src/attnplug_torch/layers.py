@@ -108,16 +108,9 @@ def _has_flash(call: PackedCall) -> bool:
     )
 
 
-_equal: Final[DecisionCache[bool]] = DecisionCache(scoped=False)
-
-
 def _are_equal(starts: Tensor, key_starts: Tensor | None) -> bool:
-    """Return whether queries and keys have the same lengths. It waits for the device once for a pair of tensors."""
-    if key_starts is None or starts is key_starts:
-        return True
-    if starts.is_cpu and key_starts.is_cpu:  # their memory may be that of an array, whose changes torch does not count
-        return torch.equal(starts, key_starts)
-    return _equal.get(None, starts.device, lambda: torch.equal(starts, key_starts), (starts, key_starts))
+    """Return whether queries and keys have the same lengths. It waits for the device."""
+    return key_starts is None or starts is key_starts or torch.equal(starts, key_starts)
 
 
 def _requirements(call: PackedCall, form: str | None, is_cross: bool) -> attnplug.Requirements:  # noqa: FBT001
@@ -247,7 +240,8 @@ def _run(call: PackedCall, batch: attnplug.Batch) -> tuple[str, Tensor, Tensor]:
         if batch.num_reqs and tokens:
             planner = _planner(backend, query.device, call.scale, call.max_num_splits)
             paged = call.block_table is not None
-            cache = planner.impl.backend.bind_cache({"k": call.key, "v": call.value}) if paged else None
+            pages = {"k": call.key, "v": call.value}
+            cache = planner.impl.backend.bind_cache(pages, null_block=False) if paged else None
             key, value = (None, None) if paged else (_plain(call.key), _plain(call.value))
             metadata = planner.build(batch)
             planner.impl.forward(_plain(query), key, value, cache, metadata, output, lse=lse)

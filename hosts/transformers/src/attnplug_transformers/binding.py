@@ -7,11 +7,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 from attrs import frozen
 
 from attnplug import Selection, select
 from attnplug.contract import Attention, Layer, LoadedBackend
-from attnplug.dense import BatchPlanner, DecisionCache, device_of, shared_backend
+from attnplug.dense import BatchPlanner, DecisionCache, device_of, renew_parameters, shared_backend
 from attnplug.errors import RequirementsError
 from attnplug.models import ModelLayer, model_layers
 from attnplug_transformers import KEY
@@ -19,7 +20,6 @@ from attnplug_transformers import KEY
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -64,7 +64,7 @@ def find_binding(module: nn.Module) -> Binding | None:
 
 def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
     """
-    Return the module's binding, a new one where the decision, the sinks, the scale or the device changed.
+    Return the module's binding, a new one where the decision, the scale or the device changed, with the call's sinks.
 
     Args:
         call: The call.
@@ -75,10 +75,13 @@ def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
         NoBackendError: No backend supports the requirements.
         ContractError: The backend refuses the layer.
     """
-    module, device = call.module, call.query.device
-    made = _bindings.get(
-        (requirements, call.scale), device, lambda: _make(call, requirements, name), (module, call.sinks)
-    )
+    module, device, sinks = call.module, call.query.device, call.sinks
+    kind = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    where = _bindings.key((requirements, call.scale, kind), device, (module,))
+    made = _bindings.find(where, (module,))
+    if made is None or not renew_parameters(made.impl, sinks, None):
+        made = _make(call, requirements, name)
+        _bindings.keep(where, made, (module,))
     if _last.get(module) is not made:
         _last[module] = made
     return made
@@ -86,10 +89,12 @@ def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
 
 def _make(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
     sinks, device = call.sinks, call.query.device
-    with _lock:
+    # Tensors that are made in inference mode could not be written outside of it.
+    with _lock, torch.inference_mode(mode=False):
         where = device_of(device)
         backend = shared_backend(requirements, where)
-        impl = backend.make_impl(Layer(name=name, scale=call.scale, sinks=None if sinks is None else sinks.detach()))
+        own = None if sinks is None else sinks.detach().clone()
+        impl = backend.make_impl(Layer(name=name, scale=call.scale, sinks=own))
         planner = _find_planner(backend, impl, device)
         return Binding(call.signature, requirements, select(requirements, where), impl, planner)
 

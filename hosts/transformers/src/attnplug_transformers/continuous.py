@@ -12,7 +12,7 @@ import threading
 from contextvars import copy_context
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, __version__
@@ -23,6 +23,7 @@ from attnplug.errors import AttnplugError, NotNegotiatedError
 from attnplug_transformers.call import check_arguments, check_outputs, module_name, uncompiled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextvars import Context
     from types import TracebackType
 
@@ -48,6 +49,7 @@ class _Thread(threading.local):
 
     def __init__(self, context: Context) -> None:
         self.context = context.copy()  # one context cannot be entered by two threads at once
+        self.first: Callable[[], nn.Module | None] = lambda: None
         self.starts: list[tuple[Tensor, Tensor]] = []
 
 
@@ -160,22 +162,21 @@ class ContinuousBatching:
         thread = self._entered()
         return thread.context.run(call, *args, **kwargs, **self._keywords)
 
-    def on_cpu(self, starts: Tensor, *, is_first: bool) -> Tensor:
-        """
-        Return the CPU copy of cumulative lengths, read once for each step: all layers are given the same tensors.
+    def begin(self, module: nn.Module) -> None:
+        """Take note of a layer's call. A step begins with the layer that the one before began with."""
+        thread = self._entered()
+        if thread.first() in {None, module}:
+            thread.first = ref(module)
+            thread.starts.clear()
 
-        Args:
-            starts: The tensor.
-            is_first: Whether it is the queries', which differ in every step.
-        """
+    def on_cpu(self, starts: Tensor) -> Tensor:
+        """Return the CPU copy of cumulative lengths, read once for each step: all layers are given the same tensors."""
         if starts.is_cpu:
             return starts
         thread = self._entered()
         for known, on_cpu in thread.starts:
             if known is starts:
                 return on_cpu
-        if is_first:
-            thread.starts.clear()
         thread.starts.append((starts, starts.cpu()))
         return thread.starts[-1][1]
 
@@ -321,7 +322,8 @@ def attend(  # noqa: PLR0913 - the library's signature
     rows = query[0].transpose(0, 1)
     keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
     starts = kwargs["cu_seq_lens_q"]
-    starts_cpu, key_starts_cpu = handle.on_cpu(starts, is_first=True), handle.on_cpu(key_starts, is_first=False)
+    handle.begin(module)
+    starts_cpu, key_starts_cpu = handle.on_cpu(starts), handle.on_cpu(key_starts)
     tokens, used = int(starts_cpu[-1]), int(key_starts_cpu[-1])  # the rest is padding of a compiled model
     output = handle.run(
         flash_attn_varlen_func,

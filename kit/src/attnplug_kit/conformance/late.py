@@ -1,4 +1,4 @@
-"""What is known late: block size and head counts after the selection, scales after `make_impl`, sinks in the call."""
+"""What is known late: block size and head counts, scales after `make_impl`, sinks in the call, and changed tensors."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ def _scaled_graphs(subject: Subject) -> Mapping[str, RequestSpec]:
 def _with_sinks(subject: Subject) -> Mapping[str, RequestSpec]:
     both = field_values_of(subject).spec(sinks=True, return_lse=True)
     return {**field_values_of(subject).of("sinks"), **({} if both is None else {"sinks=True return_lse=True": both})}
+
+
+def _learned(subject: Subject) -> Mapping[str, RequestSpec]:
+    return field_values_of(subject).of("sinks", "alibi")
 
 
 class LateValues(Tier):
@@ -132,6 +136,25 @@ class LateValues(Tier):
             call = runner.call(other)
             runner.forward(call, runner.builder.build(call.batch), sinks=(scene.sinks + shift).to(backend.device))
             runner.compare(call, other, f"{subject} with {point}: sinks of call {number}")
+
+    @over(_learned)
+    def test_changed_in_place(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Sinks and slopes that the host has written into the layer's tensors are those of the next call."""
+        point = draw(point)
+        scene = materialize(point.case(84))
+        backend = load_for(subject, point, scene.case)
+        _require_late(subject, backend)
+        layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
+        own = {name: getattr(layer, name) for name in ("sinks", "alibi_slopes")}
+        own = {name: one.clone() for name, one in own.items() if one is not None}
+        runner = SceneRunner(backend, scene, layer=evolve(layer, **own))
+        runner.run(scene)
+        for factor in (2.0, 0.5):
+            other = evolve(scene, **{name: getattr(scene, name) * factor for name in own})
+            for name, one in own.items():
+                one.copy_(getattr(other, name))
+            runner.impl.parameters_changed()
+            runner.compare(runner.run(other).call, other, f"{subject} with {point}: {' and '.join(own)} in place")
 
 
 def _check_bound(subject: Subject, spec: RequestSpec, *late: str) -> None:
