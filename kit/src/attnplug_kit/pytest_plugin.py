@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads xmlpath
 def pytest_configure(config: pytest.Config) -> None:
     """Check that the named backend can be tested, and register what collects the results."""
+    config.addinivalue_line("markers", "slow: takes tens of seconds (`-m 'not slow'` leaves it out)")
     name, folder = config.getoption("--attn-backend"), config.getoption("--attn-report")
     is_the_kit = any(_names_the_kit(argument, config) for argument in config.args)
     if name is None and folder is None and not is_the_kit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle import Scene
+
+
+_MOST_BUILDS: Final = 40
+"""Steps at most until metadata have the address of others: a few of the first do, unless somebody keeps them all."""
 
 
 def _seq_lens_cpu_kinds(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -57,6 +61,10 @@ def _layer_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
     return {"plain": plain(subject), **own}
 
 
+def _kept_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
+    return {**_layer_inputs(subject), **field_values_of(subject).of("dtype")}
+
+
 class Building(Tier):
     """Metadata: built once per step, from this step's batch, without side effects."""
 
@@ -68,7 +76,7 @@ class Building(Tier):
         runner.builder.build(batch)
         _require_same(before, batch.to_dict(), f"{subject}: build changed")
 
-    @over(_layer_inputs)
+    @over(_kept_inputs)
     def test_forward_mutates_no_input(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Queries, keys, values, the batch and the layer's tensors are the same after a forward."""
         spec = draw(point, keep=("kv_in_cache",))
@@ -85,6 +93,21 @@ class Building(Tier):
         runner, scenes = _runner(draw, subject, 3)
         for step, scene in enumerate(scenes, 1):
             runner.compare(runner.run(scene).call, scene, f"{subject}: step {step} of one builder")
+
+    def test_metadata_in_the_place_of_another(self, subject: Subject, draw: Draw) -> None:
+        """Metadata of a later step may have the address that those of an earlier one had."""
+        runner, scenes = _runner(draw, subject, 3)
+        places: dict[int, int] = {}
+        for number in range(_MOST_BUILDS):
+            which = number % 3  # of two, each might have an address of its own
+            call = runner.call(scenes[which])
+            metadata = runner.builder.build(call.batch)
+            was_of_other = places.setdefault(id(metadata), which) != which
+            runner.forward(call, metadata)
+            del metadata
+            if was_of_other:
+                runner.compare(call, scenes[which], f"{subject}: metadata in the place of that of another step")
+                return
 
     def test_build_ahead(self, subject: Subject, draw: Draw) -> None:
         """Building another step changes nothing for a step that was built before."""

@@ -45,7 +45,18 @@ _OUTER: Final = {"NHD": "tokens", "HND": "heads"}
 
 def _caches(subject: Subject) -> Mapping[str, RequestSpec]:
     specs = field_values_of(subject).of(*tested("cache"))
-    return {name: spec for name, spec in specs.items() if spec.fields.get("paged")}
+    wide = {f"heads outnumber slots of {layout}": _of_many_heads(subject, layout) for layout in ("NHD", "HND")}
+    found = {**specs, **{name: spec for name, spec in wide.items() if spec is not None}}
+    return {name: spec for name, spec in found.items() if spec.fields.get("paged")}
+
+
+def _of_many_heads(subject: Subject, layout: str) -> RequestSpec | None:
+    """Return a request whose blocks have more heads than slots: who takes the larger axis for the slots is wrong."""
+    sizes = ((8, 4), (16, 8), (32, 16), (64, 32), (2, 1))
+    specs = (
+        field_values_of(subject).spec(num_kv_heads=heads, block_size=size, kv_layout=layout) for heads, size in sizes
+    )
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _local(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -85,7 +96,7 @@ class CacheWrites(Tier):
 
     @over(_caches)
     def test_slots_written_by_the_host(self, subject: Subject, draw: Draw, point: Any) -> None:
-        """The same for a host that writes the cache itself, before forward."""
+        """The same for a host that writes the cache itself, before forward, in the phases that it may write."""
         point = draw(point, keep=("kv_in_cache",))
         scene = materialize(point.case(42))
         backend = load_for(subject, point, scene.case)
@@ -102,13 +113,13 @@ class CacheWrites(Tier):
         cache = scene.paged(backend, backend.device, written=True).cache
         other = backend.make_cache(scene.num_blocks, device=backend.device)
         before = {name: as_bytes(pages).clone() for name, pages in paged_tensors(cache).items()}
-        backend.swap_blocks(cache, other, [(1, 2)])
+        backend.swap_blocks(cache, other, [(1, 2), (3, 1), (2, 4)])
         backend.copy_blocks([cache], {1: [2, 3]})
         for name, was in before.items():
             now, swapped = paged_tensors(cache)[name], paged_tensors(other)[name]
             expected = was[[0, 1, 1, 1, *range(4, len(was))]]
-            same = torch.equal(as_bytes(swapped)[2], was[1])
-            require(same, f"{subject}: swap_blocks did not copy the {name}s of a block")
+            same = torch.equal(as_bytes(swapped)[[2, 1, 4]], was[[1, 3, 2]])
+            require(same, f"{subject}: swap_blocks did not copy the {name}s of three blocks")
             same = torch.equal(as_bytes(now), expected)
             require(same, f"{subject}: after copy_blocks, a block has the wrong {name}s")
 

@@ -17,7 +17,8 @@ from attnplug_kit.conformance.pairwise import covering_specs
 from attnplug_kit.conformance.serving import load_for, plain, require, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.fields import CUTS, ROWS, tested
-from attnplug_kit.oracle import Paged, SceneRunner, limits_of, materialize
+from attnplug_kit.oracle import Paged, SceneRunner, assert_output, limits_of, materialize
+from attnplug_kit.oracle.running import step_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from attnplug_kit.oracle import Scene
 
 _HEADS: Final = 8
+_LONGEST: Final = 2**15
+_LARGEST_GAIN: Final = 3000.0  # of queries in float16
 _SPARE_BLOCKS: Final = (300, 33000)
 _LARGEST_POOL: Final = 2**25  # numbers of the keys: 128 MiB in float32
 
@@ -44,7 +47,9 @@ _LIMITS: Final = Limits(max_num_reqs=48, max_num_tokens=1024, max_seq_len=2048) 
 def _capabilities(subject: Subject) -> Mapping[str, RequestSpec]:
     declared = field_values_of(subject)
     names = [n for n in declared.values() if FIELDS[n].kind != "device" and n not in tested("elsewhere")]
-    return declared.of(*names)
+    wide = [value for value in declared.values().get("head_size_v", ()) if value > plain(subject).fields["head_size"]]
+    both = {f"head_size_v={value} kv_layout=HND": declared.spec(head_size_v=value, kv_layout="HND") for value in wide}
+    return {**declared.of(*names), **{name: spec for name, spec in both.items() if spec is not None}}
 
 
 def _pairs(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -78,6 +83,26 @@ def _many(subject: Subject) -> Mapping[str, RequestSpec]:
         specs = [each for each in declared.of(name).items() if "attn_type" not in each[1].fields]
         found.update(specs[len(specs) // 2 :][:1])
     return found
+
+
+def _saturated(subject: Subject) -> Mapping[str, RequestSpec]:
+    return field_values_of(subject).of("logits_soft_cap")
+
+
+def _alibi(subject: Subject) -> Mapping[str, RequestSpec]:
+    return {name: spec for name, spec in field_values_of(subject).of("alibi").items() if "phases" not in spec.fields}
+
+
+def _with_dominant_first_keys(scene: Scene) -> Scene:
+    """Return the scene with first keys to which the last query of the first head of each group attends most."""
+    keys = []
+    ratio = scene.case.num_q_heads // scene.case.num_kv_heads
+    for queries, rows in zip(scene.queries, scene.keys, strict=True):
+        last = queries[-1, ::ratio].double()
+        wanted = float(scene.alibi_slopes.max()) * len(rows) + 10 if scene.alibi_slopes is not None else 10
+        first = last * (wanted / (scene.scale * last.square().sum(-1, keepdim=True)))
+        keys.append(torch.cat([first.to(rows.dtype).unsqueeze(0), rows[1:]]))
+    return evolve(scene, keys=tuple(keys))
 
 
 def _cuts(subject: Subject) -> Mapping[str, RequestSpec]:
@@ -136,6 +161,53 @@ class Capabilities(Tier):
         spec = draw(point)
         serve(subject, spec, record, spec.case(seed=23, any_order=True, **_many_keys(subject, spec)))
 
+    def test_long_steps_of_one_state(self, subject: Subject, draw: Draw) -> None:
+        """Steps with many keys, whose splits fill a workspace, share a state; both are built before the first runs."""
+        spec = draw(plain(subject))
+        scenes = [materialize(spec.case(seed, **_many_keys(subject, spec))) for seed in (31, 32)]
+        runner = runner_for(subject, spec, scenes[0], limits=limits_of(scenes[0]))
+        calls = [runner.call(scene) for scene in scenes]
+        built = [runner.builder.build(call.batch) for call in calls]
+        for call, metadata in zip(calls, built, strict=True):
+            runner.forward(call, metadata)
+        for number, (call, scene) in enumerate(zip(calls, scenes, strict=True), 1):
+            runner.compare(call, scene, f"{subject} with {spec}: long step {number} of one state")
+
+    @pytest.mark.slow
+    def test_32768_keys(self, subject: Subject, draw: Draw) -> None:
+        """A prompt of 32,768 tokens, of which some rows are compared, and decodes behind as many keys."""
+        if subject.is_interpreted:
+            pytest.skip(f"{subject}: interpreted kernels would take hours")
+        declared = field_values_of(subject)
+        few = declared.spec(num_kv_heads=1, gqa_ratio=2) or plain(subject)
+        spec = draw(few, keep=("num_kv_heads", "gqa_ratio", "kv_in_cache", "kv_cache_dtype", "seq_lens_cpu_kind"))
+        phases = spec.fields.get("phases", ("prefill", "decode"))
+        if "prefill" in phases:
+            whole = materialize(spec.case(33, query_lens=(_LONGEST,), context_lens=(0,)))
+            runner = runner_for(subject, spec, whole, limits=limits_of(whole))
+            output = runner.run(whole).output
+            for row in (0, 1, 511, 4097, 20000, _LONGEST - 1):
+                assert_output(output[row : row + 1], step_of(whole, [(row, row + 1)]))
+        if "decode" in phases:
+            decodes = materialize(spec.case(34, query_lens=(1, 1), context_lens=(_LONGEST, 300)))
+            runner = runner_for(subject, spec, decodes, limits=limits_of(decodes))
+            runner.compare(runner.run(decodes).call, decodes, f"{subject} with {spec}: decodes of {_LONGEST} keys")
+
+    @over(_saturated)
+    def test_scores_beyond_the_soft_cap(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
+        """Scores of 100 times the soft cap are the cap: nothing overflows."""
+        spec = draw(point)
+        serve(subject, spec, record, spec.case(seed=35, gain=min(100 * spec.fields["logits_soft_cap"], _LARGEST_GAIN)))
+
+    @over(_alibi)
+    def test_dominant_far_key(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
+        """With ALiBi, a first key whose score exceeds what its distance subtracts has most of the weight."""
+        spec = draw(point, keep=("kv_cache_dtype",))
+        scene = _with_dominant_first_keys(materialize(spec.case(36, query_lens=(1, 9), context_lens=(150, 90))))
+        runner = runner_for(subject, spec, scene)
+        runner.compare(runner.run(scene).call, scene, f"{subject} with {spec}: a far key has most of the weight")
+        record.served(runner.backend)
+
     @over(_cuts)
     def test_beyond_cuts(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Sequences longer than a large window or chunk give the oracle's output."""
@@ -188,20 +260,25 @@ class Capabilities(Tier):
 
     @over(_many)
     def test_many_requests(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
-        """More requests than a block has threads."""
+        """More requests than a block has threads; the plain request has more than 256."""
         spec = draw(point, keep=("gqa_ratio",) if "num_kv_heads" in point.fixed or subject.is_interpreted else ())
-        decodes = 70 if subject.is_interpreted else 130
+        decodes = 70 if subject.is_interpreted else 300 if "num_kv_heads" in point.fixed else 130
         context_lens = spec.over_pages(tuple(7 * request % 50 for request in range(decodes + 4)))
         lens: dict[str, Any] = {"query_lens": (*[1] * decodes, *[3, 18] * 2), "context_lens": context_lens}
         serve(subject, spec, record, spec.case(seed=24, any_order=True, **lens))
 
     @over(_decode_query_lens)
     def test_decodes_of_several_tokens(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
-        """A batch of decodes of several tokens is causal within each."""
+        """A batch of decodes of several tokens is causal within each, whether or not they are equally many."""
         longest = point.fields["decode_query_len"]
         spec = draw(point)
-        lens: dict[str, Any] = {"query_lens": (longest, 1, longest), "context_lens": spec.over_pages((33, 0, 7))}
-        serve(subject, spec, record, spec.case(seed=25, **lens))
+        for queries, contexts in (
+            ((longest, 1, longest), (33, 0, 7)),
+            ((1, longest, 1), (18, 5, 40)),
+            ((min(3, longest),) * 3, (50, 4, 17)),
+        ):
+            lens: dict[str, Any] = {"query_lens": queries, "context_lens": spec.over_pages(contexts)}
+            serve(subject, spec, record, spec.case(seed=25, **lens))
 
     @over(_batch_invariant)
     def test_batch_invariant(self, subject: Subject, draw: Draw, point: Any) -> None:

@@ -16,7 +16,7 @@ from attnplug_kit.conformance.stepping import decoded
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.fields import tested
 from attnplug_kit.oracle import check_replays, check_replays_without_build, check_shared_state, materialize
-from attnplug_kit.oracle.replaying import check_advanced_replays
+from attnplug_kit.oracle.replaying import check_advanced_replays, check_two_shapes
 from attnplug_kit.oracle.running import longest_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _pairs(subject: Subject) -> dict[str, tuple[str, tuple[RequestSpec, RequestS
     if plain is None or not plain.fields.get("paged", True):
         return {}
     names = {*tested("graphs"), *tested("sizes")}
-    found: dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]] = {}
+    found: dict[str, tuple[str, tuple[RequestSpec, RequestSpec]]] = {"the same agreement": (level, (plain, plain))}
     for name, values in declared.values().items():
         for value in dict.fromkeys((*values[1:2], values[-1])) if name in names else ():
             other = declared.spec(**{**fields, name: value})
@@ -150,6 +150,21 @@ class Graphs(Tier):
         spec = draw(spec)
         _check(subject, spec, level, _contexts(spec, requests, 60), requests)
 
+    @over(_plain_levels)
+    def test_replays_of_two_shapes(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """One builder has two captured shapes, whose replays take turns: neither reads what is the other's."""
+        level, spec = point
+        uniform, query_len = _uniform(subject, draw(spec), level)
+        each = [
+            (requests, _scenes(uniform, [((query_len,) * len(lens), lens) for lens in steps], requests * query_len))
+            for requests, steps in ((9, ((70, 3, 17, 17, 4), (5, 30, 0))), (2, ((90, 12), (41,))))
+        ]
+        longest = max(_longest_of(scenes) for _, scenes in each)
+        with _naming(subject, uniform, "replays of two shapes"):
+            backend = load_for(subject, uniform, each[0][1][0].case)
+            shapes = [GraphShape(requests, requests * query_len, query_len, longest) for requests, _ in each]
+            check_two_shapes(backend, shapes, [scenes for _, scenes in each])
+
     @over(_decodes)
     def test_advanced_replays(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Metadata of a graph that are advanced decode the next tokens in its replays."""
@@ -183,13 +198,13 @@ class Graphs(Tier):
 
     @over(_pairs)
     def test_agreements_of_one_state(self, subject: Subject, draw: Draw, point: Any) -> None:
-        """Layers of two agreements share workspace and graph buffers, and keep their own plans."""
+        """Layers of two agreements, or of two KV caches of one, share a state and a graph, and keep their own plans."""
         level, specs = point
         each = [_uniform(subject, draw(spec), level) for spec in specs]
         requests, query_len = 5, each[0][1]
         steps = [((query_len,) * len(lens), lens) for lens in _contexts(each[1][0], requests, 70)[:2]]
         rows = requests * query_len
-        scenes = [_scenes(uniform, steps, rows) for uniform, _ in each]
+        scenes = [_scenes(uniform, steps, rows, seed) for (uniform, _), seed in zip(each, (0, 7), strict=True)]
         shape = GraphShape(requests, rows, query_len, max(map(_longest_of, scenes)) + 7)
         with _naming(subject, each[1][0], "with a plain agreement in one state"):
             backends = [load_for(subject, uniform, one[0].case) for (uniform, _), one in zip(each, scenes, strict=True)]
@@ -246,9 +261,9 @@ def _naming(subject: Subject, spec: RequestSpec, what: str) -> Iterator[None]:
         raise AssertionError(f"{subject} with {spec}: {what}: {error}") from error
 
 
-def _scenes(spec: RequestSpec, steps: Sequence[_Step], rows: int) -> list[Scene]:
+def _scenes(spec: RequestSpec, steps: Sequence[_Step], rows: int, seed: int = 0) -> list[Scene]:
     """Return the scenes of one layer's steps."""
-    scenes = [_scene(spec, seed, step, rows) for seed, step in enumerate(steps)]
+    scenes = [_scene(spec, number, step, rows) for number, step in enumerate(steps, seed)]
     return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
 
 

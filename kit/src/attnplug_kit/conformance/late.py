@@ -93,13 +93,15 @@ class LateValues(Tier):
         }
         runner = SceneRunner(backend, scene, layer=evolve(layer, **ones))
         runner.run(scene)
-        scales["k_scale_tensor"] = scales["k_scale_tensor"].clone()  # which the host changes below
+        # The host changes them below.
+        scales |= {name: one.clone() for name, one in scales.items() if isinstance(one, torch.Tensor)}
         runner.impl.update_scales(**scales)
         runner.compare(runner.run(scene).call, scene, f"{subject} with {point}: scales that came after make_impl")
-        halved = _with_half_key_scale(scene)
-        _change_key_scale(runner, halved)
-        what = f"{subject} with {point}: scales that the host has changed in place"
-        runner.compare(runner.run(halved).call, halved, what)
+        for role in ("key", "value"):
+            scene = _with_half_scale(scene, role)
+            _change_scale(runner, scene, role)
+            what = f"{subject} with {point}: the scale of {role}s, which the host has changed in place"
+            runner.compare(runner.run(scene).call, scene, what)
 
     @over(_scaled_graphs)
     def test_scales_in_a_graph(self, subject: Subject, draw: Draw, point: Any) -> None:
@@ -112,9 +114,11 @@ class LateValues(Tier):
         if not runner.impl.wrapped.graphs_read_scales:
             pytest.skip(f"{subject}: {backend.impl_class.__name__} refuses other scales behind a capture")
         graph, replay = runner.capture()
-        for each in (scene, _with_half_key_scale(scene)):
+        halved = _with_half_scale(scene, "key")
+        for each in (scene, halved, _with_half_scale(halved, "value")):
             call = runner.padded_call(each)
-            _change_key_scale(runner, each)
+            for role in ("key", "value"):
+                _change_scale(runner, each, role)
             runner.place(call)
             runner.builder.build(call.batch, graph=graph)
             replay()
@@ -145,12 +149,13 @@ class LateValues(Tier):
         backend = load_for(subject, point, scene.case)
         _require_late(subject, backend)
         layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
-        own = {name: getattr(layer, name) for name in ("sinks", "alibi_slopes")}
-        own = {name: one.clone() for name, one in own.items() if one is not None}
+        given = {name: getattr(layer, name) for name in ("sinks", "alibi_slopes")}
+        own: dict[str, Any] = {name: one.clone() for name, one in given.items() if one is not None}
         runner = SceneRunner(backend, scene, layer=evolve(layer, **own))
         runner.run(scene)
         for factor in (2.0, 0.5):
-            other = evolve(scene, **{name: getattr(scene, name) * factor for name in own})
+            changed: dict[str, Any] = {name: getattr(scene, name) * factor for name in own}
+            other = evolve(scene, **changed)
             for name, one in own.items():
                 one.copy_(getattr(other, name))
             runner.impl.parameters_changed()
@@ -175,25 +180,30 @@ def _check_bound(subject: Subject, spec: RequestSpec, *late: str) -> None:
 
 
 def _with_own_scales(scene: Scene, backend: LoadedBackend) -> Layer:
-    """Return the layer with a key scale that no other layer has."""
+    """Return the layer with scales of keys and values that no other layer has."""
     layer = scene.layer(device=backend.device, scales=backend.impl_class.static_scales)
-    return evolve(layer, k_scale_tensor=None if layer.k_scale_tensor is None else layer.k_scale_tensor.clone())
+    given = {name: getattr(layer, name) for name in ("k_scale_tensor", "v_scale_tensor")}
+    own: dict[str, Any] = {name: None if one is None else one.clone() for name, one in given.items()}
+    return evolve(layer, **own)
 
 
-def _with_half_key_scale(scene: Scene) -> Scene:
-    """Return the scene with another key scale, as with an FP8 cache that is calibrated again."""
+def _with_half_scale(scene: Scene, role: str) -> Scene:
+    """Return the scene with another scale of keys or values, as with an FP8 cache that is calibrated again."""
     if scene.rounding is None:
         raise AssertionError(f"{scene.case} has no FP8 cache")
-    return evolve(scene, rounding=evolve(scene.rounding, key_scale=scene.rounding.key_scale / 2))
+    half: dict[str, Any] = {f"{role}_scale": getattr(scene.rounding, f"{role}_scale") / 2}
+    return evolve(scene, rounding=evolve(scene.rounding, **half))
 
 
-def _change_key_scale(runner: SceneRunner, scene: Scene) -> None:
-    """Write the key scale of a scene into the tensor that the layer has."""
-    own = runner.impl.layer.k_scale_tensor
+def _change_scale(runner: SceneRunner, scene: Scene, role: str) -> None:
+    """Write the scale of a scene's keys or values into the tensor that the layer has."""
+    name = f"{role[0]}_scale_tensor"
+    own = getattr(runner.impl.layer, name)
     if own is None or scene.rounding is None:
-        raise AssertionError(f"{scene.case} has no tensor of the key scale")
-    own.copy_(scene.rounding.key_scale)
-    runner.impl.update_scales(k_scale_tensor=own)
+        raise AssertionError(f"{scene.case} has no tensor of the scale of {role}s")
+    own.copy_(getattr(scene.rounding, f"{role}_scale"))
+    changed: dict[str, Any] = {name: own}
+    runner.impl.update_scales(**changed)
 
 
 def _require_late(subject: Subject, backend: LoadedBackend) -> None:

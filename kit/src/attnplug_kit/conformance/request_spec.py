@@ -11,7 +11,7 @@ from attnplug.errors import RequestError
 from attnplug.request import FIELDS, Requirements
 from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle import Case
-from attnplug_kit.oracle.case import OF_LAYER
+from attnplug_kit.oracle.case import OF_LAYER, STRIDES
 from attnplug_kit.oracle.rounding import INT8_DTYPES
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -
     fields, size = spec.fields, spec.fields["head_size"]
     # Not head_size ** -0.5, which a backend may compute by itself. Large scores show rounded queries: none larger.
     found: dict[str, Any] = {"scale": size**-0.5 * source.choice((0.6, 0.8, *((1.5,) * (fixed.get("gain", 1) <= 1))))}
-    found["strides"] = source.choice(("packed", "rows", "heads"))
+    found["strides"] = source.choice(STRIDES)
     found["shared_blocks"] = source.choice((0, 1)) if fields.get("paged", True) else 0
     shift = source.choice((0.0, 0.0, 100.0, -100.0))
     own = any(ROWS[name].absolute for name in fields) or fields.get("kv_cache_dtype") in INT8_DTYPES

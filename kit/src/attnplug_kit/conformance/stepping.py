@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import evolve
 
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.serving import runner_for
-from attnplug_kit.conformance.tier import Tier, over
+from attnplug_kit.conformance.serving import plain, runner_for
+from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.fields import CUTS, tested
 from attnplug_kit.oracle import materialize
 from attnplug_kit.oracle.running import step_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.drawing import Draw
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle import Paged, Scene, SceneRunner
+    from attnplug_kit.oracle import Case, Paged, Scene, SceneRunner
 
 _CHUNKS: Final = (16, 1, 9, 19)
 """New tokens of a prompt in each step of chunked prefill; decodes have one in each."""
@@ -31,11 +31,13 @@ _ORDERS: Final = (("decode", "prefill"), ("prefill", "decode"), ("decode", "pref
 
 _STEPS: Final = 4
 
+_LONG_PREFIX: Final = "a prefix of more than 512 keys"
 _CASCADES: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "sinks": {"sinks": True},
     "soft cap": {"logits_soft_cap": 2.0},
     "sinks and LSE": {"sinks": True, "return_lse": True},
+    _LONG_PREFIX: {},
 }
 
 
@@ -61,9 +63,9 @@ def _cut_decodes(subject: Subject) -> dict[str, RequestSpec]:
     return {name: spec for name, spec in _decodes(subject).items() if name.startswith(("plain", *CUTS))}
 
 
-def _cascades(subject: Subject) -> dict[str, RequestSpec]:
+def _cascades(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
     found = {name: field_values_of(subject).spec(cascade=True, **fields) for name, fields in _CASCADES.items()}
-    return {name: spec for name, spec in found.items() if spec is not None}
+    return {name: (name, spec) for name, spec in found.items() if spec is not None}
 
 
 class Stepping(Tier):
@@ -102,6 +104,39 @@ class Stepping(Tier):
             _run(runner, call, step, metadata, f"{subject} with {spec}: step {number} of an advanced batch")
 
     @over(_cut_decodes)
+    def test_advance_with_fewer_requests(self, subject: Subject, draw: Draw, point: Any) -> None:
+        """Of an advanced batch, the first requests may go on alone: the others are padding."""
+        spec = draw(point)
+        whole, steps = decoded(spec)
+        runner, cache = _with_cache(subject, spec, whole)
+        first = _call(runner, steps[0], cache)
+        metadata = runner.builder.build(first.batch)
+        _run(runner, first, steps[0], metadata, f"{subject} with {spec}: a step before requests ended")
+        for count, step in ((2, steps[1]), (1, steps[2])):
+            call, alone = _call(runner, step, cache), _first_requests(step, count)
+            metadata = runner.builder.advance_step(metadata, num_queries=count)
+            _run(runner, call, alone, metadata, f"{subject} with {spec}: {count} of 3 requests go on")
+
+    @needs(paged=True, phases=("prefill", "decode"))
+    def test_advance_after_prefills(self, subject: Subject, draw: Draw) -> None:
+        """Requests whose prompts are complete turn into decodes without another build."""
+        spec = draw(plain(subject, paged=True, phases=("prefill", "decode")))
+        contexts, queries = (20, spec.fields["block_size"] - 1, 0), (1, 9, 21)
+        lens: dict[str, Any] = {"context_lens": contexts, "query_lens": tuple(one + 2 for one in queries)}
+        whole = materialize(spec.case(84, **lens, num_padding_tokens=0))
+        ends = [tuple(map(sum, zip(contexts, queries, (more,) * 3, strict=True))) for more in range(3)]
+        steps = [step_of(whole, list(zip(*pair, strict=True))) for pair in pairwise((contexts, *ends))]
+        runner, cache = _with_cache(subject, spec, whole)
+        calls = [_call(runner, step, cache) for step in steps]
+        built = [runner.builder.build(calls[0].batch)]
+        built.append(runner.builder.advance_step(built[0], prefills_to_decodes=True))
+        built.append(runner.builder.advance_step(built[1]))
+        for number, (call, step, metadata) in enumerate(zip(calls, steps, built, strict=True), 1):
+            _run(
+                runner, call, step, metadata, f"{subject} with {spec}: step {number} of prefills that turn into decodes"
+            )
+
+    @over(_cut_decodes)
     def test_fast_steps(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Steps that are built fast, as those of a draft model, give what others give."""
         spec = draw(point)
@@ -115,13 +150,31 @@ class Stepping(Tier):
     @over(_cascades)
     def test_cascade_equals_flat(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Cascade attention, which attends to a shared prefix once, gives what a flat step gives."""
-        spec = draw(point)
-        scene = materialize(spec.case(83))
+        name, spec = point
+        spec = draw(spec)
+        case = spec.case(83)
+        if name == _LONG_PREFIX:  # and the first request waits in this step
+            case = _with_longer_prefix(evolve(case, query_lens=(0, *case.query_lens[1:])))
+        scene = materialize(case)
         runner = runner_for(subject, spec, scene)
-        for length, name in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):
+        for length, how in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):
             call = runner.call(scene)
             runner.forward(call, runner.builder.build(evolve(call.batch, common_prefix_len=length)))
-            runner.compare(call, scene, f"{subject} with {spec}, {name}")
+            runner.compare(call, scene, f"{subject} with {spec}, {how}")
+
+
+def _with_longer_prefix(case: Case) -> Case:
+    """Return the case with more than 512 keys in the prefix that its requests share."""
+    longer = case.with_shared_prefix(-(-512 // case.block_size) + 1)
+    return evolve(longer, common_prefix_len=longer.common_prefix_len + case.common_prefix_len)
+
+
+def _first_requests(step: Scene, count: int) -> Scene:
+    """Return the first requests of a step alone, in the same pages."""
+    case = evolve(step.case, query_lens=step.case.query_lens[:count], context_lens=step.case.context_lens[:count])
+    tokens = {name: getattr(step, name)[:count] for name in ("queries", "keys", "values", "block_table")}
+    masks = None if step.masks is None else step.masks[:count]
+    return evolve(step, case=case, masks=masks, **tokens)
 
 
 def _order(spec: RequestSpec) -> tuple[str, ...]:

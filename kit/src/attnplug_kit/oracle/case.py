@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+STRIDES: Final = ("packed", "rows", "heads", "values", "keys", "heads first")
+
 FEATURES: Final = tuple(name for name, row in ROWS.items() if row.drawn)
 """The fields that `random_case` varies only if they are named in `features`."""
 
@@ -69,7 +71,9 @@ class Case:
         score_shift: About what every score has besides. Softmax is the same with it, and at 100 ``exp(score)``
             overflows in float32, at -100 it is 0.
         strides: How rows are placed: ``"packed"``; ``"rows"``: as parts of wider rows, and a block table as wide as an
-            engine's; ``"heads"``: the heads of queries, keys and values as parts of wider heads, too.
+            engine's; ``"heads"``: the heads of queries, keys and values as parts of wider heads, too; ``"values"``:
+            values as parts of wider rows, and keys not; ``"keys"``: keys as parts of wider heads, and queries far
+            apart; ``"heads first"``: the heads of queries before the tokens.
         shared_blocks: The first blocks of all requests with as much context are the same, as with prefix caching.
         kv_written: Whether K/V were written before a paged call, which has none then.
         lens_on_cpu: What the CPU has of the lengths of sequences: ``"exact"``, ``"upper_bound"`` or ``"absent"``.

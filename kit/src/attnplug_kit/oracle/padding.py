@@ -11,6 +11,8 @@ import torch
 from attrs import evolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor
 
     from attnplug.contract import Batch
@@ -74,8 +76,7 @@ def with_strides(call: _D, strides: str) -> _D:
     if strides == "packed":
         return call
     changed: dict[str, Any] = {name: _in_wider_rows(getattr(call, name)) for name in ("output", "lse")}
-    spaced = _in_wider_heads if strides == "heads" else _in_wider_rows
-    for name in ("query", "key", "value"):
+    for name, spaced in zip(("query", "key", "value"), _SPACED[strides], strict=True):
         rows: Tensor | None = getattr(call, name)
         changed[name] = None if rows is None else spaced(rows)
     if call.batch.block_table is not None:
@@ -97,6 +98,21 @@ def _in_wider_rows(rows: Tensor) -> Tensor:
     return wide[:, flat.shape[1] : 2 * flat.shape[1]].view(rows.shape)
 
 
+def _in_far_rows(rows: Tensor) -> Tensor:
+    """Return rows as far apart as those of one part of a large fused projection."""
+    flat = rows.flatten(1)
+    return torch.cat([flat, *[_nan(flat)] * 8], 1)[:, : flat.shape[1]].view(rows.shape)
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    """Return ``(tokens, heads, size)`` with the heads before the tokens in memory."""
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _as_they_are(rows: Tensor) -> Tensor:
+    return rows
+
+
 def _in_wider_heads(rows: Tensor) -> Tensor:
     """Return ``(tokens, heads, size)`` in memory where each head has as much again behind it, as ``[q0 k0 q1 k1]``."""
     return torch.cat([rows, _nan(rows)], 2)[:, :, : rows.shape[2]]
@@ -107,3 +123,13 @@ def _nan(rows: Tensor) -> Tensor:
     if rows.itemsize == 1:
         return torch.full_like(rows.view(torch.uint8), 0xFF).view(rows.dtype)
     return torch.full_like(rows, torch.nan)
+
+
+_SPACED: Final[Mapping[str, tuple[Callable[[Tensor], Tensor], ...]]] = {
+    "rows": (_in_wider_rows,) * 3,
+    "heads": (_in_wider_heads,) * 3,
+    "values": (_as_they_are, _as_they_are, _in_wider_rows),
+    "keys": (_in_far_rows, _in_wider_heads, _as_they_are),
+    "heads first": (_heads_first, _as_they_are, _as_they_are),
+}
+"""Where queries, keys and values are, by the name that `Case.strides` has for it."""

@@ -153,6 +153,35 @@ def check_replays(
     return results
 
 
+def check_two_shapes(backend: LoadedBackend, shapes: Sequence[GraphShape], scenes: Sequence[Sequence[Scene]]) -> None:
+    """
+    Capture shapes of one builder, replay them in turns, and compare each result with the oracle's.
+
+    Args:
+        backend: Loaded for the requirements of the scenes, with a graph level.
+        shapes: The shapes, the largest first.
+        scenes: The steps of each shape, padded to its rows.
+
+    Raises:
+        AssertionError: A result differs.
+    """
+    runners: list[ReplayRunner] = []
+    for shape, steps in zip(shapes, scenes, strict=True):
+        runner = ReplayRunner(backend, steps, shape, state=runners[0].state if runners else None)
+        if runners:
+            runner.impl, runner.builder = runners[0].impl, runners[0].builder
+        runners.append(runner)
+    captured = [runner.capture() for runner in runners]
+    for step in range(max(map(len, scenes))):
+        for runner, (graph, replay), steps in zip(runners, captured, scenes, strict=True):
+            scene = steps[step % len(steps)]
+            call = runner.padded_call(scene)
+            runner.place(call)
+            runner.builder.build(call.batch, graph=graph)
+            replay()
+            runner.replayed(call, scene)
+
+
 def check_advanced_replays(backend: LoadedBackend, steps: Sequence[Scene], *, max_seq_len: int) -> None:
     """
     Capture the shape of decodes, build and replay the first step, advance its metadata for each later one and replay.

@@ -79,9 +79,14 @@ class SceneRunner:
         cache = call.cache if isinstance(call, Paged) else None
         slots = call.batch.slot_mapping
         if self.impl.host_writes and cache is not None and call.key is not None:  # None: shared K/V are cached already
-            self.impl.write_kv(call.key, call.value, cache, slots)  # type: ignore[arg-type]
+            first = metadata.num_decode_tokens if self._writes_prefills_alone else 0
+            self.impl.write_kv(call.key[first:], call.value[first:], cache, slots[first:])  # type: ignore[index]
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
         self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)
+
+    @property
+    def _writes_prefills_alone(self) -> bool:
+        return bool(self.impl.forward_writes) and self.impl.host_writes == {"prefill"}
 
     def result(self, call: Dense | Paged, scene: Scene) -> RunResult:
         """Return the results of a step that ran."""
