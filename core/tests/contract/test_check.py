@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 
 import pytest
 from attrs import frozen
@@ -118,6 +119,7 @@ def test_a_fault_is_found(cls, finding):
 
     assert finding in caught.value.problem
     assert "toy/plain" in caught.value.problem
+    assert re.match(r"(set|write|decorate|declare|override|rename) ", caught.value.fix)
     assert "ATTNPLUG_BLOCK=toy" in caught.value.fix
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 

@@ -21,6 +21,7 @@ from attnplug.errors import (
     LayerError,
     NoBackendError,
     NotNegotiatedError,
+    PluginContractError,
     RequirementsError,
     SettingsError,
     TensorError,
@@ -424,6 +425,15 @@ def test_layers_with_other_sinks_have_theirs(takes_late, on_cpu, monkeypatch) ->
         assert_results(lse, lses)
 
     assert len(made) == (1 if takes_late else 4)
+
+
+def test_a_plugin_that_reads_pages_alone_is_named(monkeypatch) -> None:
+    """Its manifest declares contiguous K/V without knowing it."""
+    monkeypatch.setattr(TorchImpl, "run", lambda self, query, key, value, kv_cache, *rest: kv_cache.k)
+
+    with pytest.raises(PluginContractError, match=r"no attribute 'k'.*in a call without a KV cache") as caught:
+        attention(*tensors())
+    assert "when = { paged = false }" in caught.value.fix
 
 
 def test_sinks_that_are_not_finite_are_refused_at_every_call() -> None:

@@ -10,6 +10,7 @@ import pytest
 from attnplug.errors import DeviceError
 from attnplug.request import device as module
 from attnplug.request.device import Device, is_unseen, multiprocessors
+from tools import forked
 
 
 class Nvml(SimpleNamespace):
@@ -244,3 +245,14 @@ def test_a_device_of_another_library_is_refused_with_its_text(make):
 def test_a_device_index_is_no_compute_capability():
     with pytest.raises(DeviceError, match=r"such as '9\.0', not as a device index"):
         Device.parse("cuda:0")
+
+
+def test_a_device_that_torch_does_not_know_has_the_name_of_its_package() -> None:
+    code = """
+import torch, attnplug
+torch.utils.rename_privateuse1_backend("acmecore")
+print(repr(attnplug.Device(torch.device("acmecore", 1))), repr(attnplug.Device.parse(torch.device("acmecore"))))
+"""
+    done = forked.run("-c", code)
+
+    assert done.stdout == "Device('acmecore') Device('acmecore')\n", done.stderr

@@ -185,6 +185,22 @@ def test_failures_are_counted_by_cause() -> None:
     assert list(lines_of_causes(tests[-1:], "acme/plain")) == []
 
 
+def test_what_all_failures_have_in_common_is_said_first() -> None:
+    message = "AssertionError: acme/plain with head_size={} sliding_window={} paged=True: output: 3; in decodes only"
+    tests = [failed(f"test_pairs[acme/plain-{one}]", message.format(64 + one, 7)) for one in range(3)]
+
+    assert list(lines_of_causes(tests, "acme/plain"))[:2] == [
+        "failed, by cause:",
+        "  all 3 that show their request have sliding_window=7 in common, in decodes only",
+    ]
+    tests.append(failed("test_pairs[acme/plain-4]", message.format(64, 9).removesuffix("; in decodes only")))
+    assert list(lines_of_causes(tests, "acme/plain"))[1].endswith(
+        "4 that show their request have sliding_window in common"
+    )
+    tests.append(failed("test_pairs[acme/plain-5]", "AssertionError: acme/plain with dtype=float16: output"))
+    assert not any("in common" in line for line in lines_of_causes(tests, "acme/plain"))
+
+
 def test_an_open_feature_is_exercised_by_an_option() -> None:
     found = unexercised("acme/fast", "features", ("acme.rope",), "test it beside the kit", features=("acme.bias",))
 

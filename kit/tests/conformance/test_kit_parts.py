@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 
+import attnplug
 from attnplug.manifest.reader import read_manifest
 from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
+from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.conformance import Basic, Tier
 from attnplug_kit.conformance.drawing import Draw
 from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
@@ -20,6 +25,8 @@ from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
 from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.request_spec import RequestSpec
 from attnplug_kit.conformance.subject import Subject, find_subjects
+from attnplug_kit.oracle import Case, check, materialize
+from tools import forked
 
 SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
 MANIFEST = read_manifest(Path(__file__).parent / "vendor" / "attnplug.toml")
@@ -105,6 +112,61 @@ def test_a_contradictory_request_has_no_requirements() -> None:
 
     assert plain.evolve(per_head_scales=True).requirements() is None
     assert plain.evolve(attn_type="encoder").requirements() is None
+
+
+def test_the_simplest_tests_run_first(tmp_path: Path) -> None:
+    """So that `-x` stops at one of them."""
+    (tmp_path / "test_mine.py").write_text(
+        "from attnplug_kit.conformance import Conformance\nclass TestMine(Conformance):\n    backend = 'torch/sdpa'\n"
+    )
+    plain = ("-q", "--collect-only", "-p", "no:randomly", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
+    done = forked.run("-m", "pytest", *plain, "--attn-device=cpu", str(tmp_path), cwd=tmp_path)
+    tests = [line.split("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "::" in line]
+    order = list(dict.fromkeys(tests))
+
+    assert order[0] == "test_plain_attention", done.stdout
+    assert order.index("test_mixed_batch") < order.index("test_pairs") < order.index("test_written_slots")
+    assert order.index("test_forward_twice") < order.index("test_replays") < order.index("test_late_scales")
+
+
+@pytest.mark.parametrize(
+    ("paged", "raised", "said"),
+    [
+        (False, "'NoneType' object has no attribute 'k'", "when = { paged = false }"),
+        (True, "index 1000010 is out of bounds for dimension 0 with size 9", "1,000,000 and more, and no block"),
+        (True, "index 10 is out of bounds for dimension 0 with size 9", ""),
+    ],
+)
+def test_a_forward_that_raises_says_what_it_has_read(paged, raised, said, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise RuntimeError(raised)
+
+    monkeypatch.setattr(TorchImpl, "run", run)
+    scene = materialize(Case(query_lens=(1, 9), context_lens=(30, 0)))
+    backend = attnplug.load(scene.case.requirements(paged=paged), "cpu", backend="torch/sdpa")
+    with pytest.raises(AssertionError if said else RuntimeError, match=re.escape(raised)) as caught:
+        check(backend, scene)
+    assert said in str(caught.value)
+
+
+def test_a_difference_in_one_phase_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TorchImpl.run
+    scene = materialize(Case(query_lens=(1, 9), context_lens=(30, 0)))
+    backend = attnplug.load(scene.case.requirements(), "cpu", backend="torch/sdpa")
+    for rows, value, said in (
+        (slice(1), 7.0, "; in decodes only"),
+        (slice(3, 5), 7.0, "; in prefills only"),
+        (slice(4), torch.nan, "; NaN is in every slot, row and byte that the call may not read"),
+    ):
+
+        def wrong(self: Any, *given: Any, rows: slice = rows, value: float = value) -> None:
+            run(self, *given)
+            given[5][rows] = value
+
+        monkeypatch.setattr(TorchImpl, "run", wrong)
+        with pytest.raises(AssertionError) as caught:
+            check(backend, scene)
+        assert str(caught.value).endswith(said)
 
 
 def test_known_failures_are_expected_to_fail_strictly() -> None:

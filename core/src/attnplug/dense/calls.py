@@ -5,7 +5,7 @@ Runs dense calls: each decides once, and keeps its implementation and its metada
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 from attrs import define, evolve, field
@@ -30,6 +30,7 @@ from attnplug.dense.params import (
     refuse_copy,
     requirements_of,
 )
+from attnplug.errors import PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,10 +140,25 @@ class PreparedAttention:
         if self._return_lse:
             lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
         if metadata is not None:
-            impl.forward(query, key, value, None, metadata, output, lse=lse)
+            try:
+                impl.forward(query, key, value, None, metadata, output, lse=lse)
+            except AttributeError as error:
+                if error.obj is None:
+                    _explain_missing_cache(self.id, error)
+                raise
         if lse is not None and sinks is not None and impl.lse_includes_sink is False:
             torch.logaddexp(lse, sinks.detach().float(), out=lse)
         return output, lse
+
+
+def _explain_missing_cache(plugin_id: str, error: AttributeError) -> NoReturn:
+    """Refuse a plugin whose kernels read pages alone, and whose manifest declares contiguous K/V besides."""
+    raise PluginContractError(
+        f"the plugin of {plugin_id} raised {error!r} in a call without a KV cache",
+        "its manifest declares contiguous K/V: `paged` as a feature, or paged = true, adds pages to them",
+        "for kernels that read pages alone, add [[rules]] with when = { paged = false } and a reason to attnplug.toml; "
+        "or choose another backend for calls without a KV cache",
+    ) from error
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:

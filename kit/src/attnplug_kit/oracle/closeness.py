@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from attnplug_kit.oracle.scene import Scene
 
 
+class DifferenceError(AssertionError):
+    """
+    Elements of a result differ from the oracle's.
+
+    Attributes:
+        rows: ``(tokens,)`` bool, the rows in which some do.
+    """
+
+    def __init__(self, message: str, rows: Tensor) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 @frozen
 class Tolerance:
     """
@@ -142,9 +155,11 @@ def assert_close(
     error = error.masked_fill(~wrong, -1.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     worst = torch.unravel_index(error.argmax(), error.shape)
     place = tuple(int(index) for index in worst)
-    raise AssertionError(
+    poison = "; NaN is in every slot, row and byte that the call may not read" if got[worst].isnan() else ""
+    raise DifferenceError(
         f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ; at {place} {float(got[worst])!r}, "
-        f"exact {float(exact[worst])!r} (tolerance {float(allowed[worst]):.1e}, {dtype})"
+        f"exact {float(exact[worst])!r} (tolerance {float(allowed[worst]):.1e}, {dtype}){poison}",
+        wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong,
     )
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from attnplug_kit.oracle.scene import Dense
 
 _D = TypeVar("_D", bound="Dense")
+NO_BLOCK: Final = 10**6
+"""Numbers of blocks from here on are of none: entries of block tables that may not be read have such."""
+
 _LENGTHS: Final = ("seq_lens", "encoder_seq_lens", "dcp_local_seq_lens", "num_computed_tokens")
 
 
@@ -87,7 +90,7 @@ def with_strides(call: _D, strides: str) -> _D:
 def with_wider_table(batch: Batch) -> Batch:
     """Return the batch with a block table as wide as an engine's, whose further entries name no block."""
     table: Tensor = batch.block_table  # type: ignore[assignment] # of a paged batch
-    missing = torch.full_like(table, int(table.max()) + 10**6 if table.numel() else 0)  # blocks that do not exist
+    missing = torch.full_like(table, int(table.max()) + NO_BLOCK if table.numel() else 0)
     wide = torch.cat([table, missing, missing[:, :1], missing[:, :1], missing[:, :1]], 1)
     return evolve(batch, block_table=wide, block_table_cpu=wide if wide.device.type == "cpu" else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -9,14 +10,15 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug.contract import Limits
-from attnplug_kit.oracle.closeness import assert_close, assert_output
+from attnplug_kit.oracle.closeness import DifferenceError, assert_close, assert_output
 from attnplug_kit.oracle.exercised import passed
+from attnplug_kit.oracle.padding import NO_BLOCK
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import Captures, Layer, LoadedBackend, Metadata
+    from attnplug.contract import Captures, KVCache, Layer, LoadedBackend, Metadata
     from attnplug_kit.oracle.case import Case
     from attnplug_kit.oracle.scene import Scene
 
@@ -82,7 +84,13 @@ class SceneRunner:
             first = metadata.num_decode_tokens if self._writes_prefills_alone else 0
             self.impl.write_kv(call.key[first:], call.value[first:], cache, slots[first:])  # type: ignore[index]
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
-        self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)
+        try:
+            self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            note = _note_of(error, cache)
+            if not note:
+                raise
+            raise AssertionError(f"forward raised {error!r}: {note}") from error
 
     @property
     def _writes_prefills_alone(self) -> bool:
@@ -110,6 +118,18 @@ class SceneRunner:
             compare(self.result(call, scene), self.backend, scene)
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from error
+
+
+def _note_of(error: Exception, cache: KVCache | None) -> str:
+    """Say what of the contract a forward that raised has passed by; empty where the error does not show it."""
+    if cache is None and "NoneType" in str(error):
+        return (
+            'the request has paged=False, and so no KV cache. `features = ["paged"]` and `paged = true` declare pages '
+            "besides contiguous K/V; for pages only, add [[rules]] with when = { paged = false } and a reason"
+        )
+    if any(int(number) >= NO_BLOCK for number in re.findall(r"\d{7,}", str(error))):
+        return f"entries of a block table behind a request's keys are {NO_BLOCK:,} and more, and no block"
+    return ""
 
 
 def limits_of(scene: Scene) -> Limits:
@@ -156,11 +176,25 @@ def compare(ran: RunResult, backend: LoadedBackend, scene: Scene) -> None:
         AssertionError: They differ.
     """
     exact, dtype, scaled = scene.expected(), ran.output.dtype, scene.rounding is not None
-    assert_output(ran.output, scene)
-    if backend.agreement.requirements.return_lse:
-        expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
-        assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)
+    try:
+        assert_output(ran.output, scene)
+        if backend.agreement.requirements.return_lse:
+            expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
+            assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)
+    except DifferenceError as error:
+        raise AssertionError(f"{error}{_only_in(error.rows, scene.case)}") from error
     passed(backend, scene)
+
+
+def _only_in(rows: Tensor, case: Case) -> str:
+    """Say which of the batch's requests differ, where it is those of one phase in a batch of both."""
+    decodes = torch.tensor([count <= case.decode_query_len for count in case.query_lens])
+    of_decodes = decodes.repeat_interleave(torch.tensor(case.query_lens))
+    if bool(of_decodes.all()) or not bool(of_decodes.any()) or len(of_decodes) != len(rows):
+        return ""
+    if not bool((rows & ~of_decodes).any()):
+        return "; in decodes only"
+    return "" if bool((rows & of_decodes).any()) else "; in prefills only"
 
 
 def step_of(whole: Scene, spans: Sequence[tuple[int, int]]) -> Scene:

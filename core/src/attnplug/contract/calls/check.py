@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 
@@ -16,6 +16,9 @@ from attnplug.errors import PluginContractError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+
+_Fault: TypeAlias = "tuple[str, str]"
+"""What is wrong with a class, and its fix."""
 
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
 _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
@@ -89,13 +92,14 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
             "it returns a subclass of attnplug.contract.Backend, the class itself",
             "return the class from the hook",
         )
-    findings = [*_parts(cls), *_impl(cls), *_never_called(cls), *_signatures(cls)]
-    if findings:
+    faults = [*_parts(cls), *_impl(cls), *_never_called(cls), *_signatures(cls)]
+    if faults:
+        findings, fixes = ("; ".join(dict.fromkeys(texts)) for texts in zip(*faults, strict=True))
         raise PluginContractError(
-            f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
+            f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {findings}",
             "a backend class has every part of the contract (attnplug.contract)",
-            f"mend the plugin of {plugin_id} (`python -m attnplug_kit.upgrade FILE` rewrites earlier versions), or "
-            f"block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
+            f"{fixes} (`python -m attnplug_kit.upgrade FILE` rewrites earlier versions); or block the plugin: "
+            f"ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
         )
     return cls
 
@@ -126,66 +130,73 @@ def _set_by_constructor(base: type) -> tuple[str, ...]:
     return tuple(name for name, text in annotations.items() if not str(text).startswith("ClassVar"))
 
 
-def _parts(cls: type[Backend]) -> Iterator[str]:
+def _parts(cls: type[Backend]) -> Iterator[_Fault]:
     for name, base in _PARTS.items():
         part = getattr(cls, name)
         if not (isinstance(part, type) and issubclass(part, base)):
-            yield f"{name} is {part!r}, no subclass of {base.__name__}"
+            yield f"{name} is {part!r}, no subclass of {base.__name__}", f"set {name} to a subclass of {base.__name__}"
     yield from _abstract("the class", cls)
     yield from _undecorated(cls.metadata_class)
 
 
-def _undecorated(metadata: object) -> Iterator[str]:
+def _undecorated(metadata: object) -> Iterator[_Fault]:
     """A field that attrs does not know would be missing in metadata, and in what is compared for graphs."""
     if isinstance(metadata, type) and issubclass(metadata, Metadata):
         known = {field.name for field in attrs.fields(metadata)}
         own = [name for name in inspect.get_annotations(metadata) if name not in known]
         if own:
-            yield f"metadata_class annotates {', '.join(own)} and is not decorated with attrs.frozen"
+            found = f"metadata_class annotates {', '.join(own)} and is not decorated with attrs.frozen"
+            yield found, f"decorate {metadata.__name__} with @attrs.frozen(eq=False, kw_only=True)"
 
 
-def _impl(cls: type[Backend]) -> Iterator[str]:
+def _impl(cls: type[Backend]) -> Iterator[_Fault]:
     impl = getattr(cls, "impl_class", None)
     if not (isinstance(impl, type) and issubclass(impl, AttentionImpl)):
-        yield "impl_class is not set" if impl is None else f"impl_class is {impl!r}, no subclass of AttentionImpl"
+        found = "impl_class is not set" if impl is None else f"impl_class is {impl!r}, no subclass of AttentionImpl"
+        yield found, "set impl_class to a subclass of AttentionImpl"
         return
     yield from _abstract("impl_class", impl)
     yield from _cache_write(impl)
     if impl.query_quantization not in ("impl", "host"):
-        yield f"query_quantization is {impl.query_quantization!r}, neither 'impl' nor 'host'"
+        found = f"query_quantization is {impl.query_quantization!r}, neither 'impl' nor 'host'"
+        yield found, "declare query_quantization = 'impl', or 'host' where queries come quantized"
     if not isinstance(impl.static_scales, (set, frozenset)) or not impl.static_scales <= {"q", "k", "v"}:
-        yield f"static_scales is {impl.static_scales!r}, no set of 'q', 'k' and 'v'"
+        found = f"static_scales is {impl.static_scales!r}, no set of 'q', 'k' and 'v'"
+        yield found, "declare static_scales = frozenset('kv'), or frozenset() without scales"
 
 
-def _cache_write(impl: type[AttentionImpl]) -> Iterator[str]:
+def _cache_write(impl: type[AttentionImpl]) -> Iterator[_Fault]:
     declared = getattr(impl, "cache_write", None)
+    who = "declare who writes the cache: cache_write = 'forward', 'host' or 'either'"
     if declared is None:
-        yield "impl_class does not declare cache_write"
+        yield "impl_class does not declare cache_write", who
         return
     phases = by_phase(declared)
     if set(phases) != {"prefill", "decode"} or not set(phases.values()) <= set(CHOICES):
         known = f"{', '.join(map(repr, CHOICES))}, or a mapping of 'prefill' and 'decode' to these"
-        yield f"cache_write is {dict(declared) if isinstance(declared, Mapping) else declared!r}, not {known}"
+        yield f"cache_write is {dict(declared) if isinstance(declared, Mapping) else declared!r}, not {known}", who
     elif set(phases.values()) != {"forward"} and impl.update_kv_cache is AttentionImpl.update_kv_cache:
-        yield "cache_write lets the host write the cache, and update_kv_cache is not overridden"
+        found = "cache_write lets the host write the cache, and update_kv_cache is not overridden"
+        yield found, "override update_kv_cache, or declare cache_write = 'forward'"
 
 
-def _abstract(what: str, cls: type) -> Iterator[str]:
+def _abstract(what: str, cls: type) -> Iterator[_Fault]:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        yield f"{what} does not implement {', '.join(missing)}"
+        yield f"{what} does not implement {', '.join(missing)}", f"write {', '.join(missing)} in {cls.__name__}"
 
 
-def _never_called(cls: type[Backend]) -> Iterator[str]:
+def _never_called(cls: type[Backend]) -> Iterator[_Fault]:
     """What the engine calls on the handle never reaches a plugin's method of that name."""
     for part, instead in _WRITTEN.items():
         owner = getattr(cls, part, None) if part else cls
         if isinstance(owner, type):
             for name in [name for name in instead if hasattr(owner, name)]:
-                yield f"{owner.__name__}.{name} is never called: the engine calls {name}, write {instead[name]}"
+                found = f"{owner.__name__}.{name} is never called: the engine calls {name}, write {instead[name]}"
+                yield found, f"rename {name} to {instead[name]}"
 
 
-def _signatures(cls: type[Backend]) -> Iterator[str]:
+def _signatures(cls: type[Backend]) -> Iterator[_Fault]:
     for part, base, names in _CALLED:
         owner = getattr(cls, part, None) if part else cls
         if isinstance(owner, type) and issubclass(owner, base):
@@ -198,7 +209,7 @@ _BY_NAME: Final = (inspect.Parameter.KEYWORD_ONLY,)
 _BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _misfits(cls: type, base: type, names: Iterable[str]) -> Iterator[str]:
+def _misfits(cls: type, base: type, names: Iterable[str]) -> Iterator[_Fault]:
     """Yield what is wrong with those of these methods of `base` that `cls` overrides."""
     for name in names:
         own = inspect.getattr_static(cls, name, None)
@@ -206,10 +217,11 @@ def _misfits(cls: type, base: type, names: Iterable[str]) -> Iterator[str]:
             continue
         found = getattr(cls, name, None)
         if not callable(found):
-            yield f"{cls.__name__}.{name} is {found!r}, no method"
+            yield f"{cls.__name__}.{name} is {found!r}, no method", f"write {name} as a method"
         elif inspect.isfunction(own) and not _fits(inspect.signature(own), _called(base, name)):
             wanted = ", ".join(_text(parameter) for parameter in _called(base, name))
-            yield f"{cls.__name__}.{name}{_bare(inspect.signature(own))} is called with ({wanted})"
+            what = f"{cls.__name__}.{name}{_bare(inspect.signature(own))} is called with ({wanted})"
+            yield what, f"write def {name}(self, {wanted})"
 
 
 def _called(base: type, name: str) -> list[inspect.Parameter]:
