@@ -194,9 +194,7 @@ def test_what_all_failures_have_in_common_is_said_first() -> None:
         "  all 3 that show their request have sliding_window=7 in common, in decodes only",
     ]
     tests.append(failed("test_pairs[acme/plain-4]", message.format(64, 9).removesuffix("; in decodes only")))
-    assert list(lines_of_causes(tests, "acme/plain"))[1].endswith(
-        "4 that show their request have sliding_window in common"
-    )
+    assert "  all 4 that show their request have sliding_window in common" in lines_of_causes(tests, "acme/plain")
     tests.append(failed("test_pairs[acme/plain-5]", "AssertionError: acme/plain with dtype=float16: output"))
     assert not any("in common" in line for line in lines_of_causes(tests, "acme/plain"))
 
