@@ -181,3 +181,12 @@ def test_the_kernel_compiles(rows: str, pages: str, mantissa: int, scales: int, 
     assert ("st.global.v2" if pages == "u8" else "st.global.v4") in code
     assert ".ftz" not in code.replace(DIVISION, "")
     assert (DIVISION in code) == bool(scales)
+
+
+def test_slots_whose_memory_was_freed_are_refused() -> None:
+    rows, pages, slots = torch.ones(4, 1, 8), torch.zeros(3, 4, 1, 8), torch.arange(4, 8)
+    slots.untyped_storage().resize_(0)
+
+    with pytest.raises(TensorError, match="memory was freed"):
+        write_kv(rows, rows, pages, pages.clone(), slots)
+    assert not pages.any()

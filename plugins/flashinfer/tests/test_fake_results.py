@@ -161,7 +161,7 @@ def test_rows_without_keys_are_zero():
     output, lse = wrapper.run(rows, rows[:1, :1], rows[1:2, 1:], return_lse=True)
     assert torch.equal(output[[0, 1, 3, 4]], torch.zeros(4, 2, 64).half())
     assert torch.equal(output[2], rows[1:2, 1].expand(2, 64))
-    assert torch.isneginf(lse[[0, 1, 3, 4]]).all()
+    assert (lse[[0, 1, 3, 4]] < -4e4).all()  # -inf or -50,000, by kernel
 
 
 def test_merged_states_are_those_of_all_keys(partial_of):

@@ -133,13 +133,13 @@ class Attention:
             kv_cache: What `LoadedBackend.make_cache` or `LoadedBackend.bind_cache` returned; None for dense calls, and
                 where a profiling run has none.
             metadata: What the builder of this backend returned for the step; None is a profiling run.
-            output: ``(tokens, num_q_heads * head_size_v)``, written in place; rows beyond the batch's actual tokens are
-                not touched.
-            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only
-                where `return_lse` was negotiated.
+            output: ``(tokens, num_q_heads * head_size_v)``, written in place; a row without a key is 0. Rows beyond the
+                batch's actual tokens are not touched in an eager step; those of a replay mean nothing.
+            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores, -inf for
+                a row without a key; only where `return_lse` was negotiated.
             sinks: ``(num_q_heads,)``, as `Layer.sinks`; exactly where the layer has `sinks_with_call`. They are checked
-                and taken over when they are another tensor than in the last call, which waits for the device; values
-                that are changed in place are not looked for.
+                and taken over when they are another tensor than in the last call, which waits for the device; after a
+                change in place, call `parameters_changed`.
 
         A profiling run has to succeed and measures memory: its output is not attention.
 

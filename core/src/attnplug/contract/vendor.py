@@ -268,6 +268,12 @@ class AttentionImpl(ABC):
         """
         Attend. Everything is checked; `metadata` is never None.
 
+        Write 0, and the LSE -inf, into a row without a key: an encoder's request may have no token. Eager rows beyond
+        the actual tokens stay as they are.
+
+        Where a window or chunk has passed blocks, a block table may name the null block for them. What it holds is not
+        finite, unless `needs_finite_null_block` says that it has to be: a weight of 0 times NaN is NaN.
+
         `kv_cache` is a `KVCache`, None for dense calls only. Its ``k`` and ``v`` have the strides that were agreed on,
         blocks apart by any distance: read what they are, and assume no other. `key` and `value` are None where nothing
         is to be written: a layer that shares a KV cache, and with `kv_in_cache` any call. Its metadata may serve calls

@@ -115,6 +115,12 @@ def _check_slots(pages: Tensor, slots: Tensor) -> None:
             "both are on one device",
             f"pass slot_mapping.to({str(pages.device)!r})",
         )
+    if slots.is_cpu and slots.numel() and not slots.untyped_storage().nbytes():  # torch would read it all the same
+        raise TensorError(
+            "slots whose memory was freed were given",
+            "the slots of a batch stay as they are from its build to its forward",
+            "build each step with a slot mapping of its own, and leave its storage alone",
+        )
     if slots.is_cpu and slots.numel() and int(slots.max()) >= pages.shape[0] * pages.shape[1]:
         raise CacheError(
             f"slot {int(slots.max())} was given",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _FIELD: Final = re.compile(r"\b(\w+)=")
 _IGNORED: Final = re.compile(r"\b(\w+)=\S* was requested, and the output is that of a request without it: ignored")
-_REQUEST: Final = re.compile(r" with ((?:\w+=\S+ ?)+)")
+_REQUEST: Final = re.compile(r" with ((?:\w+=[^\s:,]+ ?)+)")
 _PHASE: Final = re.compile(r"; in (decodes|prefills) only")
 _OTHER: Final = "others"
 _FEWEST: Final = 3

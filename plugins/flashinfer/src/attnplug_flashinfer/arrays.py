@@ -8,7 +8,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from attnplug.batching import NULL_BLOCK, pad_rows, pages_of, shared_prefix_blocks
+from attnplug.batching import pad_rows, pages_of, shared_prefix_blocks
 from attnplug.contract import upload
 from attnplug_flashinfer.routes import prefix_kind
 
@@ -120,8 +120,7 @@ def rows_of_graph(batch: Batch, block_size: int, kind: str, starts: Tensor) -> R
     """
     Return the rows of a batch that is padded to a captured shape.
 
-    Every padded request reads as many keys as it has rows, from the null block: the kernels require some keys, and its
-    results are not read.
+    A padded request has rows and no key: the kernels write 0 there, and -50,000 as the LSE (an H200, 0.6.12).
 
     Args:
         batch: The batch as the graph sees it: its requests have equally many rows, and padding comes last.
@@ -133,12 +132,10 @@ def rows_of_graph(batch: Batch, block_size: int, kind: str, starts: Tensor) -> R
     num_reqs = int(_on_cpu(batch.query_start_loc_cpu)[-1]) // query_len  # without padding
     indptr, last, indices = pages.indptr_cpu, pages.last_page_len_cpu, pages.indices
     if num_reqs < batch.num_reqs:
-        pages_each = -(-query_len // block_size)
-        used, padding = int(indptr[num_reqs]), batch.num_reqs - num_reqs
-        added = torch.arange(used + pages_each, used + padding * pages_each + 1, pages_each, dtype=torch.int32)
-        indptr = torch.cat((indptr[: num_reqs + 1], added))
-        last = pad_rows(last[:num_reqs], batch.num_reqs, (query_len - 1) % block_size + 1)
-        indices = pad_rows(indices[:used], used + padding * pages_each, NULL_BLOCK)
+        used = int(indptr[num_reqs])
+        indptr = pad_rows(indptr[: num_reqs + 1], batch.num_reqs + 1, used)
+        last = pad_rows(last[:num_reqs], batch.num_reqs, 0)
+        indices = indices[:used]
     return Rows(kind, 0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
 
 

@@ -26,6 +26,9 @@ _LN2: Final = math.log(2.0)
 _HIDDEN: Final = 5e4
 """Hidden keys have the score -50,000 in the kernels, before it is scaled (``inf`` in the library's ``math.cuh``)."""
 
+_NO_KEY: Final = -2e4
+"""Natural LSE at most of rows without a key: the decode kernels have -50,000 there, of base 2 (an H200, 0.6.12)."""
+
 _LOWEST: Final = 1e3
 """What the score of hidden keys has to be below, scaled: scores of other keys are above -900, in any model."""
 
@@ -116,7 +119,7 @@ class FlashInferImpl(AttentionImpl):
         for part in plan.parts:
             sums = self._run(part, query, operands, out, lse)
             if sums is not None:
-                sums.mul_(_LN2)
+                _make_natural(sums)
 
     def _run(
         self, part: Part, query: Tensor, operands: tuple[Any, ...], out: Tensor, lse: Tensor | None
@@ -150,7 +153,7 @@ class FlashInferImpl(AttentionImpl):
         self._run(prefix, query, operands, shared, shared_sums)
         library.merge(out, sums, shared, shared_sums)
         if lse is not None:
-            sums.mul_(_LN2)
+            _make_natural(sums)
 
     def _attend_and_copy(
         self,
@@ -181,3 +184,8 @@ class FlashInferImpl(AttentionImpl):
         del lse
         if key is not None and value is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
+
+
+def _make_natural(sums: Tensor) -> None:
+    """Turn LSE of base 2 into natural ones, -inf where a row has no key."""
+    torch.threshold_(sums.mul_(_LN2), _NO_KEY, -torch.inf)

@@ -181,7 +181,7 @@ def write(
     output, base2 = attend(query, key, value, params, sink)
     out.copy_(output)
     if lse is not None:
-        lse.copy_(base2)
+        lse.copy_(base2.masked_fill(base2 == -math.inf, -49_997.7))  # what the decode kernels have for no key
 
 
 def scale_output(out: Tensor, v_scale: float | None) -> None:
