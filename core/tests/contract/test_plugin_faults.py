@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import MappingProxyType
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from attrs import frozen
 
 from attnplug.contract import CacheTensor, Layer, Metadata, MetadataBuilder, State
-from attnplug.errors import PluginContractError
+from attnplug.errors import AttnplugError, PluginContractError
 from attnplug.selection.load import _construct
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, refused
@@ -196,3 +198,12 @@ def test_a_builder_supports_graphs_where_graphs_were_negotiated():
         make_builder(backend)
     willing = make_backend(with_builder(supports_graphs=True), cudagraph="always", agreed_graphs="always")
     assert make_builder(willing).graph_level == "always"
+
+
+@pytest.mark.parametrize("send", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_handles_are_neither_copied_nor_pickled(send):
+    backend = make_backend(ToyBackend)
+    impl, state = backend.make_impl(Layer(name="layers.0")), backend.make_state(limits())
+    for handle in (impl, state, backend.make_builder([impl], state)):
+        with refused(AttnplugError, f"{type(handle).__name__} was copied or pickled", fix="send the Selection"):
+            send(handle)

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import torch
 
+from attnplug.contract.calls.check import InProcess
 from attnplug.contract.calls.op import cache_arguments, enlist
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import check_call_sinks
@@ -36,7 +37,7 @@ class Captured(Protocol):
         """Whether a graph that is held reads what the builder built."""
 
 
-class Attention:
+class Attention(InProcess):
     """
     One layer, made by `LoadedBackend.make_impl`.
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
+from attnplug.contract.calls.check import InProcess
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import allows_graphs, check_key
@@ -67,7 +68,7 @@ class Capture:
     builders: frozenset[StepBuilder]
 
 
-class Captures:
+class Captures(InProcess):
     """
     The graph buffers of the builders that share a state, made by `LoadedBackend.make_state`.
 

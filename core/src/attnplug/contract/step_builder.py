@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
+from attnplug.contract.calls.check import InProcess
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import runs_at
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 
-class StepBuilder:
+class StepBuilder(InProcess):
     """
     Builds metadata for the layers that share a block table and an agreement. `LoadedBackend.make_builder` makes it.
 

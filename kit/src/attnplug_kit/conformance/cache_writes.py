@@ -59,6 +59,12 @@ def _of_many_heads(subject: Subject, layout: str) -> RequestSpec | None:
     return next((spec for spec in specs if spec is not None), None)
 
 
+def _with_and_without_masks(subject: Subject) -> Mapping[str, RequestSpec]:
+    declared = field_values_of(subject)
+    found = {name: declared.spec(paged=True, **own) for name, own in (("plain", {}), ("mask", {"custom_mask": True}))}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
 def _local(subject: Subject) -> Mapping[str, RequestSpec]:
     specs = field_values_of(subject).of("sliding_window", "attention_chunk")
     return {name: spec for name, spec in specs.items() if spec.fields.get("paged", True)}
@@ -122,6 +128,11 @@ class CacheWrites(Tier):
             require(same, f"{subject}: swap_blocks did not copy the {name}s of three blocks")
             same = torch.equal(as_bytes(now), expected)
             require(same, f"{subject}: after copy_blocks, a block has the wrong {name}s")
+        before = {name: as_bytes(pages).clone() for name, pages in paged_tensors(cache).items()}
+        backend.swap_blocks(cache, cache, [(1, 4), (4, 1)])
+        for name, was in before.items():
+            same = torch.equal(as_bytes(paged_tensors(cache)[name])[[1, 4]], was[[4, 1]])
+            require(same, f"{subject}: two blocks that were swapped in one cache have the wrong {name}s")
 
     @needs(paged=True)
     def test_requests_are_independent(self, subject: Subject, draw: Draw) -> None:
@@ -150,14 +161,14 @@ class CacheWrites(Tier):
         require(not rows.isnan().any(), f"{subject}: output rows keep what they held before: not fully overwritten")
         require(bool((beyond == CANARY).all()), f"{subject}: output rows beyond the batch's tokens were written")
 
-    @needs(paged=True)
-    def test_requests_without_tokens(self, subject: Subject, draw: Draw) -> None:
+    @over(_with_and_without_masks)
+    def test_requests_without_tokens(self, subject: Subject, draw: Draw, point: Any) -> None:
         """
         A request without queries affects no other request: at the end, as padding, and elsewhere.
 
         It has no keys either, or those of earlier steps: it waits in this one.
         """
-        spec = draw(plain(subject, paged=True))
+        spec = draw(point)
         lens = {"query_lens": (1, 9, 0, 0), "context_lens": spec.over_pages((30, 4, 0, 21))}
         runner = None
         for order in ((0, 1, 3, 2, 2), (2, 0, 3, 1), (3, 2, 1, 0)):

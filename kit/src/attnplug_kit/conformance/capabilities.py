@@ -283,6 +283,7 @@ class Capabilities(Tier):
             ((longest, 1, longest), (33, 0, 7)),
             ((1, longest, 1), (18, 5, 40)),
             ((min(3, longest),) * 3, (50, 4, 17)),
+            ((min(2, longest), 1, min(3, longest)), (9, 30, 4)),  # as many tokens as if all had the first one's
         ):
             lens: dict[str, Any] = {"query_lens": queries, "context_lens": spec.over_pages(contexts)}
             serve(subject, spec, record, spec.case(seed=25, **lens))

@@ -152,17 +152,25 @@ class Graphs(Tier):
 
     @over(_plain_levels)
     def test_replays_of_two_shapes(self, subject: Subject, draw: Draw, point: Any) -> None:
-        """One builder has two captured shapes, whose replays take turns: neither reads what is the other's."""
+        """One builder has captured shapes whose replays take turns: none reads what is another's."""
         level, spec = point
         uniform, query_len = _uniform(subject, draw(spec), level)
         each = [
             (requests, _scenes(uniform, [((query_len,) * len(lens), lens) for lens in steps], requests * query_len))
-            for requests, steps in ((9, ((70, 3, 17, 17, 4), (5, 30, 0))), (2, ((90, 12), (41,))))
+            for requests, steps in (
+                (9, ((70, 3, 17, 17, 4), (5, 30, 0))),
+                (2, ((90, 12), (41,))),
+                (2, ((12, 20), (7,))),  # another longest sequence alone
+            )
         ]
-        longest = max(_longest_of(scenes) for _, scenes in each)
+        longest = [_longest_of(scenes) for _, scenes in each]
+        longest[0] = max(longest)  # of the state
         with _naming(subject, uniform, "replays of two shapes"):
             backend = load_for(subject, uniform, each[0][1][0].case)
-            shapes = [GraphShape(requests, requests * query_len, query_len, longest) for requests, _ in each]
+            shapes = [
+                GraphShape(requests, requests * query_len, query_len, most)
+                for (requests, _), most in zip(each, longest, strict=True)
+            ]
             check_two_shapes(backend, shapes, [scenes for _, scenes in each])
 
     @over(_decodes)

@@ -153,6 +153,9 @@ class Stepping(Tier):
         name, spec = point
         spec = draw(spec)
         case = spec.case(83)
+        if name == "plain":  # as many tokens as the prefix has keys
+            others = len(case.query_lens) - 1
+            case = evolve(case, query_lens=(*[1] * others, case.common_prefix_len - others))
         if name == _LONG_PREFIX:  # and the first request waits in this step
             case = _with_longer_prefix(evolve(case, query_lens=(0, *case.query_lens[1:])))
         scene = materialize(case)

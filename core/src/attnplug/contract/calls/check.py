@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import attrs
 
 from attnplug.contract.guards.cache import CHOICES, by_phase
 from attnplug.contract.vendor import AttentionImpl, Backend, Metadata, MetadataBuilder, State
-from attnplug.errors import PluginContractError
+from attnplug.errors import AttnplugError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -73,6 +73,17 @@ _WRITTEN: Final[Mapping[str, Mapping[str, str]]] = {
         "it under another name",
     ),
 }
+
+
+class InProcess:
+    """A handle: it holds kernels, plans and memory of its process, and is neither copied nor pickled."""
+
+    def __reduce__(self) -> NoReturn:
+        raise AttnplugError(
+            f"{type(self).__name__} was copied or pickled",
+            "it holds kernels, plans and memory of its process",
+            "send the Selection or the Agreement, and load the backend there",
+        )
 
 
 def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
