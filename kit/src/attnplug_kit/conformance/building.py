@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle import Scene
+    from attnplug_kit.oracle import Case, Scene
 
 
 _MOST_BUILDS: Final = 40
@@ -193,7 +193,7 @@ class Building(Tier):
     def test_seq_lens_cpu_kind(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """Lengths of which the CPU has an upper bound, or nothing, are read on the device."""
         spec = draw(point)
-        scene = materialize(spec.case(65))
+        scene = materialize(_with_keys_alone(spec, 65))
         runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
         batch = with_inexact_lens(call.batch, spec.fields["seq_lens_cpu_kind"])
@@ -205,7 +205,7 @@ class Building(Tier):
     def test_query_lens_cpu_kind(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Of a host that has the lengths of queries on the device alone, each build reads all lengths, and shows it."""
         spec = draw(point)
-        scene = materialize(spec.case(69))
+        scene = materialize(_with_keys_alone(spec, 69))
         runner = runner_for(subject, spec, scene)
         require(runner.backend.agreement.reads_lengths, f"{subject} with {spec}: the agreement reads no lengths")
         call = runner.call(scene)
@@ -269,6 +269,12 @@ def _runner(
     case = spec.case(61)
     scenes = [materialize(evolve(case, seed=61 + step)) for step in range(count)]
     return runner_for(subject, spec, scenes[0]), scenes
+
+
+def _with_keys_alone(spec: RequestSpec, seed: int) -> Case:
+    """Return a case in whose dense calls all rows are keys: nobody but the device knows how many there are."""
+    padding: dict[str, Any] = {} if spec.fields.get("paged", True) else {"num_padding_tokens": 0}
+    return spec.case(seed, **padding)
 
 
 def _two_layers(first: Scene) -> tuple[Scene, Scene]:

@@ -210,7 +210,9 @@ class Scene:
             attn_bias=None if self.biases is None else torch.cat([one.flatten(1) for one in self.biases], 1).to(device),
         )
         query, output, lse = self._rows(device)
-        keys, values = self._padded(torch.cat(self.keys)), self._padded(torch.cat(self.values))
+        keys, values = torch.cat(self.keys), torch.cat(self.values)
+        if self.case.lens_on_cpu == "exact":  # where only the device knows the lengths, all rows are keys
+            keys, values = self._padded(keys), self._padded(values)
         dense = Dense(query, keys.to(device), values.to(device), self._as_known(batch), output, lse)
         return with_strides(dense, self.case.strides)
 
