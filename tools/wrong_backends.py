@@ -54,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = json.loads(out.read_text("utf-8")) if out.exists() else {"revisions": {}, "backends": {}}
     if not options.write:
         data["backends"] = _described(data["backends"])
-        data["revisions"][options.column] = _revision(options.kit)
         _run(data, options)
     out.with_suffix(".md").write_text(page(data), encoding="utf-8")
     print("\n".join(_counts(data)))
@@ -96,6 +95,7 @@ def _record(data: dict[str, Any], jobs: Sequence[str], options: argparse.Namespa
         for row in _rows(jobs, options.kit):
             with lock:
                 data["backends"][row.pop("name")][options.column] = row
+                data["revisions"][options.column] = _revision(options.kit)
                 options.out.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     with ThreadPoolExecutor(options.j) as pool:
