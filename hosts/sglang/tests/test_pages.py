@@ -34,7 +34,6 @@ summary = "acme_pages/large"
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Offer the backend to this process, for one test."""
     monkeypatch.setattr(PROCESS, "state", None)
-    monkeypatch.setattr(PROCESS, "by_hand", ())
     path = tmp_path / "attnplug.toml"
     path.write_text(MANIFEST)
     attnplug.register("no_such_module_of_acme_pages", manifest=path)

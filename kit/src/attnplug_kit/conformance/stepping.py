@@ -13,7 +13,7 @@ from attnplug_kit.conformance.serving import plain, runner_for
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.fields import CUTS, tested
 from attnplug_kit.oracle import materialize
-from attnplug_kit.oracle.running import step_of
+from attnplug_kit.oracle.running import limits_of, step_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,7 +159,7 @@ class Stepping(Tier):
         if name == _LONG_PREFIX:  # and the first request waits in this step
             case = _with_longer_prefix(evolve(case, query_lens=(0, *case.query_lens[1:])))
         scene = materialize(case)
-        runner = runner_for(subject, spec, scene)
+        runner = runner_for(subject, spec, scene, limits=limits_of(scene))
         for length, how in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):
             call = runner.call(scene)
             runner.forward(call, runner.builder.build(evolve(call.batch, common_prefix_len=length)))
