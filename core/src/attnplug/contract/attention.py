@@ -136,8 +136,8 @@ class Attention(InProcess):
             metadata: What the builder of this backend returned for the step; None is a profiling run.
             output: ``(tokens, num_q_heads * head_size_v)``, written in place; a row without a key is 0. Rows beyond the
                 batch's actual tokens are not touched in an eager step; those of a replay mean nothing.
-            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores, -inf for
-                a row without a key; only where `return_lse` was negotiated.
+            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only
+                where `return_lse` was negotiated. Of a row without a key it is -inf, or the sink where that is counted.
             sinks: ``(num_q_heads,)``, as `Layer.sinks`; exactly where the layer has `sinks_with_call`. They are checked
                 and taken over when they are another tensor than in the last call, which waits for the device; after a
                 change in place, call `parameters_changed`.

@@ -268,8 +268,8 @@ class AttentionImpl(ABC):
         """
         Attend. Everything is checked; `metadata` is never None.
 
-        Write 0, and the LSE -inf, into a row without a key: an encoder's request may have no token. Eager rows beyond
-        the actual tokens stay as they are.
+        Write 0, and the LSE -inf, into a row without a key: an encoder's request may have no token. With
+        `lse_includes_sink` that LSE is the sink. Eager rows beyond the actual tokens stay as they are.
 
         Where a window or chunk has passed blocks, a block table may name the null block for them. What it holds is not
         finite, unless `needs_finite_null_block` says that it has to be: a weight of 0 times NaN is NaN.

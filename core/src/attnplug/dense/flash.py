@@ -163,9 +163,9 @@ def _on_cpu(starts: tuple[Any, Any], copies: tuple[Tensor | None, Tensor | None]
     """Return CPU copies of both start locations, so that each is read from the device once."""
     of_queries, of_keys = (
         one.cpu() if copy is None and isinstance(one, torch.Tensor) else copy
-        for one, copy in zip(starts, copies, strict=True)
+        for one, copy in zip((starts[0], None if starts[0] is starts[1] else starts[1]), copies, strict=True)
     )
-    return of_queries, of_keys
+    return of_queries, of_queries if of_keys is None and starts[0] is starts[1] else of_keys
 
 
 def _checked_lengths(

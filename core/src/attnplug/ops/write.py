@@ -119,7 +119,7 @@ def _check_slots(pages: Tensor, slots: Tensor) -> None:
         raise TensorError(
             "slots whose memory was freed were given",
             "the slots of a batch stay as they are from its build to its forward",
-            "build each step with a slot mapping of its own, and leave its storage alone",
+            "keep the memory of a step's slot mapping until its forward",
         )
     if slots.is_cpu and slots.numel() and int(slots.max()) >= pages.shape[0] * pages.shape[1]:
         raise CacheError(

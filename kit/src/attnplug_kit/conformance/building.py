@@ -99,7 +99,7 @@ class Building(Tier):
         runner, scenes = _runner(draw, subject, 3)
         places: dict[int, int] = {}
         for number in range(_MOST_BUILDS):
-            which = number % 3  # of two, each might have an address of its own
+            which = number % 3  # of two scenes, each might get the same place every time
             call = runner.call(scenes[which])
             metadata = runner.builder.build(call.batch)
             was_of_other = places.setdefault(id(metadata), which) != which

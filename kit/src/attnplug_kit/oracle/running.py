@@ -127,7 +127,7 @@ def _note_of(error: Exception, cache: KVCache | None) -> str:
             'the request has paged=False, and so no KV cache. `features = ["paged"]` and `paged = true` declare pages '
             "besides contiguous K/V; for pages only, add [[rules]] with when = { paged = false } and a reason"
         )
-    if any(int(number) >= NO_BLOCK for number in re.findall(r"\d{7,}", str(error))):
+    if any(int(number) >= NO_BLOCK for number in re.findall(r"index (\d{7,})", str(error))):
         return f"entries of a block table behind a request's keys are {NO_BLOCK:,} and more, and no block"
     return ""
 
