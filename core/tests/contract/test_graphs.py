@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.batching import num_local_tokens_per_dcp_rank
+from attnplug.batching import num_local_tokens_per_dcp_rank, positions_of
 from attnplug.contract import GraphShape, Metadata, MetadataBuilder, Parallel
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend
@@ -89,17 +89,21 @@ def test_a_replay_computes_its_own_batch(steps, spare):
         assert same(cache, written)
 
 
-def test_padding_has_no_query_no_keys_and_no_slot():
+def test_padding_has_no_keys_and_no_slot():
+    """It has a query: a kernel writes its rows, which no uninitialized memory is left in."""
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(4, 4, 1))
     builder.build(make_batch([1] * 4, [9, 9, 9, 9]), graph=graph)
+    stale = make_batch([1, 1, 0], [5, 3, 7])  # the last request has ended, and its length and blocks were left
 
-    seen = builder.build(make_batch([1, 1], [5, 3]), graph=graph).batch
+    seen = builder.build(stale, graph=graph).batch
 
-    assert seen.query_start_loc.tolist() == seen.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
+    assert seen.query_start_loc.tolist() == seen.query_start_loc_cpu.tolist() == [0, 1, 2, 3, 4]
     assert seen.seq_lens.tolist() == seen.seq_lens_cpu.tolist() == [5, 3, 0, 0]
     assert seen.slot_mapping[2:].tolist() == [-1, -1]
+    assert stale.block_table[2:].any()
     assert not seen.block_table[2:].any()
+    assert positions_of(seen).tolist() == [4, 2, 0, 0]
     assert (seen.num_reqs, seen.num_actual_tokens, seen.max_query_len, seen.max_seq_len) == (4, 4, 1, 64)
 
 
@@ -271,7 +275,9 @@ def test_bounds_and_padding_change_no_graph(query_lens, seq_len, padded, more, l
     batch = step.metadata[builder].batch
     starts = batch.query_start_loc[: len(query_lens) + 1]
     assert starts.tolist() == exact.query_start_loc.tolist()
-    assert set(batch.query_start_loc[len(query_lens) :].tolist()) == {sum(query_lens)}
+    behind = batch.query_start_loc[len(query_lens) :].tolist()
+    more = 0 if found is None or found.query_len is None else found.query_len
+    assert behind == [sum(query_lens) + more * count for count in range(len(behind))]
     assert batch.seq_lens.tolist()[: len(query_lens)] == [seq_len] * len(query_lens)
     assert not any(batch.seq_lens.tolist()[len(query_lens) :])
     assert found is not None or batch.max_query_len == longest

@@ -69,6 +69,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "mixes_requests": ("test_requests_are_independent[*]", "NaN in the first request's cache reached rows"),
     "lse_of_prefills_alone": ("test_rows[*]", "rows of the LSE are not written"),
     "stale_replay": ("test_replays[*cudagraph=uniform_batch]", "a replay: output: "),
+    "leaves_padding": ("test_replays[*", "a replay, output rows of padded requests are not finite"),
+    "lse_of_padding": ("test_replays[*", "the LSE of a padded request is -49997.7"),
     "freezes_mask": (
         "test_replays[*custom_mask=True cudagraph=uniform_batch]",
         "custom_mask=True*: a replay: output: ",
@@ -136,7 +138,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "goes_on_with_all": ("test_advance_with_fewer_requests[*-plain]", "2 of 3 requests go on: "),
     "forgets_prefills_that_end": ("test_advance_after_prefills[*]", ""),
     "splits_once_for_long_steps": ("test_long_steps_of_one_state[*]", "long step 2 of one state: output: "),
-    "one_shape_of_builder": ("test_replays_of_two_shapes[*=uniform_batch]", ""),
+    "one_shape_of_builder": ("test_replays_of_shapes[*=uniform_batch]", ""),
     "shares_plans_of_agreement": ("test_agreements_of_one_state[*-the same agreement]", ""),
     "ends_prefixes_at_512": ("test_cascade_equals_flat[*-a prefix of more than 512 keys]", "cascade: output: "),
     "moves_first_pair": ("test_copied_and_swapped_blocks[*]", "swap_blocks did not copy"),

@@ -14,7 +14,7 @@ from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_token
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
-from attnplug.batching.slots import positions_of, positions_of_new_tokens, slots_of_new_tokens
+from attnplug.batching.slots import num_unpadded_tokens, positions_of, positions_of_new_tokens, slots_of_new_tokens
 from attnplug.batching.vllm_compat import (
     Hyperparameters,
     LocalChunks,
@@ -50,6 +50,7 @@ __all__ = [
     "max_local_tokens_per_dcp_rank",
     "num_freeable_blocks",
     "num_local_tokens_per_dcp_rank",
+    "num_unpadded_tokens",
     "pad_batch",
     "pad_block_table",
     "pad_pages",

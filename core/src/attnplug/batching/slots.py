@@ -31,7 +31,7 @@ def positions_of(batch: Batch) -> Tensor:
 
 
 def _positions_of(batch: Batch) -> Tensor:
-    computed = batch.seq_lens - batch.query_start_loc.diff()
+    computed = (batch.seq_lens - batch.query_start_loc.diff()).clamp_(min=0)  # padding in a graph has rows, no keys
     slots = batch.slot_mapping
     rows = batch.num_actual_tokens if slots is None else max(batch.num_actual_tokens, slots.shape[0])
     return positions_of_new_tokens(
@@ -60,6 +60,23 @@ def positions_of_new_tokens(
     total = padded_rows(num_tokens, num_padded_tokens)
     positions = requests_and_positions(query_start_loc, num_computed_tokens, num_tokens)[1]
     return positions if total == num_tokens else torch.cat([positions, positions.new_zeros(total - num_tokens)])
+
+
+def num_unpadded_tokens(query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
+    """
+    Return the query tokens of requests with keys. The rows behind them are padding, which comes last.
+
+    In the graph of batches with one query length, padded requests have rows and no key. A kernel that needs a key in
+    each request gets ``query_start_loc.minimum(num_unpadded_tokens(query_start_loc, seq_lens))``.
+
+    Args:
+        query_start_loc: ``(num_reqs + 1,)`` integers.
+        seq_lens: ``(num_reqs,)`` integers, on the same device.
+
+    Returns:
+        A tensor without dimensions, there too: nothing is read from the device.
+    """
+    return query_start_loc[1:].masked_fill(seq_lens == 0, 0).amax()
 
 
 def padded_rows(num_tokens: int, num_padded_tokens: int | None) -> int:

@@ -135,7 +135,9 @@ class Attention(InProcess):
                 where a profiling run has none.
             metadata: What the builder of this backend returned for the step; None is a profiling run.
             output: ``(tokens, num_q_heads * head_size_v)``, written in place; a row without a key is 0. Rows beyond the
-                batch's actual tokens are not touched in an eager step; those of a replay mean nothing.
+                batch's actual tokens are not touched in an eager step. In a replay they are rows without a key where
+                all queries of the shape have one length; in other shapes, and where the host owns the inputs and gives
+                them no query, they stay as they are.
             lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only
                 where `return_lse` was negotiated. Of a row without a key it is -inf, or the sink where that is counted.
             sinks: ``(num_q_heads,)``, as `Layer.sinks`; exactly where the layer has `sinks_with_call`. They are checked

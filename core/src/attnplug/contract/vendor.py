@@ -268,8 +268,10 @@ class AttentionImpl(ABC):
         """
         Attend. Everything is checked; `metadata` is never None.
 
-        Write 0, and the LSE -inf, into a row without a key: an encoder's request may have no token. With
-        `lse_includes_sink` that LSE is the sink. Eager rows beyond the actual tokens stay as they are.
+        Write 0, and the LSE -inf, into a row without a key: an encoder's request may have no token, and in the graph of
+        a shape with one query length a padded request has a query and no key, whose rows of `query` hold anything. With
+        `lse_includes_sink` that LSE is the sink; of padding it may be -inf. Eager rows beyond the actual tokens stay as
+        they are.
 
         Where a window or chunk has passed blocks, a block table may name the null block for them. What it holds is not
         finite, unless `needs_finite_null_block` says that it has to be: a weight of 0 times NaN is NaN.
@@ -567,8 +569,8 @@ class State:
     """
     Owns the workspace that all builders of one backend share. Plugins subclass it for what else must outlive a step.
     Everything in it is used in the order of one stream: microbatches on separate streams have separate states. In graph
-    buffers, padded requests have neither query nor keys: a kernel that needs a key per request pads to the null block
-    in a separate tensor.
+    buffers, padded requests have no keys, and a query where all queries of the shape have one length: a kernel that
+    needs a key per request pads to the null block in a separate tensor (`attnplug.batching.num_unpadded_tokens`).
 
     Several agreements of one backend and variant may share a state: windowed and full layers of one cache group, say.
     Its workspace has the size that any of them needs.

@@ -189,7 +189,8 @@ class FlashAttentionBuilder(MetadataBuilder):
         )  # fmt: skip
 
     def _sharded(self, batch, graph):
-        ranks, queries = self.parallel, self.persist(graph, "queries", batch.query_start_loc.diff())
+        queries = batch.query_start_loc.diff() * (batch.seq_lens > 0)  # padding in a graph has rows, and no key
+        ranks, queries = self.parallel, self.persist(graph, "queries", queries)
         where = (ranks.dcp_size, ranks.dcp_rank, ranks.dcp_interleave)
         context = num_local_tokens_per_dcp_rank(batch.seq_lens - batch.query_start_loc.diff(), *where)
         rest = {

@@ -210,7 +210,9 @@ class Capabilities(Tier):
     def test_dominant_far_key(self, subject: Subject, draw: Draw, record: Record, point: Any) -> None:
         """With ALiBi, a first key whose score exceeds what its distance subtracts has most of the weight."""
         spec = draw(point, keep=("kv_cache_dtype",))
-        scene = _with_dominant_first_keys(materialize(spec.case(36, query_lens=(1, 9), context_lens=(150, 90))))
+        scene = _with_dominant_first_keys(
+            materialize(spec.case(36, query_lens=(1, 9), context_lens=(150, 90), shared_blocks=0))
+        )
         runner = runner_for(subject, spec, scene)
         runner.compare(runner.run(scene).call, scene, f"{subject} with {spec}: a far key has most of the weight")
         record.served(runner.backend)

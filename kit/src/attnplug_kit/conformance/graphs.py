@@ -16,7 +16,7 @@ from attnplug_kit.conformance.stepping import decoded
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.fields import tested
 from attnplug_kit.oracle import check_replays, check_replays_without_build, check_shared_state, materialize
-from attnplug_kit.oracle.replaying import check_advanced_replays, check_two_shapes
+from attnplug_kit.oracle.replaying import check_advanced_replays, check_shapes
 from attnplug_kit.oracle.running import longest_of
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Graphs(Tier):
         _check(subject, spec, level, _contexts(spec, requests, 60), requests)
 
     @over(_plain_levels)
-    def test_replays_of_two_shapes(self, subject: Subject, draw: Draw, point: Any) -> None:
+    def test_replays_of_shapes(self, subject: Subject, draw: Draw, point: Any) -> None:
         """One builder has captured shapes whose replays take turns: none reads what is another's."""
         level, spec = point
         uniform, query_len = _uniform(subject, draw(spec), level)
@@ -165,13 +165,13 @@ class Graphs(Tier):
         ]
         longest = [_longest_of(scenes) for _, scenes in each]
         longest[0] = max(longest)  # of the state
-        with _naming(subject, uniform, "replays of two shapes"):
+        with _naming(subject, uniform, "replays of several shapes"):
             backend = load_for(subject, uniform, each[0][1][0].case)
             shapes = [
                 GraphShape(requests, requests * query_len, query_len, most)
                 for (requests, _), most in zip(each, longest, strict=True)
             ]
-            check_two_shapes(backend, shapes, [scenes for _, scenes in each])
+            check_shapes(backend, shapes, [scenes for _, scenes in each])
 
     @over(_decodes)
     def test_advanced_replays(self, subject: Subject, draw: Draw, point: Any) -> None:

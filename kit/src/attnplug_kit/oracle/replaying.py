@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -108,7 +109,28 @@ class ReplayRunner(SceneRunner):
         output, lse = self.static.output[:tokens].clone(), self.static.lse[:tokens].clone()
         ran = RunResult(call, output.view(tokens, heads, -1), lse)
         compare(ran, self.backend, scene)
+        if self._shape.query_len is not None:
+            self._check_padding(tokens)
         return ran
+
+    def _check_padding(self, tokens: int) -> None:
+        """Check the rows of padded requests, which have a query and no key."""
+        output, lse = self.static.output[tokens:], self.static.lse[tokens:]
+        if not bool(output.isfinite().all()):
+            raise AssertionError(
+                "after a replay, output rows of padded requests are not finite: where all queries of a graph's shape "
+                "have one length, a padded request has a query and no key, and a backend writes 0 into its rows"
+            )
+        if not self.backend.agreement.requirements.return_lse:
+            return
+        wrong, sinks = lse != -math.inf, self.impl.layer.sinks
+        if sinks is not None and self.impl.lse_includes_sink:  # kernels that skip a request without keys skip its sink
+            wrong &= ~torch.isclose(lse, sinks.to(lse).expand_as(lse))
+        if bool(wrong.any()):
+            raise AssertionError(
+                f"after a replay, the LSE of a padded request is {float(lse[wrong][0]):.6g}: a row without a key has "
+                "the LSE -inf, or its sink where that is counted"
+            )
 
 
 def check_replays(
@@ -153,7 +175,7 @@ def check_replays(
     return results
 
 
-def check_two_shapes(backend: LoadedBackend, shapes: Sequence[GraphShape], scenes: Sequence[Sequence[Scene]]) -> None:
+def check_shapes(backend: LoadedBackend, shapes: Sequence[GraphShape], scenes: Sequence[Sequence[Scene]]) -> None:
     """
     Capture shapes of one builder, replay them in turns, and compare each result with the oracle's.
 
@@ -319,6 +341,8 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
     """Copy a scene into the tensors that the graph reads: rows, and pages into the front of the largest cache."""
     static.output.fill_(CANARY)
     static.lse.fill_(CANARY)
+    static.output[call.batch.num_actual_tokens :] = math.nan  # as uninitialized memory may be
+    static.lse[call.batch.num_actual_tokens :] = math.nan
     for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value)):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)

@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.batching import max_local_tokens_per_dcp_rank
+from attnplug.batching import max_local_tokens_per_dcp_rank, num_unpadded_tokens
 from attnplug.contract import torch_dtype
 from attnplug.ops import merge_attention_states, quantize
 from attnplug_flash_attn.dcp_shards import check_local_shard, local_lens
@@ -55,8 +55,8 @@ class DcpPlan:
         has_context: Whether any rank has cached tokens. It is equal on all ranks, since all communicate then.
         ranks: The ranks.
         in_order: Whether sums over ranks may not depend on the rest of the batch.
-        is_padding: ``(num_tokens,)`` bool in a graph: the rows that belong to no request. Kernels that load whole tiles
-            multiply the values there by 0, and 0 * NaN is NaN. None in eager steps, which have no such rows.
+        is_padding: ``(num_tokens,)`` bool in a graph: the rows of padding. Kernels that load whole tiles multiply the
+            values there by 0, and 0 * NaN is NaN. None in eager steps, which have no such rows.
     """
 
     num_tokens: int
@@ -91,9 +91,15 @@ def passes(
         BatchError: The batch's local lengths differ from those of `Parallel`.
         CacheError: A token has another slot than on this rank.
     """
+    starts, is_padding = batch.query_start_loc, None
+    if graph is not None:  # padding has rows there, and no keys
+        used = num_unpadded_tokens(starts, batch.seq_lens)
+        rows = torch.arange(batch.num_actual_tokens, dtype=torch.int32, device=starts.device)
+        is_padding = builder.persist(graph, "is_padding", rows >= used)
+        starts = builder.persist(graph, "cu_seqlens_k", starts.minimum(used))
     new = VarlenCall(
         cu_seqlens_q=batch.query_start_loc,
-        cu_seqlens_k=batch.query_start_loc,
+        cu_seqlens_k=starts,
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_query_len,
         causal=batch.causal,
@@ -109,13 +115,8 @@ def passes(
         has_context=not is_known or cached > 0,
         ranks=ranks,
         in_order=builder.batch_invariant,
-        is_padding=None if graph is None else builder.persist(graph, "is_padding", _is_padding(batch)),
+        is_padding=is_padding,
     )
-
-
-def _is_padding(batch: Batch) -> Tensor:
-    starts = batch.query_start_loc
-    return torch.arange(batch.num_actual_tokens, dtype=torch.int32, device=starts.device) >= starts[-1]
 
 
 def _context_lens(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.batching import num_unpadded_tokens
 from attnplug.errors import PluginLoadError
 from attnplug_int8_ixformer.plugin import IXFORMER_MODULES
 from attnplug_int8_ixformer.provider import Provider, ScoreParams
@@ -44,7 +45,8 @@ class DecodePlan:
     The decodes of a step.
 
     Attributes:
-        query_starts: ``(num_reqs + 1,)`` int32.
+        query_starts: ``(num_reqs + 1,)`` int32; padding has no query.
+        padded_rows: ``(num_tokens,)`` bool in a graph: the rows of padding, which the library leaves as they are.
         context_lens: ``(num_reqs,)`` int32; 1 for padding, since the library writes a key for padding too.
         table: ``(num_reqs, max_blocks)`` int32; the null block for padding.
         max_query_len: The most new tokens of a request.
@@ -54,6 +56,7 @@ class DecodePlan:
     """
 
     query_starts: Tensor
+    padded_rows: Tensor | None
     context_lens: Tensor
     table: Tensor
     max_query_len: int
@@ -98,9 +101,16 @@ class IxformerProvider(Provider):
         self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool
     ) -> DecodePlan:
         """Return the plan, with the null block for padding; graphs read these tensors again, so they persist."""
-        is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
+        starts, table, rows = decodes.query_start_loc.contiguous(), cast("Tensor", decodes.block_table), None
+        if graph is not None:  # padding has rows there, and the library writes a row's key even where it has none
+            used = num_unpadded_tokens(starts, decodes.seq_lens)
+            tokens = torch.arange(decodes.num_tokens, dtype=torch.int32, device=starts.device)
+            rows = builder.persist(graph, "padded_rows", tokens >= used)
+            starts = builder.persist(graph, "query_starts", starts.minimum(used))
+        is_padding = starts.diff() == 0
         return DecodePlan(
-            query_starts=decodes.query_start_loc.contiguous(),
+            query_starts=starts,
+            padded_rows=rows,
             context_lens=builder.persist(graph, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
             table=builder.persist(graph, "table", table.masked_fill(is_padding[:, None], 0)),
             max_query_len=decodes.max_query_len,
@@ -176,6 +186,8 @@ class IxformerProvider(Provider):
             max_query_len=plan.max_query_len,
             **saved,
         )
+        if plan.padded_rows is not None:
+            out.masked_fill_(plan.padded_rows.view(-1, 1, 1), 0)
 
     def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: PrefillPlan, params: ScoreParams) -> None:
         """Compute attention of prefills, whose keys are all written."""

@@ -166,7 +166,7 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         if split == num_splits - 1:
             new = tl.arange(0, news)
             key_position = length - count + new
-            is_new = new < count
+            is_new = (new < count) & (length > 0)  # padding in a graph has rows, and no key
             new_mask = is_new[:, None] & column_mask[None, :]
             page = tl.load(page_ptrs + key_position // page_size, mask=is_new, other=0).to(tl.int64)
             slot = key_position % page_size
@@ -190,15 +190,15 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             kind = tl.float16 if has_scales else v.dtype
             acc = pv_dot(probs, v.to(kind), acc * rescale[:, None], interpreted)
 
-    inverse = tl.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    result = acc * inverse[:, None]
+    has_keys = row_sum > 0  # a row without one may hold NaN in its query
+    result = tl.where(has_keys[:, None], acc * (1.0 / tl.where(has_keys, row_sum, 1.0))[:, None], 0.0)
     if has_scales:
         result = result * v_scale[None, :]
     store_mask = row_mask[:, None] & column_mask[None, :]
     if is_split:
         at = ((start + token).to(tl.int64) * (kv_heads * group) + head) * num_splits + split
         tl.store(parts + at[:, None] * size + columns[None, :], result, mask=store_mask)
-        log2_lse = tl.where(row_sum > 0, row_max + tl.math.log2(row_sum), float("-inf"))
+        log2_lse = tl.where(has_keys, row_max + tl.math.log2(row_sum), float("-inf"))
         tl.store(part_lse + at, log2_lse, mask=row_mask)
     else:
         out_ptrs = out + (start + token).to(tl.int64)[:, None] * out_token + head[:, None] * size + columns[None, :]

@@ -43,8 +43,8 @@ class GraphMask:
 
         Args:
             ragged: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another (`Batch.custom_mask`).
-            query_start_loc: ``(num_reqs + 1,)``, as the graph reads it: a padded request has no query.
-            seq_lens: ``(num_reqs,)``, as the graph reads them.
+            query_start_loc: ``(num_reqs + 1,)``, as the graph reads it.
+            seq_lens: ``(num_reqs,)``, as the graph reads them: a padded request has no query or no key.
             num_reqs: Requests before the padding that a host counts; whatever those behind them hold is no mask.
         """
         lens = seq_lens * (query_start_loc.diff() > 0)

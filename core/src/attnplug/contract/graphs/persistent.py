@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, with_fields
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ class PersistentInputs:
     """
     The index tensors of one builder's graphs. All of them read the same memory, each as much as its shape takes.
 
-    A padded request has no query, no keys and the null block; a padded token has no slot. Writing is ordered with the
-    stream, after whatever replay still reads.
+    A padded request has no keys and the null block; a padded token has no slot. Where all queries of the shape have one
+    length, padded requests have a query of it too, so that kernels write their rows: 0, and the LSE -inf. What padding
+    leaves in them reaches no other row, but hosts pass the whole tensor on. Elsewhere padded requests have no query.
+    Writing is ordered with the stream, after whatever replay still reads.
 
     Args:
         agreement: What was negotiated.
@@ -48,6 +51,7 @@ class PersistentInputs:
 
         self._device = device
         self._query_start_loc = zeros(max_num_reqs + 1)
+        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._lens = {name: zeros(max_num_reqs) for name in _LENGTHS}
         self._block_table = zeros(max_num_reqs, columns)
         self._slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
@@ -67,19 +71,26 @@ class PersistentInputs:
         # A graph writes no K/V of an encoder: those come at the first step of a request.
         rows, used = (key.num_tokens, tokens) if batch.encoder_seq_lens is None else (0, 0)
         views = self._views_of(reqs, rows)
+        if key.query_len is None:
+            running = batch.num_reqs
+            starts = _put(views["query_start_loc"], batch.query_start_loc, tokens)
+            starts_cpu = _extended(batch.query_start_loc_cpu, running + 1, reqs + 1, tokens)
+        else:
+            running = tokens // key.query_len  # the requests behind them have no query: what else they hold is stale
+            starts, starts_cpu = self._uniform_starts(key.query_len, reqs)
         fields: dict[str, Any] = {
-            "query_start_loc": _put(views["query_start_loc"], batch.query_start_loc, tokens),
-            "query_start_loc_cpu": _extended(batch.query_start_loc_cpu, reqs + 1, tokens),
-            "num_computed_tokens_cpu": _extended(batch.num_computed_tokens_cpu, reqs, 0),
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts_cpu,
+            "num_computed_tokens_cpu": _extended(batch.num_computed_tokens_cpu, running, reqs, 0),
         }
         for name, mirror in _LENGTHS.items():
             lens = getattr(batch, name)
             if lens is not None:
-                fields[name] = _put(views[name], lens, 0)
-                fields[mirror] = _extended(getattr(batch, mirror), reqs, 0)
+                fields[name] = _put(views[name], lens[:running], 0)
+                fields[mirror] = _extended(getattr(batch, mirror), running, reqs, 0)
         table, slots = batch.block_table, batch.slot_mapping
         if table is not None:
-            table = _put_table(views["block_table"], table)
+            table = _put_table(views["block_table"], table[:running])
             fields |= {"block_table": table, "block_table_cpu": table if is_host else None}
             if slots is None:  # nothing is written: a graph reads slots of nothing
                 slots = views["slot_mapping"].fill_(PAD_SLOT_ID)
@@ -87,6 +98,14 @@ class PersistentInputs:
                 slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)
             fields |= {"slot_mapping": slots, "slot_mapping_cpu": slots if is_host else None}
         return as_captured(batch, key, max_seq_len, **fields)
+
+    def _uniform_starts(self, query_len: int, reqs: int) -> tuple[Tensor, Tensor]:
+        """Return where queries of one length start, on the device and on the CPU: made once, never written again."""
+        if (query_len, reqs) not in self._starts:
+            with outside_inference_mode():
+                starts = torch.arange(reqs + 1, dtype=torch.int32) * query_len
+                self._starts[query_len, reqs] = starts.to(self._device), starts
+        return self._starts[query_len, reqs]
 
     def _views_of(self, reqs: int, rows: int) -> dict[str, Tensor]:
         """Return what a shape takes of the memory, which never moves: made once."""
@@ -158,9 +177,10 @@ def _put_table(memory: Tensor, table: Tensor) -> Tensor:
     return memory
 
 
-def _extended(host: Tensor | None, size: int, fill: int) -> Tensor | None:
-    if host is None or host.shape[0] == size:
+def _extended(host: Tensor | None, used: int, size: int, fill: int) -> Tensor | None:
+    """Return the first values, and the fill behind them."""
+    if host is None or used == host.shape[0] == size:
         return host
     longer = torch.full((size,), fill, dtype=host.dtype)
-    longer[: host.shape[0]] = host
+    longer[:used] = host[:used]
     return longer

@@ -43,7 +43,8 @@ class Batch:
             For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
         num_reqs: Requests, padded ones included. A padded request has query length 0, or is counted by
             `num_padded_reqs`; in graphs, and where a step is advanced, they come last.
-        num_actual_tokens: Query tokens, or an upper bound; rows beyond the last query are padding and never touched.
+        num_actual_tokens: Query tokens, or an upper bound; rows beyond the last query are padding. No eager step
+            touches them.
         max_query_len: The longest query, or an upper bound. Plugins see the exact values of both.
         max_seq_len: The longest sequence, or an upper bound. Plugins see the exact value where the CPU lengths are
             exact.
@@ -76,8 +77,8 @@ class Batch:
             runs eagerly.
         dummy: Whether it takes the place of a real batch: it reads the null block, and writes nothing. Real pages and
             slots are replaced.
-        num_padded_reqs: The last requests are padding, whatever they hold: they write nothing, and their output rows
-            are undefined. Plugins do not see them.
+        num_padded_reqs: The last requests are padding, whatever they hold: they write nothing, and plugins do not see
+            them. Their output rows are those beyond the actual tokens.
     """
 
     query_start_loc: Tensor

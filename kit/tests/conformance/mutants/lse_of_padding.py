@@ -1,0 +1,23 @@
+"""Has a finite LSE for rows without a key, as the decode kernels of a library do: merged, they would count."""
+
+from __future__ import annotations
+
+from attnplug.contract import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
+        super().run(query, key, value, kv_cache, metadata, output, lse)
+        if lse is not None and metadata.graph is not None:
+            lse.clamp_(min=-49_997.7)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
