@@ -248,6 +248,8 @@ def _smallest(search: _Search, candidate: Candidate, request: Request) -> tuple[
     if here is not None:
         return here, None
     best: tuple[dict[str, Any], Device | None] | None = None
+    if not _depends_on_device(candidate, request):
+        return None  # the same search would fail for each of them
     for device in _devices(candidate, request):
         # Only a device with fewer changes than the best so far counts: devices come nearest first.
         most = None if best is None else len(best[0]) - 1
@@ -257,6 +259,13 @@ def _smallest(search: _Search, candidate: Candidate, request: Request) -> tuple[
             if not there:
                 break  # no device needs fewer changes than none
     return best
+
+
+def _depends_on_device(candidate: Candidate, request: Request) -> bool:
+    """Whether the candidate objects to the device, or has a rule on devices."""
+    conditions = (condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need))
+    fields = map(FIELDS.get, (*objected_fields(candidate, request), *conditions))
+    return any(field is not None and field.kind == "device" for field in fields)
 
 
 def _fewest(search: _Search, candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
