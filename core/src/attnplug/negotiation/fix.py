@@ -248,12 +248,16 @@ def _smallest(search: _Search, candidate: Candidate, request: Request) -> tuple[
     if here is not None:
         return here, None
     best: tuple[dict[str, Any], Device | None] | None = None
-    if not _depends_on_device(candidate, request):
-        return None  # the same search would fail for each of them
+    tried = {_seen_by_rules(candidate, request)}
     for device in _devices(candidate, request):
+        elsewhere = Request(request.requirements, device)
+        seen = _seen_by_rules(candidate, elsewhere)
+        if seen in tried:
+            continue  # the same search, with the same result
+        tried.add(seen)
         # Only a device with fewer changes than the best so far counts: devices come nearest first.
         most = None if best is None else len(best[0]) - 1
-        there = _fewest(search, candidate, Request(request.requirements, device), most)
+        there = _fewest(search, candidate, elsewhere, most)
         if there is not None:
             best = there, device
             if not there:
@@ -261,11 +265,16 @@ def _smallest(search: _Search, candidate: Candidate, request: Request) -> tuple[
     return best
 
 
-def _depends_on_device(candidate: Candidate, request: Request) -> bool:
-    """Whether the candidate objects to the device, or has a rule on devices."""
-    conditions = (condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need))
-    fields = map(FIELDS.get, (*objected_fields(candidate, request), *conditions))
-    return any(field is not None and field.kind == "device" for field in fields)
+def _seen_by_rules(candidate: Candidate, request: Request) -> tuple[bool, ...]:
+    """Return what a candidate sees of the device: whether it is served at all, and each condition on it."""
+    objected = any(_is_of_device(name) for name in objected_fields(candidate, request))
+    conditions = (c for rule in candidate.rules for c in (*rule.when, *rule.need) if _is_of_device(c.field))
+    known = (request.facts, request.requested_names, frozenset[IsInstalled]())
+    return (objected, *(c.holds(*known, absent=absent) for c in conditions for absent in (False, True)))
+
+
+def _is_of_device(name: str) -> bool:
+    return name in FIELDS and FIELDS[name].kind == "device"
 
 
 def _fewest(search: _Search, candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
