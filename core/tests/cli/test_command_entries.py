@@ -186,7 +186,7 @@ def test_a_built_in_command_cannot_be_replaced(run, add, name: str) -> None:
     listed = run("--help").out
     assert f"  {name} of acme-tools 2.0 is ignored: a built-in command cannot be replaced\n" in listed
     assert "says hello" not in listed
-    assert run(name, "--help").out.startswith(f"usage: attnplug {name} [options]\n")
+    assert run(name, "--help").out.startswith(f"usage: attnplug {name} [")
     assert "hello" not in run(name, "--help").out
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import attnplug
-from attnplug.cli.explain import short
 from attnplug.cli.explain.matrix import matrix_lines
 from attnplug.cli.explain.result import explain_layers
 from attnplug.cli.explain.short import MOST_LINES, short_lines
@@ -140,15 +139,32 @@ def test_every_refused_candidate_has_its_line(run, site) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 100, 160])
-def test_what_is_not_installed_was_not_considered(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setattr(short, "width", lambda: columns)
+def test_what_is_not_installed_was_not_considered(run, site, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A command is there as a whole, or not at all."""
+    monkeypatch.setenv("COLUMNS", str(columns))
 
-    text = short._not_considered(["flashinfer", "flash_attn", "mate", "ixformer", "blocksparse", "gluon"])
+    lines = run("explain", *ONE, "--device", "cpu").out.splitlines()
 
-    assert text.startswith("not considered, not installed: flashinfer")
-    assert len(text) <= columns
-    assert ("pip install them with --no-deps to ask" in text) == (columns > 100)
-    assert ("--no-deps" in text) == (columns >= 100)
+    start = next(index for index, line in enumerate(lines) if line.startswith("not considered, not installed: block"))
+    plugins = " ".join(f"./plugins/{name}" for name in ("blocksparse", "flash_attn", "flashinfer", "int8_ixformer"))
+    assert (lines[start + 1] == f"  pip install --no-deps {plugins}") == (columns > 100)
+    assert columns > 100 or "--no-deps" not in "".join(lines)
+
+
+def test_a_choice_that_supposes_libraries_says_what_to_install(run, site) -> None:
+    found = run("explain", *ONE, "--device", "h100", "--assume-installed").out
+
+    assert "\n  needs: pip install 'flash-new >=4'\n  serves with less: flash/old, with nothing to install\n" in found
+    assert "needs:" not in run("explain", *ONE, "--device", "cpu").out
+
+
+def test_a_configuration_needs_no_option(run, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS["llama"]))
+
+    assert run("explain", str(path)).out == run("explain", "--config", str(path)).out
+    twice = run("explain", str(path), "--config", str(path))
+    assert (twice.code, "one model is explained" in twice.err) == (2, True)
 
 
 def test_the_command_line_names_options(run, site) -> None:

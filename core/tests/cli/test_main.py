@@ -50,7 +50,7 @@ def test_without_a_command_help_goes_to_standard_error(run) -> None:
         (["lst"], "the command 'lst' was given; did you mean 'list'?"),
         (["--verison"], "'--verison' is not an option; did you mean '--version'?"),
         (["list", "--jsn"], "'--jsn' is not an option; did you mean '--json'?"),
-        (["list", "flash"], "'flash' is not an option"),
+        (["doctor", "flash"], "'flash' is not an option"),
         (["explain", "--head-size", "many"], "'many' is not a whole number from 1 to 2147483647"),
         (["explain", "--head-size"], "expected one argument"),
         (["explain", "--head", "64"], "'--head' is not an option; did you mean '--head-size'?"),

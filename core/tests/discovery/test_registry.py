@@ -6,6 +6,7 @@ import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from pathlib import Path
 from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +113,21 @@ def test_an_unpublished_plugin_comes_from_a_checkout() -> None:
     of = Registry([], known=Known((waiting,)))
     candidate = only(of.candidates(Settings()), "waiting")
 
-    assert (candidate.install, candidate.fix) == ((), "pip install ./plugins/waiting, in a checkout")
+    assert (candidate.install, candidate.fix) == ((), "in a checkout of attnplug: pip install ./plugins/waiting")
     with pytest.raises(UnknownBackendError) as caught:
         of.plugin("waiting")
     assert caught.value.fix == candidate.fix
     blocked = only(of.candidates(block("waiting")), "waiting")
     assert blocked.fix.startswith(f"{candidate.fix}; remove 'waiting' from")
+
+
+def test_a_plugin_of_the_checkout_that_core_runs_from_has_a_command_for_every_folder(monkeypatch, tmp_path) -> None:
+    known = KnownPlugin("here", (), "a plugin", "attnplug-here", folder="plugins/flashinfer")
+    root = Path(__file__).parents[3]
+    monkeypatch.chdir(root)
+    assert str(known.fix) == "pip install ./plugins/flashinfer"
+    monkeypatch.chdir(tmp_path)
+    assert str(known.fix) == f"pip install {root}/plugins/flashinfer"
 
 
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:

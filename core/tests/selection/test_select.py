@@ -87,7 +87,7 @@ def test_absent_plugins_are_listed_by_name(both, request_of):
     absent = verdict(attnplug.explain(request_of()), "flashinfer")
 
     assert absent.status == "absent"
-    assert str(absent.fix) == "pip install ./plugins/flashinfer, in a checkout"
+    assert str(absent.fix) == "pip install ./plugins/flashinfer"
     assert f"    flashinfer     {absent.fix}\n" in str(attnplug.explain(request_of()))
 
 
@@ -295,9 +295,7 @@ class TestPrecedence:
 
         assert "permitted: flashinfer ('auto' would add " in str(caught.value), str(caught.value)
         assert caught.value.fix == (
-            "one of these\n"
-            "    flashinfer: pip install ./plugins/flashinfer, in a checkout\n"
-            "    permit others with 'auto' in the list"
+            "one of these\n    flashinfer: pip install ./plugins/flashinfer\n    permit others with 'auto' in the list"
         )
 
     def test_what_is_absent_is_a_fix_only_where_nothing_is_here(self, world, request_of, monkeypatch):
@@ -311,7 +309,7 @@ class TestPrecedence:
             return caught.value.fix
 
         assert fix(known=Known()) == "change the model's attention: no candidate serves these model fields"
-        assert "flashinfer: pip install ./plugins/flashinfer, in a checkout" in fix(known=read_known())
+        assert "flashinfer: pip install ./plugins/flashinfer" in fix(known=read_known())
         assert fix(known=published) == "one of these\n    later: pip install attnplug-later"
         assert "attnplug-later" not in fix("generic", known=published)
 
@@ -407,13 +405,15 @@ class TestRanking:
 
         explanation = attnplug.explain(request_of())
 
-        assert explanation.chosen.id == "flash/hopper"
-        assert explanation.chosen.decided_by == "the plugin's preference"
-        only = attnplug.explain(request_of(), backend=["auto"])
-        assert only.chosen.id == "flash/hopper"
+        assert (explanation.chosen.id, explanation.runner_up.id) == ("flash/hopper", "flush/hopper")
+        assert explanation.chosen.decided_by == "name"  # between backends; a preference is among variants of one
+        assert explanation.why_runner_up.startswith("a tie: neither is measured on this device")
+        alone = attnplug.explain(request_of(), backend=["flash"])
+        assert alone.chosen.decided_by == "the plugin's preference"
+        assert alone.runner_up.id == "flash/new"
         tied = attnplug.explain(request_of(alibi="linear"))
         assert tied.chosen.decided_by == "name"
-        assert "'flash/old' and 'flush/old' tie" in tied.tie
+        assert "'flash/old' and 'flush/old' tie: neither is measured on cuda:9.0" in tied.tie
         assert "ATTNPLUG_PROFILE" in str(tied)
 
 

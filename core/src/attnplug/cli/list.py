@@ -12,6 +12,7 @@ from attnplug.commands import OK, Row, say, say_json, say_rows, wrapped
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic
 from attnplug.evidence.store import EvidenceStore
+from attnplug.negotiation.ranking import is_named
 from attnplug.negotiation.reason import Fix
 from attnplug.request.settings import Settings
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the others."
     )
     parser.epilog = _EPILOG
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a backend, backend/variant or alias: these alone")
     parser.add_argument("--all", action="store_true", help="print also what backends for other devices are and require")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -61,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings.read()
     registry = Registry.scan(settings)
     candidates = registry.candidates(settings)
+    if arguments.name is not None:
+        registry.check_name(arguments.name)
+        candidates = tuple(each for each in candidates if is_named(each, arguments.name))
     store = EvidenceStore(registry.plugins, settings.evidence)
     notes = (*registry.notes, *store.notes(), *_note_of_profile(settings))
     device = report_device().device
@@ -73,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        _show(candidates, store, device, notes=len(notes), whole=arguments.all)
+        _show(candidates, store, device, notes=len(notes), whole=arguments.all or arguments.name is not None)
     return OK
 
 

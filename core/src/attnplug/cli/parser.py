@@ -77,6 +77,9 @@ def _filled(text: str, columns: int) -> list[str]:
 _WHOLE: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
 
 
+_POSITIONAL: Final = {"explain": "[CONFIG] ", "list": "[NAME] "}
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises an error of this project instead of exiting."""
 
@@ -96,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        raise RequestError(message, f"the command line is as `{self.prog} --help` says", "correct the command line")
+        raise RequestError(message, f"the usage is: {self.usage or self.prog}", f"{self.prog} --help")
 
 
 def parse(words: Sequence[str]) -> Callable[[], int]:
@@ -143,7 +146,8 @@ def _parser_of(name: str, summary: str) -> Parser:
     text = escaped(f"{summary}.")
     # Argparse formats a description that has this directive, and then every other percent sign in it.
     text = text.replace("%", "%%") if "%(prog)" in text else text
-    return Parser(f"attnplug {name}", text, usage=f"attnplug {name} [options]")
+    usage = f"attnplug {name} {_POSITIONAL.get(name, '')}[options]"
+    return Parser(f"attnplug {name}", text, usage=usage)
 
 
 def _parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
+_CHECKOUT: Final = Path(__file__).resolve().parents[4]  # where core is installed from one in place
 BUILT_IN: Final = Entry("torch", "attnplug.torch_backend.plugin", CORE, __version__)
 MOST_BYTES: Final = 2**22
 """Bytes of all manifests that are read at most: 400 of the length of the longest known one. They take 6 s."""
@@ -308,10 +309,16 @@ class KnownPlugin:
 
     @property
     def fix(self) -> Fix:
-        """How to install it: from the package index, else from a checkout."""
+        """How to install it: from the package index, else from the checkout that core runs from, else from another."""
         if self.published or not self.folder:
             return Fix(install=(self.install,))
-        return Fix(action=f"pip install ./{self.folder}, in a checkout")
+        from shlex import quote  # noqa: PLC0415 - few decisions show what is absent
+
+        found = _CHECKOUT / self.folder
+        if not found.is_dir():
+            return Fix(action=f"in a checkout of attnplug: pip install ./{self.folder}")
+        inside = found.is_relative_to(Path.cwd())
+        return Fix(action=f"pip install {quote(f'./{found.relative_to(Path.cwd())}' if inside else str(found))}")
 
 
 @frozen

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.memo import remember
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.domains import GRAPH_LEVELS, Names
 from attnplug.request.fields import FIELDS
 
@@ -54,6 +54,7 @@ class Candidate:
         installed: The ``installed`` conditions of its rules that are true.
         distribution: The distribution that it comes from, with version, for reports.
         refusals: What its probe has refused in this process; None where that is nothing.
+        assumed: How to install what is supposed to be there; None where nothing is.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Candidate:
     installed: frozenset[IsInstalled] = frozenset()
     distribution: str = ""
     refusals: ProbeRefusals | None = None
+    assumed: Fix | None = None
     # Objections by (field, value). Most of a decision is these look-ups: 50 candidates, some ten fields each.
     _known: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
 
@@ -119,7 +121,9 @@ class Candidate:
     def if_installed(self) -> Candidate:
         """The candidate as it would be with all that it requires installed, in a version that no rule refuses."""
         needed = (c for rule in self.rules for c in rule.need if isinstance(c, IsInstalled))
-        return evolve(self, availability="ready", reasons=(), install=(), fix="", installed=frozenset(needed))
+        assumed = Fix(install=self.install, action=self.fix) if self.reasons else None
+        rest: dict[str, Any] = {"install": (), "fix": "", "installed": frozenset(needed), "assumed": assumed}
+        return evolve(self, availability="ready", reasons=(), **rest)
 
     def objections(self, requested: Iterable[tuple[str, Any]]) -> list[Reason]:
         """

@@ -49,15 +49,15 @@ _BEHIND: Final = {
     "built-in last": "it is built in, and plugins come first",
     "measured profile": "it is slower in the measured profile, or not in it",
     "fewest emulated features": "it emulates {emulated}, and the chosen one less",
-    "default order": "it is later in the default order for this device",
+    "default order": "it is later in the default order for this device ({because})",
     "the plugin's preference": "its plugin prefers {chosen} for this request",
-    "name": "a tie, which the name decided",
+    "name": "a tie: neither is measured on this device, and the name decided",
     COMMON_TERMS: "all layers of the model share a block size and a layout",
 }
 """Why a candidate is behind the chosen one, by the criterion that decided between the first two."""
 
 
-def why_behind(decided_by: str, chosen: str, emulated: Iterable[str]) -> str:
+def why_behind(decided_by: str, chosen: str, emulated: Iterable[str], because: str = "") -> str:
     """
     Return why the runner-up is behind the chosen candidate.
 
@@ -65,8 +65,9 @@ def why_behind(decided_by: str, chosen: str, emulated: Iterable[str]) -> str:
         decided_by: The criterion: one of `CRITERIA`, or `COMMON_TERMS`.
         chosen: The id of the chosen candidate.
         emulated: The features that the runner-up emulates.
+        because: The source of the default order.
     """
-    return _BEHIND.get(decided_by, decided_by).format(chosen=chosen, emulated=", ".join(emulated))
+    return _BEHIND.get(decided_by, decided_by).format(chosen=chosen, emulated=", ".join(emulated), because=because)
 
 
 @frozen
@@ -77,7 +78,7 @@ class DefaultOrder:
     Attributes:
         when: The conditions on the device or the request.
         order: ``backend`` or ``backend/variant`` names.
-        because: The evidence.
+        because: The evidence, or whose choice it is where nothing was measured.
     """
 
     when: tuple[Condition, ...]
@@ -112,23 +113,32 @@ class Ranked:
 
     Attributes:
         evaluations: The order.
-        decided_by: The criterion that put the first before the second; empty with fewer than two.
+        decided_by: The criterion that put the first before the runner-up; empty with fewer than two.
+        runner_up: The best one of another plugin; the second where there is none, so that the built-in backend is the
+            runner-up of one without variants. None with fewer than two.
+        because: The source of the default order that applies.
     """
 
     evaluations: tuple[Evaluation, ...]
     decided_by: str = ""
+    runner_up: Evaluation | None = None
+    because: str = ""
 
 
 def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
     """Order the evaluations of one request."""
     if len(evaluations) < 2:
         return Ranked(tuple(evaluations))
-    order = _default_order(evaluations[0].request, policy.orders)
+    applied = _default_order(evaluations[0].request, policy.orders)
+    order, because = ((), "") if applied is None else (applied.order, applied.because)
     # The key ends with the id, so that no two are equal and the place of an evaluation never decides.
     ranked = sorted((_key(each, policy, order), place) for place, each in enumerate(evaluations))
-    (first, _), (second, _) = ranked[:2]
-    decided_by = next(name for name, ours, theirs in zip(CRITERIA, first, second, strict=True) if ours != theirs)
-    return Ranked(tuple(evaluations[place] for _, place in ranked), decided_by)
+    found = tuple(evaluations[place] for _, place in ranked)
+    backend = found[0].candidate.backend
+    others = (place for place, each in enumerate(found) if each.candidate.backend != backend)
+    second = next((place for place in others if not found[place].candidate.built_in), 1)
+    pairs = zip(CRITERIA, ranked[0][0], ranked[second][0], strict=True)
+    return Ranked(found, next(name for name, ours, theirs in pairs if ours != theirs), found[second], because)
 
 
 def is_named(candidate: Candidate, name: str) -> bool:
@@ -166,11 +176,8 @@ def _place(candidate: Candidate, names: Sequence[str]) -> int:
     return names.index(AUTO) if AUTO in names else len(names)
 
 
-def _default_order(request: Request, orders: Sequence[DefaultOrder]) -> tuple[str, ...]:
-    return next(
-        (item.order for item in orders if all_hold(item.when, request.facts, request.requested_names)),
-        (),
-    )
+def _default_order(request: Request, orders: Sequence[DefaultOrder]) -> DefaultOrder | None:
+    return next((item for item in orders if all_hold(item.when, request.facts, request.requested_names)), None)
 
 
 def _preferred(candidate: Candidate, request: Request) -> int:

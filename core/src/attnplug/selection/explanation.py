@@ -43,6 +43,11 @@ class Explanation:
         origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
         with_auto: The candidates that could serve and are not permitted: those that ``"auto"`` in the list would add.
         named: The candidates that the list names, by id, backend or alias; empty where all are permitted.
+        behind: The id of the best permitted candidate of another plugin, of the next candidate where there is none;
+            empty where no other can serve.
+        order_because: The source of the default order for this device; empty where there is none.
+        needs: The steps that install what the chosen candidate was supposed to have.
+        least: The candidate that can serve with the least to install, where that is not the chosen one, and its steps.
     """
 
     requirements: Requirements
@@ -54,12 +59,15 @@ class Explanation:
     origins: tuple[tuple[str, str], ...] = ()
     with_auto: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
+    behind: str = ""
+    order_because: str = ""
+    needs: tuple[str, ...] = ()
+    least: tuple[str, ...] = ()
 
     @property
     def runner_up(self) -> Verdict | None:
-        """The best-ranked permitted candidate after the chosen one; None where no other can serve."""
-        others = (v for v in self.verdicts if v.status == "eligible" and v.id not in self.with_auto)
-        return next(others, None) if self.chosen is not None else None
+        """The verdict on the candidate that `behind` names; None where no other can serve."""
+        return next((verdict for verdict in self.verdicts if verdict.id == self.behind), None)
 
     @property
     def why_runner_up(self) -> str:
@@ -67,7 +75,7 @@ class Explanation:
         runner_up = self.runner_up
         if self.chosen is None or runner_up is None:
             return ""
-        return why_behind(self.chosen.decided_by, self.chosen.id, runner_up.emulated)
+        return why_behind(self.chosen.decided_by, self.chosen.id, runner_up.emulated, self.order_because)
 
     def fixable(self) -> tuple[tuple[Verdict, Fix], ...]:
         """
@@ -91,10 +99,10 @@ class Explanation:
         """How to settle a decision that only a name decided; empty where something better did."""
         if self.chosen is None or self.chosen.decided_by != "name":
             return ""
-        rival = next(verdict.id for verdict in self.verdicts if verdict.status == "eligible")
+        rival = "" if self.runner_up is None else self.runner_up.id
         return (
-            f"{self.chosen.id!r} and {rival!r} tie, and the name decided; settle it with backend=[{rival!r}, 'auto'], "
-            "with ATTNPLUG_BACKEND, or with a measured profile (ATTNPLUG_PROFILE)"
+            f"{self.chosen.id!r} and {rival!r} tie: neither is measured on {self.device}, and the name decided; settle "
+            f"it with backend=[{rival!r}, 'auto'], with ATTNPLUG_BACKEND, or with a measured profile (ATTNPLUG_PROFILE)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,6 +118,9 @@ class Explanation:
             "listed": list(self.listed),
             "with_auto": list(self.with_auto),
             "runner_up": self.runner_up.id if self.runner_up else None,
+            "order_because": self.order_because,
+            "needs": list(self.needs),
+            "least": list(self.least),
             "origins": dict(self.origins),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
@@ -134,7 +145,11 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(map(escaped, self._lines()))
 
-    def _lines(self) -> Iterator[str]:
+    def folded(self) -> str:
+        """Return the same for an error: permitted candidates first, and of those that are not permitted the names."""
+        return "\n".join(map(escaped, self._lines(folds=True)))
+
+    def _lines(self, *, folds: bool = False) -> Iterator[str]:
         yield from wrapped(f"requested: {assigned(self.requirements.to_dict())}")
         yield f"device: {self._where()}"
         for name, origin in self.origins:
@@ -142,11 +157,17 @@ class Explanation:
         if self.listed:
             yield from wrapped(f"permitted: {self.permitted}")
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
-        absent = [verdict for verdict in self.verdicts if verdict.status == "absent"]
-        for verdict in self.verdicts:
+        yield from self.to_install()
+        unnamed = [v for v in self.verdicts if folds and self.is_strict and v.id not in self.named]
+        shown = sorted((v for v in self.verdicts if v not in unnamed), key=lambda v: folds and v.id not in self.named)
+        absent = [verdict for verdict in shown if verdict.status == "absent"]
+        for verdict in shown:
             if verdict not in absent:
                 yield ""
                 yield from lines_of(verdict)
+        if unnamed:
+            yield ""
+            yield from wrapped(f"not permitted: {', '.join(verdict.id for verdict in unnamed)}")
         if absent:
             yield ""
             yield f"{NOT_INSTALLED}:"
@@ -156,6 +177,13 @@ class Explanation:
         if self.tie:
             yield ""
             yield from wrapped(self.tie)
+
+    def to_install(self) -> Iterator[str]:
+        """Yield what the chosen candidate was supposed to have, and which one can serve with less; a line each."""
+        if self.needs:
+            yield f"needs: {', then '.join(self.needs)}"
+        if self.least:
+            yield f"serves with less: {self.least[0]}, {', then '.join(self.least[1:]) or 'with nothing to install'}"
 
     def _where(self) -> str:
         return f"{self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")

@@ -22,7 +22,7 @@ from attnplug.selection.scope import Overrides, current_scope, overrides
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from attnplug.request.settings import BackendNames, Options, Settings
     from attnplug.request.torch_values import DeviceLike
@@ -190,11 +190,12 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
     first = pick or next(iter(eligible), None)
     rest = tuple(each for each in eligible if first is None or each.candidate is not first.candidate)
     verdicts = tuple(each.verdict() for each in (*rest, *found.others))
-    chosen = None
+    chosen, behind = None, None
     if first is not None and first.agreement is not None:
         verdicts = (first.verdict(chosen=True), *verdicts)
         is_best = first.candidate is eligible[0].candidate
         decided_by = found.ranked.decided_by if is_best else COMMON_TERMS
+        behind = found.ranked.runner_up if is_best else next(iter(rest), None)
         chosen = Selection(first.agreement, request.device, verdicts, decided_by, _provenance(request))
     return Explanation(
         request.requirements,
@@ -211,7 +212,26 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
             for each in (*eligible, *found.others)
             if any(is_named(each.candidate, name) for name in request.settings.backend)
         ),
+        "" if behind is None else behind.candidate.id,
+        found.ranked.because,
+        () if first is None else _to_install(first),
+        _least(eligible, first),
     )
+
+
+def _to_install(evaluation: Evaluation) -> tuple[str, ...]:
+    """Return the steps that install what was supposed to be there."""
+    assumed = evaluation.candidate.assumed
+    return () if assumed is None else tuple(assumed.steps())
+
+
+def _least(eligible: Sequence[Evaluation], chosen: Evaluation | None) -> tuple[str, ...]:
+    """Return the candidate that needs the least, and its steps; nothing where that is the chosen one."""
+    if chosen is None or chosen.candidate.assumed is None:
+        return ()
+    least = min(eligible, key=lambda each: len(_to_install(each)))  # of several the best
+    fewer = len(_to_install(least)) < len(_to_install(chosen))
+    return (least.candidate.id, *_to_install(least)) if fewer else ()
 
 
 def _provenance(request: Request) -> Mapping[str, str]:
@@ -235,7 +255,7 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
     fixes += ["permit others with 'auto' in the list"] if permits_more else []
     return NoBackendError(
         f"no backend can serve the requirements{of_layer}{named}",
-        f"every candidate was evaluated\n{explanation}",
+        f"every candidate was evaluated\n{explanation.folded()}",
         "one of these\n    " + "\n    ".join(fixes)
         if fixes
         else "change the model's attention: no candidate serves these model fields",

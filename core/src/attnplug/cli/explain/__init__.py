@@ -18,6 +18,7 @@ from attnplug.cli.explain.request import (
 from attnplug.cli.explain.result import explain_layers
 from attnplug.cli.explain.short import joined, short_lines
 from attnplug.commands import NO, OK, complain, escaped, say_json, say_styled
+from attnplug.errors import RequestError
 from attnplug.request.device import Device
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_argument(
         "--requirements", metavar="JSON", help="requirements as a JSON object, or @FILE; options win"
     )
+    requested.add_argument("model", nargs="?", metavar="CONFIG", help="as --config")
     requested.add_argument(
         "--config", metavar="FILE", help="a model's config.json, its folder, or its id in the Hugging Face cache"
     )
@@ -102,6 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, on each device."""
+    if arguments.model is not None:
+        if arguments.config is not None:
+            raise RequestError(
+                f"{arguments.model!r} and --config {arguments.config!r} were given",
+                "one model is explained",
+                "leave one of them out",
+            )
+        arguments.config = arguments.model
     layers = requested_layers(arguments)
     devices = _devices(arguments)
     engine = find_engine(arguments.engine) if arguments.engine is not None else None

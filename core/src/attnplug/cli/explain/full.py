@@ -51,6 +51,7 @@ def _group(group: LayerGroup, statuses: Collection[str]) -> Iterator[Line]:
     decided = f" (decided by {chosen.decided_by})" if chosen and chosen.decided_by else ""
     name, style = (chosen.id, STYLES["chosen"]) if chosen else ("none", STYLES["broken"])
     yield ("chosen: ", "dim"), (name, style), decided
+    yield from ((line,) for text in explanation.to_install() for line in wrapped(text, _INDENT))
     shown = [verdict for verdict in explanation.verdicts if not statuses or verdict.status in statuses]
     for verdict in shown:
         if verdict.status != "absent":

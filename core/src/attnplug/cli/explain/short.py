@@ -114,6 +114,7 @@ def _decision(group: LayerGroup) -> list[Line]:
     if not indent:
         lines += [(line,) for text in terms_of(chosen.agreement) for line in wrapped(text, "  ")]
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
+    lines += [(line,) for text in explanation.to_install() for line in wrapped(text, f"{indent}  ")]
     costs = [verdict.level_cost] if verdict.level_cost else []
     costs += [f"emulates {name}: {text}" for name, text in verdict.emulated.items()]
     costs += [f"unverified on this device: {_and_more(verdict.unverified)}"] if verdict.unverified else []
@@ -264,7 +265,8 @@ def _tail(result: Result, head: Sequence[Line], *, matrix: bool) -> list[Line]:
     verdicts = result.groups[0].explanation.verdicts
     absent = [verdict.id for verdict in verdicts if verdict.status == "absent"]
     if absent and not matrix:
-        lines.append((_not_considered(absent),))
+        lines.append((shortened(f"not considered, not installed: {', '.join(absent)} (may serve better)", width()),))
+        lines += [(command,) for command in _commands(verdicts) if len(command) <= width()]
     if matrix:
         return lines
     missing = any(verdict.status == "missing_dependency" for verdict in verdicts)
@@ -272,13 +274,13 @@ def _tail(result: Result, head: Sequence[Line], *, matrix: bool) -> list[Line]:
     return [*lines, (shortened(more, width()),)]
 
 
-def _not_considered(absent: Sequence[str]) -> str:
-    """Return the plugins that are not installed, and what that means for the decision, in a line."""
-    start = "not considered, not installed: "
-    better = " (may serve better; pip install"
-    ends = (f"{better} them with --no-deps to ask)", f"{better} --no-deps)", " (may serve better)", "")
-    end = next(each for each in ends if len(start) + len(each) + _LEAST_TEXT <= width() or not each)
-    return f"{start}{shortened(', '.join(absent), width() - len(start) - len(end))}{end}"
+def _commands(verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """Yield the command that lets absent plugins take part: their kernel libraries are not needed to be asked."""
+    start = "pip install "
+    steps = [step for verdict in verdicts if verdict.status == "absent" and verdict.fix for step in verdict.fix.steps()]
+    names = [step.removeprefix(start) for step in steps if step.startswith(start)]
+    if len(names) == len(steps):
+        yield f"  pip install --no-deps {' '.join(names)}"
 
 
 def _more(*, assumed: bool, missing: bool) -> str:
