@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attnplug.errors import RequirementsError
 from attnplug.models import describe_model
 from core.tests.models.test_description import LLAMA, dtypes, note, without
 
@@ -68,6 +69,19 @@ def test_weights_that_do_not_read_are_not_asked(tmp_path: Path, content: bytes) 
 # Quantized checkpoints
 
 
+def quark(outputs: dict) -> dict:
+    """Return the fields of files from before `kv_cache_quant_config`, such as amd/Llama-3.1-8B-Instruct-FP8-KV."""
+    group = ["*k_proj", "*v_proj"]
+    layers = {name: {"output_tensors": outputs, "weight": {"dtype": "fp8_e4m3"}} for name in group}
+    return {"export": {"kv_cache_group": group}, "layer_quant_config": layers}
+
+
+def tensors(**arguments) -> dict:
+    """Return the file of compressed-tensors, as llm-compressor writes it."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    return {"quant_method": "compressed-tensors", "kv_cache_scheme": {**scheme, "group_size": None, **arguments}}
+
+
 @pytest.mark.parametrize(
     ("quantization", "expected"),
     [
@@ -78,10 +92,16 @@ def test_weights_that_do_not_read_are_not_asked(tmp_path: Path, content: bytes) 
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, "bfloat16"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8_e4m3"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "int8"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 3, "type": "int"}}, "checkpoint.int3"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "nvfp4"),
+        ({"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}, "fp8_e4m3"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "kv_cache_scheme": None}, "bfloat16"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}, "int8"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "NO_QUANT"}}, "bfloat16"),
         ({"quant_method": "modelopt", "kv_cache_scheme": "FP8"}, "fp8_e4m3"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
         ({"quant_method": "quark", "kv_cache_quant_config": {"*k_proj": {}}}, "fp8_e4m3"),
+        ({"quant_method": "quark", **quark({"dtype": "fp8_e5m2", "qscheme": "per_tensor"})}, "fp8_e5m2"),
+        ({"quant_method": "quark", "export": {"kv_cache_group": []}, "layer_quant_config": {}}, "bfloat16"),
     ],
 )
 def test_quantization_decides_about_the_kv_cache_alone(quantization, expected: str) -> None:
@@ -113,3 +133,59 @@ def test_modelopts_file_beside_the_configuration(tmp_path: Path) -> None:
     assert {layer.requirements.kv_cache_dtype for layer in found.layers} == {"fp8_e4m3"}
     (tmp_path / "hf_quant_config.json").write_text("[")
     assert describe_model(tmp_path).notes == ()
+
+
+def test_a_scale_per_kv_head_is_a_requirement() -> None:
+    config = LLAMA | {"quantization_config": tensors(strategy="attn_head")}
+
+    def scales(**engine) -> set[tuple[str, bool]]:
+        layers = describe_model(config, **engine).layers
+        return {(layer.requirements.kv_cache_dtype, layer.requirements.per_head_scales) for layer in layers}
+
+    assert scales() == scales(kv_cache_dtype="fp8") == {("fp8_e4m3", True)}
+    assert scales(kv_cache_dtype="auto") == scales(paged=False) == {("bfloat16", False)}
+    assert scales(kv_cache_dtype="fp8", per_head_scales=False) == {("fp8_e4m3", False)}
+    assert "with scales per KV head" in note(describe_model(config), "kv_cache_dtype")
+    per_tensor = describe_model(LLAMA | {"quantization_config": tensors()})
+    assert not per_tensor.layers[0].requirements.per_head_scales
+    assert "with a scale per tensor" in note(per_tensor, "kv_cache_dtype")
+
+
+def test_scales_per_kv_head_are_those_of_layers_with_a_kv_cache() -> None:
+    whisper = {"model_type": "whisper", "dtype": "bfloat16", "quantization_config": tensors(strategy="attn_head")}
+
+    layers = {layer.requirements.attn_type: layer.requirements for layer in describe_model(whisper).layers}
+
+    assert {kind: one.per_head_scales for kind, one in layers.items()} == {
+        "encoder": False,
+        "decoder": True,
+        "encoder_decoder": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "form"),
+    [
+        (tensors(num_bits=3, type="int"), "num_bits=3, type='int'"),
+        (tensors(strategy="channel"), "strategy='channel'"),
+        (tensors(strategy="token", dynamic=True), "strategy='token', dynamic=True"),
+        (tensors(dynamic=True), "dynamic=True"),
+        (tensors(type="int", symmetric=False), "symmetric=False"),
+        ({"quant_method": "fp8", "kv_cache_scheme": "dynamic"}, "kv_cache_scheme='dynamic'"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4_AFFINE"}, "kv_cache_quant_algo='NVFP4_AFFINE'"),
+        ({"quant_method": "quark", **quark({"dtype": "fp8_e4m3", "qscheme": "per_channel"})}, "qscheme='per_channel'"),
+        ({"quant_method": "quark", **quark({"dtype": "uint4"})}, "dtype='uint4'"),
+        ({"quant_method": "quark", **quark({"is_dynamic": True})}, "dynamic"),
+    ],
+)
+def test_another_kv_cache_is_refused_with_a_command_that_works(quantization: dict, form: str) -> None:
+    config = LLAMA | {"quantization_config": quantization}
+
+    with pytest.raises(RequirementsError) as caught:
+        describe_model(config)
+
+    assert form in str(caught.value)
+    assert caught.value.fix.endswith("--kv-cache-dtype auto")
+    found = describe_model(config, kv_cache_dtype="auto")
+    assert {layer.requirements.kv_cache_dtype for layer in found.layers} == {"bfloat16"}
+    assert form in note(found, "in place of")

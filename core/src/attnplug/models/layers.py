@@ -11,7 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
-from attnplug.models.quantization import cache_dtype
+from attnplug.models.quantization import cache_scheme
 from attnplug.models.refusals import inexpressible
 from attnplug.request.requirements import Requirements
 
@@ -53,8 +53,10 @@ def decide(
     """Return the fields that the engine or the checkpoint decides, and a note where the dtype is assumed."""
     found, note = find_dtype(fields, dtype)
     wanted = {**engine, "paged": paged, "dtype": found}
-    if paged and "kv_cache_dtype" not in engine and (checkpoint := cache_dtype(whole, fields)) is not None:
-        wanted["kv_cache_dtype"] = checkpoint
+    scheme = cache_scheme(whole, fields) if paged else None
+    if scheme is not None and scheme.is_of(engine.get("kv_cache_dtype")):
+        left_open = {name: value for name, value in scheme.request(whole.origin).items() if wanted.get(name) is None}
+        wanted |= left_open
     return wanted, note
 
 
@@ -232,7 +234,9 @@ def _stack_heads(fields: Fields, architecture: Architecture, stack: str) -> dict
 
 def _contiguous(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for a layer without a KV cache."""
-    fields = {name: value for name, value in wanted.items() if name not in _CACHE_FIELDS} | {"paged": False}
+    # Scales per head are those of the KV cache, where its dtype is requested.
+    left_out = (*_CACHE_FIELDS, "per_head_scales") if "kv_cache_dtype" in wanted else _CACHE_FIELDS
+    fields = {name: value for name, value in wanted.items() if name not in left_out} | {"paged": False}
     if isinstance(fields.get("late"), (list, tuple)):
         fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]
     return fields

@@ -1,12 +1,14 @@
-"""The dtype of the KV cache that the configuration of a quantized checkpoint names."""
+"""The KV cache that the configuration of a quantized checkpoint names."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from attrs import frozen
+
+from attnplug.errors import RequirementsError
 from attnplug.request.files import read_text
 
 if TYPE_CHECKING:
@@ -28,33 +30,130 @@ _METHODS: Final = {
     "quark": "weights, and activations of linear layers",
 }
 _LARGEST: Final = 2**22  # bytes; a list of layers may be long
-_FLOAT8: Final = {"e4m3": "fp8_e4m3", "e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2"}
-_NAMES: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8", "nvfp4": "nvfp4"}
+_TYPES: Final = {
+    ("float", 8, "e4m3"): "fp8_e4m3",
+    ("float", 8, "e5m2"): "fp8_e5m2",
+    ("float", 4, "e2m1"): "nvfp4",
+    ("int", 8, ""): "int8",
+    ("int", 4, ""): "int4",
+}
+_FORMATS: Final = {("float", 8): "e4m3", ("float", 4): "e2m1"}
+_NAMES: Final = {
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e4m3fn": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8",
+    "nvfp4": "nvfp4",
+    "static": "fp8_e4m3",  # AutoFP8 names how scales are made; its KV cache is always FP8
+}
+_NO_CACHE: Final = frozenset({"", "none", "auto", "no_quant"})
+_PER_HEAD: Final = "attn_head"
+_PER_TENSOR: Final = ("tensor", "per_tensor")
+_BLOCKS: Final = "tensor_group"  # of NVFP4, whose blocks are part of the dtype
 
 
-def cache_dtype(*parts: Fields) -> str | None:
+@frozen
+class CacheScheme:
     """
-    Return the dtype that a checkpoint was made to have its KV cache in, None where it names none.
+    The KV cache that a checkpoint was made for.
 
-    Sources: compressed-tensors' `QuantizationConfig.kv_cache_scheme`, ModelOpt's `kv_cache_quant_algo` and
-    ``hf_quant_config.json``, Quark's `kv_cache_quant_config`.
+    Attributes:
+        dtype: Its dtype; None where the checkpoint names a form that no requirements express.
+        per_head_scales: Whether each KV head has scales, or all share one of keys and one of values.
+        form: How the checkpoint names it, for messages.
+    """
+
+    dtype: str | None
+    per_head_scales: bool
+    form: str
+
+    def request(self, origin: str) -> dict[str, Any]:
+        """
+        Return the fields of `Requirements`.
+
+        Args:
+            origin: What was read, for messages.
+
+        Raises:
+            RequirementsError: No requirements express this KV cache.
+        """
+        if self.dtype is None:
+            raise RequirementsError(
+                f"{origin} was quantized for a KV cache with {self.form}",
+                "expected FP8, int8, int4 or NVFP4 with static, symmetric scales per tensor or per KV head",
+                "pass kv_cache_dtype='auto' for a KV cache in the model's dtype, on the command line"
+                " --kv-cache-dtype auto",
+            )
+        return {"kv_cache_dtype": self.dtype} | ({"per_head_scales": True} if self.per_head_scales else {})
+
+    def is_of(self, requested: object) -> bool:
+        """Whether a caller's KV cache dtype is this one; None leaves it to the checkpoint."""
+        return requested is None or _NAMES.get(str(requested), requested) == self.dtype
+
+
+def cache_scheme(*parts: Fields) -> CacheScheme | None:
+    """
+    Return the KV cache that a checkpoint was made for, None where it names none.
+
+    Sources: compressed-tensors' `QuantizationConfig.kv_cache_scheme` and its `QuantizationArgs`, AutoFP8's
+    `kv_cache_scheme`, ModelOpt's `kv_cache_quant_algo` and ``hf_quant_config.json``, Quark's `kv_cache_quant_config`
+    and, in files from before that field, `export.kv_cache_group` with `layer_quant_config`.
 
     Args:
         parts: The whole configuration, and its text part.
     """
-    return next((found for found in map(_cache_dtype, _configs(parts)) if found is not None), None)
+    return next((found for found in map(_cache_scheme, _configs(parts)) if found is not None), None)
 
 
-def _cache_dtype(config: Mapping[str, Any]) -> str | None:
+def _cache_scheme(config: Mapping[str, Any]) -> CacheScheme | None:
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         return _of_scheme(scheme)
     inner = config.get("quantization")
-    named = scheme or config.get("kv_cache_quant_algo")
-    named = named or (inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None)
-    if named:
-        return _NAMES.get(str(named).lower(), _unknown(str(named)))
-    return "fp8_e4m3" if config.get("kv_cache_quant_config") else None  # the only one that Quark exports
+    for field, value in (
+        ("kv_cache_scheme", scheme),
+        ("kv_cache_quant_algo", config.get("kv_cache_quant_algo")),
+        ("kv_cache_quant_algo", inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None),
+    ):
+        if value is not None and str(value).lower() not in _NO_CACHE:
+            return CacheScheme(_NAMES.get(str(value).lower()), per_head_scales=False, form=f"{field}={value!r}")
+    return _of_quark(config)
+
+
+def _of_scheme(scheme: Mapping[str, Any]) -> CacheScheme:
+    """Read the arguments of compressed-tensors, of which ModelOpt writes the first three."""
+    kind, strategy = str(scheme.get("type")), scheme.get("strategy")
+    bits = found if isinstance(found := scheme.get("num_bits"), int) else 0
+    layout = str(scheme.get("format") or _FORMATS.get((kind, bits), "")).removesuffix("fn")
+    dtype = _TYPES.get((kind, bits, layout))
+    per_head = strategy == _PER_HEAD
+    is_known = per_head or strategy in (None, *_PER_TENSOR) or (strategy == _BLOCKS and dtype == "nvfp4")
+    is_static = not scheme.get("dynamic") or dtype == "nvfp4"  # the scales of its blocks are always computed
+    is_symmetric = scheme.get("symmetric") is not False
+    named = ("num_bits", "type", "format", "strategy", "dynamic", "symmetric")
+    form = ", ".join(f"{name}={scheme[name]!r}" for name in named if scheme.get(name) is not None)
+    return CacheScheme(
+        dtype if is_known and is_static and is_symmetric else None, per_head, f"kv_cache_scheme ({form})"
+    )
+
+
+def _of_quark(config: Mapping[str, Any]) -> CacheScheme | None:
+    """Read the outputs of the projections of keys and values, which Quark quantizes for the KV cache."""
+    layers, export = config.get("kv_cache_quant_config"), config.get("export")
+    if not layers and isinstance(export, Mapping) and export.get("kv_cache_group"):
+        found = config.get("layer_quant_config")
+        given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        layers = {name: given.get(name) or {} for name in export["kv_cache_group"]}
+    if not isinstance(layers, Mapping) or not layers:
+        return None
+    outputs = [layer.get("output_tensors") or {} for layer in layers.values() if isinstance(layer, Mapping)]
+    found = {(str(each.get("dtype", "fp8_e4m3")), str(each.get("qscheme", "per_tensor"))) for each in outputs}
+    is_static = not any(each.get("is_dynamic") for each in outputs)
+    names = {_NAMES.get(dtype) for dtype, scheme in found if scheme in _PER_TENSOR and is_static}
+    form = " and ".join(f"dtype={dtype!r}, qscheme={scheme!r}" for dtype, scheme in sorted(found))
+    dtype = names.pop() if len(found) == len(names) == 1 else None
+    return CacheScheme(dtype, per_head_scales=False, form=f"output_tensors of {form}{'' if is_static else ', dynamic'}")
 
 
 def notes(parts: tuple[Fields, ...], requested: str | None, *, paged: bool) -> Iterator[str]:
@@ -66,7 +165,8 @@ def notes(parts: tuple[Fields, ...], requested: str | None, *, paged: bool) -> I
         requested: The KV cache dtype that the caller names; None leaves it to the checkpoint.
         paged: Whether there is a KV cache.
     """
-    found = cache_dtype(*parts)
+    scheme = cache_scheme(*parts)
+    found = None if scheme is None else scheme.dtype or scheme.form
     for config in _configs(parts):
         inner = config.get("quantization")
         method = config.get("quant_method") or config.get("quant_algo")
@@ -75,26 +175,15 @@ def notes(parts: tuple[Fields, ...], requested: str | None, *, paged: bool) -> I
         changed = "nothing else that attention requests" if found else "nothing that attention requests"
         yield f"quantization {method} ({what}) changes {changed}"
         break
-    if found is None:
+    if scheme is None:
         return
     if not paged:
         yield f"kv_cache_dtype={found} of the checkpoint is for a paged KV cache, and K/V are contiguous here"
-    elif requested not in (None, found):
+    elif not scheme.is_of(requested):
         yield f"kv_cache_dtype={requested} is requested in place of {found}, which the checkpoint names"
     else:
-        yield f"kv_cache_dtype={found} is requested: the checkpoint's quantization names it for its KV cache"
-
-
-def _unknown(name: str) -> str:
-    """Return a dtype that no backend declares, so that each refuses it by name."""
-    return f"checkpoint.{re.sub('[^a-z0-9_]', '_', name.lower())}"
-
-
-def _of_scheme(scheme: Mapping[str, Any]) -> str | None:
-    bits, kind = scheme.get("num_bits"), str(scheme.get("type"))
-    if kind == "float" and bits == 8:
-        return _FLOAT8.get(str(scheme.get("format", "e4m3")), "fp8_e4m3")
-    return f"{kind}{bits}" if kind == "int" and bits in (4, 8) else _unknown(f"{kind}{bits}")
+        scales = "scales per KV head" if scheme.per_head_scales else "a scale per tensor"
+        yield f"kv_cache_dtype={found} is requested: the checkpoint names it for its KV cache, with {scales}"
 
 
 def _configs(parts: tuple[Fields, ...]) -> Iterator[Mapping[str, Any]]:
