@@ -192,6 +192,23 @@ def test_latent_attention_may_be_switched_off() -> None:
     assert describe_model(config | {"num_key_value_heads": 128}).layers[0].requirements.head_size == 8
 
 
+def test_recurrent_layers_beside_latent_attention_are_not_called_latent() -> None:
+    ling = MLA | {"model_type": "bailing_hybrid", "num_hidden_layers": 24, "layer_group_size": 4}
+    kinds = ["full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(24)]
+
+    for config in (ling, MLA | {"model_type": "published_yesterday", "num_hidden_layers": 24, "layer_types": kinds}):
+        others = {other.kind: (len(other.indices), other.is_attention) for other in describe_model(config).others}
+        assert others == {"linear_attention": (18, False), "multi-head latent attention": (6, True)}
+
+
+def test_layers_with_an_indexer_are_named_as_such() -> None:
+    found = describe_model({"model_type": "qwen4_exp_text", "num_hidden_layers": 4, "dtype": "bfloat16"})
+
+    (indexed,) = found.unserved
+    assert (indexed.kind, indexed.indices) == ("indexed_attention", (3,))
+    assert "a learned indexer chooses the keys" in indexed.why
+
+
 def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(RequirementsError, match="is of model type 'lama'; did you mean 'llama'"):
         describe_model(LLAMA | {"model_type": "lama"})
@@ -258,8 +275,19 @@ def test_image_tokens_are_a_note_and_not_a_refusal() -> None:
 
     assert len(found.layers) == 6
     assert note(found, "one image")
-    both = describe_model(text | {"use_bidirectional_attention": "all"})
-    assert "attend to later ones" in both.unserved[0].why
+
+
+def test_a_decoder_that_attends_to_both_sides_is_an_encoder() -> None:
+    config = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "num_hidden_layers": 6, "sliding_window": 512}
+    config |= {"use_bidirectional_attention": True}
+
+    found = describe_model(config)
+
+    wanted = [layer.requirements for layer in found.layers]
+    assert {(one.attn_type, one.causal, one.paged) for one in wanted} == {("encoder_only", False, False)}
+    assert [one.sliding_window for one in wanted] == [257] * 5 + [None]  # 256 to each side, and itself
+    for changes in ({"model_type": "gemma2"}, {"model_type": "gemma4_text", "use_bidirectional_attention": "all"}):
+        assert "attend to later ones" in describe_model(config | changes).unserved[0].why
 
 
 # Factors of the scores

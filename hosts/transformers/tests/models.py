@@ -79,6 +79,8 @@ _HEADS = {"bert": "AutoModel", "modernbert": "AutoModel", "bart": "AutoModelForS
 PARTS = {
     "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
     "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
+    "emu3_text_model": ("emu3", "Emu3TextModel"),
+    "step3p5": ("step3p7", "Step3p7TextModel"),
     "mllama_text_model": ("mllama", "MllamaTextModel"),
     "qwen2_5_omni_text": ("qwen2_5_omni", "Qwen2_5OmniThinkerTextModel"),
 }

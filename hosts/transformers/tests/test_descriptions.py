@@ -10,10 +10,12 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnplug.models import describe_model
-from attnplug.models.architectures import ARCHITECTURES, BIASED, REMOTE
-from attnplug.models.fields import LIBRARY
+from attnplug.models.architectures import ARCHITECTURES, BIASED, TEXT_TYPES
+from attnplug.models.fields import LIBRARY, read_fields
+from attnplug.models.layers import read_text_part
 from hosts.transformers.tests.models import made_from
 from tools.model_defaults import stale
 
@@ -27,8 +29,12 @@ KEYS = ("k_proj", "key", "k_lin", "k")
 ROOT = Path(__file__).parents[3]
 MORE = {
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "moe_topk": 1},
@@ -87,6 +93,7 @@ def compare(config, description):
         same("head size", wanted.head_size, size if isinstance(size, int) else None)
         if not getattr(module, "is_kv_shared_layer", False):
             same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted))
+        same("query heads", wanted.num_q_heads, getattr(module, "n_head", None))
         values = getattr(module, "v_head_dim", None)
         same("size of values", wanted.head_size_v, values)
         groups = getattr(module, "num_key_value_groups", None)
@@ -99,7 +106,7 @@ def compare(config, description):
     return compared
 
 
-TYPES = sorted((set(ARCHITECTURES) | set(BIASED)) - set(REMOTE))
+TYPES = sorted((set(ARCHITECTURES) | set(BIASED)) & set(CONFIG_MAPPING))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -109,7 +116,7 @@ def test_a_default_configuration_is_that_of_its_modules(model_type):
 
     assert description.layers
     assert not description.unserved
-    assert compare(config, description) & {"head size", "heads", "group", "scale"}
+    assert compare(config, description) & {"head size", "heads", "query heads", "group", "scale"}
 
 
 @pytest.mark.parametrize("model_type", sorted(set(TYPES) - LISTED))
@@ -131,6 +138,34 @@ def test_layer_types_are_derived_as_the_library_derives_them(model_type):
     old = {name: value for name, value in config.to_dict().items() if name not in derived} | fields
 
     assert describe_model(old, dtype="float32").layers == describe_model(config, dtype="float32").layers
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_causal_type_of_the_library_is_described_or_refused_by_name(model_type):
+    config = CONFIG_MAPPING[model_type](**MORE.get(model_type, {}))
+
+    found = describe_model(config, dtype="bfloat16")
+
+    assert found.layers or found.others
+    if model_type not in LISTED:
+        left_out = describe_model({"model_type": model_type, **MORE.get(model_type, {})}, dtype="bfloat16")
+        assert left_out.layers or left_out.others
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TEXT_TYPES) & set(CONFIG_MAPPING)))
+def test_text_without_a_part_of_its_own_is_of_the_librarys_type(model_type):
+    assert read_text_part(read_fields(CONFIG_MAPPING[model_type]())).model_type == TEXT_TYPES[model_type]
+
+
+def test_a_published_file_and_the_object_made_of_it_are_described_alike():
+    text = {"model_type": "exaone4_5_text", "num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8}
+    text |= {"num_key_value_heads": 2, "sliding_window": 4096, "sliding_window_pattern": 4, "head_dim": 64}
+    file = {"model_type": "exaone4_5", "text_config": text, "dtype": "bfloat16"}
+
+    found = describe_model(file)
+
+    assert found.layers == describe_model(CONFIG_MAPPING["exaone4_5"](**json.loads(json.dumps(file)))).layers
+    assert [layer.requirements.sliding_window for layer in found.layers] == [4096, 4096, 4096, None] * 2
 
 
 def test_the_table_of_defaults_is_the_librarys():

@@ -29,13 +29,18 @@ from attnplug.models.patterns import (
     first_of,
     flint,
     full,
+    indexed,
     jamba,
     kimi_linear,
+    lara_mini,
     last_full,
+    last_group_full,
     late,
     late_windows,
+    lfm3,
     listed,
     mimo,
+    minimax_m1,
     mpt,
     nas_blocks,
     repeated,
@@ -43,6 +48,8 @@ from attnplug.models.patterns import (
     spelled_out,
     uniform,
     windowed_or_full,
+    zamba_hybrid,
+    zaya,
 )
 from attnplug.models.scales import (
     Scale,
@@ -55,7 +62,16 @@ from attnplug.models.scales import (
     weights_switch,
     zamba,
 )
-from attnplug.models.shapes import LayerFields, gemma4, mimo_heads, nas, own, zamba_heads
+from attnplug.models.shapes import (
+    LayerFields,
+    gemma4,
+    heads_per_layer,
+    mimo_heads,
+    nas,
+    own,
+    windowed_heads,
+    zamba_heads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +102,8 @@ class Architecture:
         floors: Whether the module rounds the size of its heads down where the heads do not divide the hidden size.
         window: The field that holds the window.
         value_size: The field that holds the size of a value head, where that is another than of keys.
+        both_sides: Whether every token attends to later ones too with `use_bidirectional_attention`, and windows
+            are written as their whole width.
         beside: What a layer has beside its attention, for messages; empty where that is a feed-forward layer alone.
     """
 
@@ -104,6 +122,7 @@ class Architecture:
     window: str = "sliding_window"
     value_size: str = ""
     beside: str = ""
+    both_sides: bool = False
 
 
 def _because(names: str, why: str) -> dict[str, str]:
@@ -129,16 +148,17 @@ _MODERN_BERT: Final = Architecture(
 
 _PLAIN: Final = (
     _each(
-        "apertus arcee aria_text biogpt bitnet cohere ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text flex_olmo gemma glm"
-        " glm4 glm4_moe glm4v_moe_text glm4v_text helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 jais2 llama"
-        " minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi qwen3_omni_moe_text qwen3_vl_moe_text"
-        " qwen3_vl_text seed_oss solar_open stablelm xglm",
+        "apertus arcee aria_text biogpt bitnet cohere emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text"
+        " flex_olmo gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text helium hunyuan_v1_dense hunyuan_v1_moe hy_v3"
+        " internlm3 iquestcoder jais2 llama minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi"
+        " qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text seed_oss solar_open stablelm xglm",
         _decoder(),
     )
     | _each("granite granitemoe granitemoeshared hyperclovax", _decoder(scale=granite))
     | _each("gpt2 gpt-sw3", _decoder(path="h.{}.attn", scale=weights_switch))
     | _each("gpt_bigcode", _decoder(path="h.{}.attn", scale=weights_switch))
-    | _each("gpt_neox", _decoder(path="layers.{}.attention"))
+    | _each("gpt_neox gpt_neox_japanese", _decoder(path="layers.{}.attention"))
+    | _each("ctrl", _decoder(path="h.{}.multi_head_attention"))
     | _each("opt", _decoder(path="decoder.layers.{}.self_attn"))
     | _each("clip_text_model", _decoder(path="encoder.layers.{}.self_attn"))
     | _each("bloom", _decoder(path="h.{}.self_attention", alibi="linear"))
@@ -148,7 +168,7 @@ _PLAIN: Final = (
         _decoder(path="h.{}.self_attention", alibi="linear", has_alibi=falcon_has_alibi, kv_heads=falcon_kv_heads),
     )
     | _each("dbrx", _decoder(path="blocks.{}.norm_attn_norm.attn", kv_heads=dbrx_kv_heads))
-    | _each("gptj codegen", _decoder(path="h.{}.attn"))
+    | _each("gptj codegen openai-gpt", _decoder(path="h.{}.attn"))
     | _each(
         "mllama_text_model",
         _decoder(at("cross_attention_layers", CROSS, FULL, default=range(3, 39, 5)), cross="layers.{}.cross_attn"),
@@ -167,7 +187,10 @@ _WINDOWED: Final = (
     | _each("olmo3", _decoder(listed(every(4))))
     | _each("afmoe", _decoder(listed(every(4, field="global_attn_every_n_layers"))))
     | _each("cohere2_moe", _decoder(listed(cohere2_moe)))
-    | _each("mellum", _decoder(listed(every_layer)))
+    | _each("mellum cohere_compass_text", _decoder(listed(every_layer)))
+    | _each("laguna", _decoder(listed(every_layer), layer=heads_per_layer))
+    | _each("step3p5", _decoder(listed(every_layer), layer=windowed_heads, scale=pre_attn_scalar))
+    | _each("beam", _decoder(listed(last_full(every(6)))))
     | _each("kolibri1", _decoder(listed(every(5))))
     | _each("cwm", _decoder(listed(first_of(4))))
     | _each("smollm3", _decoder(listed(sliding_without_rope)))
@@ -176,9 +199,15 @@ _WINDOWED: Final = (
         "gemma2 vaultgemma",
         _decoder(listed(every(2)), soft_cap="attn_logit_softcapping", scale=pre_attn_scalar),
     )
-    | _each("gemma3_text", _decoder(listed(every(6, field="sliding_window_pattern")), scale=pre_attn_scalar))
+    | _each(
+        "gemma3_text",
+        _decoder(listed(every(6, field="sliding_window_pattern")), scale=pre_attn_scalar, both_sides=True),
+    )
     | _each("gemma3n_text", _decoder(listed(every(5)), scale=unit))
-    | _each("gemma4_text", _decoder(last_full(listed(every(6))), scale=unit, layer=gemma4))
+    | _each(
+        "gemma4_text gemma4_unified_text",
+        _decoder(last_full(listed(every(6))), scale=unit, layer=gemma4),
+    )
     | _each("gpt_oss", _decoder(listed(every(2)), sinks=_EVERYWHERE))
     | _each(
         "mimo_v2_flash",
@@ -189,13 +218,22 @@ _WINDOWED: Final = (
     | _each("modernbert-decoder", _MODERN_BERT)
 )
 
-# Published with their own code, and not in transformers. Their configurations are read as that code reads them.
+_BAILING: Final = "layers.{}.attention"
+
+# Published with their own code, or in a release after `LIBRARY`. Their configurations are read as that code reads them.
 REMOTE: Final = (
     _each("phi3small", _decoder(block_sparse, scale=mup))
-    | _each("aquila internlm internlm2 minicpm orion xverse yi", _decoder())
+    | _each("aquila internlm internlm2 minicpm orion step3_text xverse yi", _decoder())
+    | _each(
+        "bailing_moe_linear", _decoder(last_group_full(every(8, field="layer_group_size", other=LINEAR)), path=_BAILING)
+    )
+    | _each("minimax_m1 minimax_text_01", _decoder(minimax_m1))
     | _each("chatglm", _decoder(path="encoder.layers.{}.self_attention", kv_heads=chatglm_kv_heads))
     | _each("baichuan", _decoder(alibi="linear", has_alibi=baichuan_has_alibi))
     | _each("qwen", _decoder(path="h.{}.attn"))
+    | _each("apertus1p5_text sarvam_moe", _decoder())
+    | _each("lara_mini", _decoder(listed(lara_mini)))
+    | _each("bailing_moe bailing_moe_v2", _decoder(path=_BAILING))
     | _each("exaone", _decoder(path="h.{}.attn.attention"))
     | _each("nemotron-nas", _decoder(nas_blocks, layer=nas))
 )
@@ -210,6 +248,8 @@ _HYBRID: Final = (
     )
     | _each("lfm2", _decoder(listed(at("full_attn_idxs", other="conv"))))
     | _each("lfm2_moe", _decoder(listed()))
+    | _each("lfm3", _decoder(listed(lfm3)))
+    | _each("zaya", _decoder(zaya, beside="a convolution over queries and keys"))
     | _each("granitemoehybrid", _decoder(listed(), scale=granite))
     | _each("olmo_hybrid", _decoder(listed(every(4, other=LINEAR))))
     | _each("minimax", _decoder(listed(first_of(2, other=LINEAR))))
@@ -226,6 +266,16 @@ _HYBRID: Final = (
         ),
     )
     | _each(
+        "zamba",
+        _decoder(
+            listed(zamba_hybrid),
+            path="layers.{}.shared_transf.self_attn",
+            scale=zamba,
+            layer=zamba_heads,
+            beside="a Mamba mixer",
+        ),
+    )
+    | _each(
         "zamba2",
         _decoder(
             listed(),
@@ -239,11 +289,12 @@ _HYBRID: Final = (
 
 _ENCODERS: Final = (
     _each(
-        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta"
-        " xlm-roberta-xl",
+        "bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm"
+        " roc_bert xlm-roberta xlm-roberta-xl xmod",
         _BERT,
     )
     | _each("distilbert", Architecture(family="encoder", path="transformer.layer.{}.attention"))
+    | _each("xlm", Architecture(family="encoder", path="attentions.{}"))
     | _each("eurobert nomic_bert", Architecture(family="encoder"))
     | _each("modernbert", attrs.evolve(_MODERN_BERT, family="encoder"))
     | _each("ultrabert", Architecture(family="encoder", pattern=listed()))
@@ -251,7 +302,7 @@ _ENCODERS: Final = (
 )
 
 _ENCODER_DECODERS: Final = _each(
-    "bart blenderbot blenderbot-small m2m_100 marian mbart pegasus plbart speech_to_text whisper", _BART
+    "bart blenderbot blenderbot-small m2m_100 marian mbart mvp pegasus plbart speech_to_text whisper", _BART
 )
 
 _ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **REMOTE, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
@@ -277,28 +328,57 @@ BIASED: Final[dict[str, Architecture]] = _each("t5 mt5 umt5", _T5)
 """Model type -> how it is read where every self-attention call has an additive bias; hosts do not pass it on."""
 
 LATENT: Final[dict[str, Architecture]] = _each(
-    "axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 longcat_flash minicpm3 youtu",
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 kimi_k2 longcat_flash minicpm3"
+    " sarvam_mla youtu",
     _decoder(),
-) | _each("kimi_linear", _decoder(listed(kimi_linear)))
-"""Model type -> how it is read where attention is multi-head latent attention (MLA)."""
+) | {
+    "kimi_linear": _decoder(listed(kimi_linear)),
+    "bailing_hybrid": _decoder(listed(every(6, field="layer_group_size", other=LINEAR))),
+    "qwen4_exp_text": _decoder(indexed(listed(every(4, field="full_attention_interval", other=LINEAR)))),
+}
+"""Model type -> how it is read where attention is multi-head latent attention (MLA), or a learned indexer chooses."""
+
+TEXT_TYPES: Final = {
+    **{name: f"{name}_text" for name in ("cohere_compass", "dots3_note", "gemma3", "gemma3n", "gemma4", "llama4")},
+    **{name: f"{name}_text" for name in ("gemma4_unified", "qwen3_5", "qwen3_5_moe", "qwen4_exp")},
+    "emu3": "emu3_text_model",
+    "exaone4_5_text": "exaone4",
+    "fuyu": "persimmon",
+    "got_ocr2": "qwen2",
+    "mllama": "mllama_text_model",
+    "moss_transcribe_diarize": "qwen3",
+    "phi4mm": "phi4_multimodal",
+}
+"""Model type -> the type that its text is read as, as transformers does; phi4mm is published with its own code."""
 
 _RELATIVE: Final = "it adds a learned bias of relative position to the scores"
 STATE: Final = "it is a recurrence over a state, not attention over keys"
+_PREFIX: Final = "the tokens of its prefix attend to each other in both directions"
+_LOOPED: Final = "its layers run several times for a token, each time with a KV cache of its own"
+_ELSEWHERE: Final = "the encoder of its cross attention is another model"
+_SHARED: Final = "its layers read the KV cache of another model"
 _SPARSE: Final = "its sparsity pattern is neither a window nor a chunk"
 
 REFUSED: Final[dict[str, str]] = {
     **_because(
         "t5 mt5 umt5 longt5 switch_transformers pop2piano pix2struct udop mpnet deberta deberta-v2 prophetnet xlnet"
-        " cpmant inkling_text inkling2_text",
+        " cpmant inkling_text inkling2_text inkling2_loop_text",
         _RELATIVE,
     ),
     **_because("mamba mamba2 falcon_mamba rwkv xlstm", STATE),
     **_because("big_bird bigbird_pegasus longformer led reformer gpt_neo minimax_m3_vl_text", _SPARSE),
     "deepseek_v4": "it attends to compressed keys beside the windowed ones",
+    **_because("paligemma git", _PREFIX),
+    **_because("dory hrm_text", _LOOPED),
+    **_because("musicgen musicgen_melody musicgen_decoder musicgen_melody_decoder trocr", _ELSEWHERE),
+    **_because("gemma4_assistant gemma4_unified_assistant", _SHARED),
+    "blt": "its bytes are grouped into patches, which attend to each other and to bytes",
+    "dots3_note_text": "its windowed layers have multi-head latent attention (MLA) of another size than the others",
+    "jetmoe": "a query head reads the KV head of its number modulo theirs, instead of that of its group",
+    "moshi": "its window bounds the KV cache alone: prefill attends to all earlier tokens",
     "diffllama": "it subtracts one attention from another",
     "doge": "it learns which keys to mask",
     "roformer": "it rotates the scores' positions differently",
-    "paligemma": "the tokens of its prefix attend to each other in both directions",
 }
 """Model type -> why no requirements describe its attention."""
 

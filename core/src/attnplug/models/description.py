@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.models.architectures import ARCHITECTURES, BIASED, LATENT, REFUSED, STATE, Architecture
+from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, STATE, Architecture
 from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.latent import latent_attention
 from attnplug.models.layers import (
@@ -18,7 +18,7 @@ from attnplug.models.layers import (
     kinds_of,
     read_text_part,
 )
-from attnplug.models.patterns import MLA
+from attnplug.models.patterns import INDEXED, MLA, every_layer, listed
 from attnplug.models.quantization import notes
 from attnplug.models.refusals import check_assumed, check_known, forbidden, inexpressible
 
@@ -233,7 +233,7 @@ def _describe(
         return ModelDescription(whole.origin, fields.model_type, (), (refused,), parts), Architecture()
     wanted, note = decide(whole, fields, dtype, engine, paged=paged)
     is_biased = name in BIASED
-    why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields)
+    why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields, name)
     architecture = _find(fields, name, is_expressible=why is None)
     layers = () if why else tuple(attention_layers(fields, architecture, wanted, is_biased=is_biased))
     others = () if architecture.family == "encoder_decoder" else _others(kinds_of(fields, architecture), layers, why)
@@ -250,7 +250,7 @@ def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
     # What cannot be expressed is described by its fields, whatever its type is called.
     if is_expressible:
         check_known(fields, name)
-    return Architecture()
+    return Architecture(pattern=listed(every_layer))
 
 
 def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: str | None) -> None:
@@ -290,6 +290,8 @@ def _others(kinds: Sequence[str], layers: tuple[ModelLayer, ...], why: str | Non
 def _other(kind: str, indices: list[int], why: str | None) -> OtherLayers:
     if kind in _WHY:
         return OtherLayers(kind, tuple(indices), _WHY[kind], is_attention=False)
+    if why is None and kind == INDEXED:
+        why = FORBIDDEN_FIELDS["index_topk"]
     if why is not None:
         return OtherLayers(MLA if why.startswith(MLA) else kind, tuple(indices), why, is_attention=True)
     unknown = "a kind of layer that is not known here, and that no backend is asked to serve"

@@ -33,7 +33,7 @@ def latent_attention(fields: Fields, dtype: str) -> str | None:
         return None
     heads = fields.need_integer("num_attention_heads")
     rope, nope = fields.need_integer("qk_rope_head_dim", least=0), fields.need_integer("qk_nope_head_dim", least=0)
-    value = fields.need_integer("v_head_dim")
+    value = fields.integer("v_head_dim") or fields.need_integer("hidden_size") // heads
     size = (rank + rope) * _BYTES.get(dtype, 2)
     text = (
         f"{MLA} (MLA): {heads} query heads over one latent per token of {rank} values and {rope} "

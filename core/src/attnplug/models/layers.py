@@ -8,6 +8,7 @@ import attrs
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
+from attnplug.models.architectures import TEXT_TYPES
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
@@ -24,7 +25,8 @@ LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
 _MOST_LAYERS: Final = 10_000  # no published model has a tenth of it
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
+_KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups")
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _SIZES: Final = ("head_dim", "attention_head_dim", "kv_channels")
 _ATTENTION: Final = (FULL, SLIDING, CHUNKED, BLOCK_SPARSE, CROSS, "hybrid")
 
@@ -63,6 +65,8 @@ def decide(
 def read_text_part(whole: Fields) -> Fields:
     """Return the language model's part of a configuration, with the library's defaults for fields left out."""
     text = whole.text()
+    name = TEXT_TYPES.get(text.model_type, text.model_type)
+    text = attrs.evolve(text, data={**text.data, "model_type": name}) if name != text.model_type else text
     return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={})
 
 
@@ -120,12 +124,19 @@ def attention_layers(
 
 def _is_causal(fields: Fields, architecture: Architecture) -> bool:
     if architecture.family == "encoder":
-        return bool(fields.get("is_decoder"))
+        return bool(fields.get("is_decoder") or fields.get("causal"))
+    if _sees_both_sides(fields, architecture):
+        return False
     if fields.is_off("is_causal") and fields.get("sliding_window") is not None:
         raise inexpressible(
             fields, "without causality transformers has two meanings of its window (is_causal=False, sliding_window)"
         )
     return not fields.is_off("is_causal")
+
+
+def _sees_both_sides(fields: Fields, architecture: Architecture) -> bool:
+    """Whether every token attends to later ones too; where the class does not compute that, it is refused before."""
+    return architecture.both_sides and fields.get("use_bidirectional_attention") is True
 
 
 def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool) -> dict[str, Any]:
@@ -164,6 +175,8 @@ def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
         width = fields.need_integer(architecture.window)
         if architecture.window == "local_attention":
             width //= 2  # a window over both sides is written as its whole width
+    if _sees_both_sides(fields, architecture):
+        width //= 2  # likewise
     return width if causal else width + 1
 
 
@@ -172,7 +185,7 @@ def _heads(fields: Fields, architecture: Architecture, heads: tuple[str, ...] = 
     if architecture.kv_heads is not None:
         kv_heads = architecture.kv_heads(fields, count)
     else:
-        kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
+        kv_heads = 1 if fields.get("multi_query") else fields.integer(*_KV_HEADS) or count
     size = fields.integer(*_SIZES) or _divided(fields, architecture, count)
     values = {"head_size_v": fields.need_integer(architecture.value_size)} if architecture.value_size else {}
     return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size, **values}

@@ -16,9 +16,10 @@ CHUNKED: Final = "chunked_attention"
 BLOCK_SPARSE: Final = "block_sparse_attention"
 LINEAR: Final = "linear_attention"
 CROSS: Final = "cross_attention"
+INDEXED: Final = "indexed_attention"
 MLA: Final = "multi-head latent attention"
 
-_OTHER_NAMES: Final = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": "indexed_attention"}
+_OTHER_NAMES: Final = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": INDEXED}
 """Names of layer kinds in older files -> today's, as transformers replaces them."""
 
 _IGNORED_BY_MPT: Final[dict[str, object]] = {
@@ -191,6 +192,25 @@ def last_full(pattern: Pattern) -> Pattern:
     return found
 
 
+def last_group_full(pattern: Pattern) -> Pattern:
+    """The pattern, except that layers after the last whole group of `layer_group_size` are full."""
+
+    def found(fields: Fields, count: int) -> Sequence[str]:
+        whole = count // (size := fields.need_integer("layer_group_size")) * size
+        return [*pattern(fields, count)[:whole], *[FULL] * (count - whole)]
+
+    return found
+
+
+def indexed(pattern: Pattern) -> Pattern:
+    """The pattern, whose full layers have an indexer."""
+
+    def found(fields: Fields, count: int) -> Sequence[str]:
+        return [INDEXED if kind == FULL else kind for kind in pattern(fields, count)]
+
+    return found
+
+
 def repeated(field: str, kinds: Mapping[str, str], default: Sequence[str]) -> Pattern:
     """A field lists the kinds of the first layers in words of its own, and the list repeats."""
 
@@ -224,6 +244,42 @@ def kimi_linear(fields: Fields, count: int) -> Sequence[str]:
     if numbers is None:
         return [FULL if index and index % 4 == 0 else LINEAR for index in range(count)]
     return [FULL if index + 1 in set(numbers) else LINEAR for index in range(count)]
+
+
+def minimax_m1(fields: Fields, count: int) -> Sequence[str]:
+    """`attn_type_list` has a 1 for each layer of softmax attention and a 0 for each of linear attention."""
+    found = fields.need("attn_type_list")
+    if len(found) < count:
+        raise RequirementsError(
+            f"{fields.origin} lists {len(found)} attn_type_list for {count} layers",
+            "every layer has a type",
+            "list one type per layer",
+        )
+    return [FULL if each else LINEAR for each in found[:count]]
+
+
+def lfm3(_: Fields, count: int) -> Sequence[str]:
+    """In each group of four the third layer is full and the first is windowed, but the model's first; else conv."""
+    return [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else "conv" for i in range(count)]
+
+
+def lara_mini(_: Fields, count: int) -> Sequence[str]:
+    """Five kinds repeat."""
+    period = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
+    return [period[index % len(period)] for index in range(count)]
+
+
+def zaya(fields: Fields, count: int) -> Sequence[str]:
+    """Layers are full unless `layer_types` has them windowed; each has a convolution too, hence its own words."""
+    words = {"hybrid": FULL, "hybrid_sliding": SLIDING}
+    return [words.get(kind, kind) for kind in listed(every_layer)(fields, count)]
+
+
+def zamba_hybrid(fields: Fields, count: int) -> Sequence[str]:
+    """The third layer has attention, and of those after it every `attn_layer_period`-th, from an offset on."""
+    period = fields.need_integer("attn_layer_period")
+    offset = fields.need_integer("attn_layer_offset", least=0)
+    return ["hybrid" if i == 2 or (i > 2 and (i - 3) % period == offset) else LINEAR for i in range(count)]
 
 
 def mimo(fields: Fields, count: int) -> Sequence[str]:

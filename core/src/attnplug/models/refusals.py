@@ -28,12 +28,16 @@ def check_known(fields: Fields, name: str) -> None:
         )
 
 
-def forbidden(fields: Fields) -> str | None:
-    """Return why no requirements describe the attention, where a field says so."""
-    for name, why in FORBIDDEN_FIELDS.items():
-        value = fields.data.get(name)
-        if value and not (name == "use_bidirectional_attention" and value == "vision"):  # text reads causally there
-            return f"{why} ({name}={value!r})" if isinstance(value, (bool, int, float, str)) else f"{why} ({name})"
+def forbidden(fields: Fields, name: str) -> str | None:
+    """Return why no requirements describe the attention of a model type, where a field says so."""
+    known = ARCHITECTURES.get(name)
+    served = {
+        "use_bidirectional_attention": ("vision", *([True] if known and known.both_sides else []))
+    }  # text is causal there
+    for field, why in FORBIDDEN_FIELDS.items():
+        value = fields.data.get(field)
+        if value and value not in served.get(field, ()):
+            return f"{why} ({field}={value!r})" if isinstance(value, (bool, int, float, str)) else f"{why} ({field})"
     positions = fields.data.get("position_embedding_type")
     if str(positions or "").startswith("relative"):
         return f"its scores depend on relative positions (position_embedding_type={positions!r})"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import evolve
 
+from attnplug.errors import RequirementsError
 from attnplug.models.patterns import FULL, SLIDING
 
 if TYPE_CHECKING:
@@ -38,6 +39,29 @@ def zamba_heads(fields: Fields, index: int, _: str) -> Fields:
         return fields.layer(index)
     size = 2 * fields.need_integer("hidden_size") // fields.need_integer("num_attention_heads")
     return evolve(fields, data={**fields.data, "head_dim": size})
+
+
+def heads_per_layer(fields: Fields, index: int, _: str) -> Fields:
+    """`num_attention_heads_per_layer` lists the query heads of each layer."""
+    counts = fields.get("num_attention_heads_per_layer")
+    if counts is None:
+        return fields.layer(index)
+    if index >= len(counts):
+        raise RequirementsError(
+            f"{fields.origin} lists {len(counts)} num_attention_heads_per_layer, and none for layer {index}",
+            "every layer has a number of query heads",
+            "list one number per layer",
+        )
+    return evolve(fields, data={**fields.data, "num_attention_heads": counts[index]})
+
+
+def windowed_heads(fields: Fields, index: int, kind: str) -> Fields:
+    """Windowed layers may have query heads of their own number: `num_sliding_attention_heads`, or as older files."""
+    older = fields.get("attention_other_setting") or {}
+    count = fields.integer("num_sliding_attention_heads") or older.get("num_attention_heads")
+    if kind != SLIDING or count is None or fields.get("per_layer_config"):
+        return fields.layer(index)
+    return evolve(fields, data={**fields.data, "num_attention_heads": count})
 
 
 def mimo_heads(fields: Fields, index: int, kind: str) -> Fields:
