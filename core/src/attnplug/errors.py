@@ -266,9 +266,14 @@ def shown(value: object) -> str:
 
 def near(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" where a name is close to one of `names`, else an empty text."""
+    matches = close(name, names)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def close(name: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a name is close to, the closest first."""
     from difflib import get_close_matches  # noqa: PLC0415 - only a wrong name needs it
 
     if len(name) > _LONGEST_NAME:
-        return ""  # comparing takes time that grows with the square of the length
-    matches = get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+        return []  # comparing takes time that grows with the square of the length
+    return get_close_matches(name, list(names), cutoff=0.6)

@@ -214,6 +214,92 @@ def test_an_unknown_type_is_refused_by_name() -> None:
         describe_model(LLAMA | {"model_type": "lama"})
 
 
+@pytest.mark.parametrize(
+    ("config", "word", "fix"),
+    [
+        ({"model_type": "llama_next"}, "; did you mean 'llama'", "assume='llama'"),
+        ({"model_type": "published_yesterday"}, "", "assume='llama'"),
+        ({"model_type": "minimax_m9", "attn_type_list": [0, 1]}, "; did you mean 'minimax_m1'", "assume='minimax_m1'"),
+        ({"model_type": "olmo9", "attn_type_list": [0, 1]}, "", None),
+        ({"model_type": "mistral_next", "num_attention_heads_per_layer": [8, 4]}, "", None),
+        (
+            {"model_type": "lagune", "num_attention_heads_per_layer": [8, 4]},
+            "; did you mean 'laguna'",
+            "assume='laguna'",
+        ),
+        ({"model_type": "mistral_next", "sliding_window": 8}, "; did you mean 'mistral'", "assume='mistral'"),
+        ({"model_type": "published_yesterday", "sliding_window": 8}, "", None),
+        ({"model_type": "llama_next", "attn_windows": [1]}, "", None),
+    ],
+)
+def test_a_type_is_suggested_where_its_fields_fit(config, word: str, fix: str | None) -> None:
+    with pytest.raises(RequirementsError) as caught:
+        describe_model(LLAMA | config)
+
+    assert ("did you mean" in caught.value.problem) == bool(word)
+    assert word in caught.value.problem
+    assert (fix or "keep transformers' own attention") in caught.value.fix
+    assert ("assume=" in caught.value.fix) == (fix is not None)
+    if fix is not None:
+        assert describe_model(LLAMA | config, assume=fix.split("'")[1]).layers
+
+
+# Fields that are not read
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dual_chunk_attention_config", {"chunk_size": 262144, "local_size": 8192}),
+        ("sparse_config", {"topk": 64, "block_size": 64}),
+        ("indexer_budget", 2048),
+        ("prefix_lm", True),
+    ],
+)
+@pytest.mark.parametrize("assume", [None, "llama"])
+def test_a_field_that_changes_attention_is_refused_by_name(name: str, value: object, assume: str | None) -> None:
+    found = describe_model(LLAMA | {name: value} | ({"model_type": "new"} if assume else {}), assume=assume)
+
+    assert (found.layers, len(found.unserved)) == ((), 1)
+    assert f"({name}" in found.unserved[0].why
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads_per_layer", [8, 4]),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("num_query_groups", 2),
+        ("use_alibi", True),
+        ("swa_head_dim", 16),
+    ],
+)
+def test_a_field_that_an_assumed_type_does_not_read_is_refused_by_name(name: str, value: object) -> None:
+    found = describe_model(LLAMA | {"model_type": "new", name: value}, assume="llama")
+
+    assert (found.layers, len(found.unserved)) == ((), 1)
+    assert found.unserved[0].why == f"its {name} decides about attention, and is not read for 'llama'"
+
+
+def test_a_field_that_is_not_known_is_noted() -> None:
+    found = describe_model(LLAMA | {"attn_noise": 0.5, "swa_rotation": 0, "router_noise": 0.5, "vocab_size": 7, "b": 1})
+
+    assert len(found.layers) == 2
+    assert note(found, "not read") == "not read, and not known to leave attention as it is: attn_noise, b"
+
+
+def test_attention_groups_are_kv_heads() -> None:
+    text = without(LLAMA, "num_key_value_heads") | {"model_type": "step3_text"}
+    text |= {"num_attention_groups": 1, "head_dim": 256, "share_q_dim": 2048}
+
+    found = describe_model({"model_type": "step3_vl", "text_config": text})
+
+    assert "not read" not in " ".join(found.notes)
+    (wanted,) = {layer.requirements for layer in found.layers}
+
+    assert (wanted.num_q_heads, wanted.num_kv_heads, wanted.head_size) == (8, 1, 256)
+
+
 def test_kimi_linear_has_both() -> None:
     config = MLA | {"model_type": "kimi_linear", "num_hidden_layers": 4}
     config |= {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}}

@@ -13,11 +13,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnplug.models import describe_model
-from attnplug.models.architectures import ARCHITECTURES, BIASED, TEXT_TYPES
-from attnplug.models.fields import LIBRARY, read_fields
+from attnplug.models.architectures import ARCHITECTURES, BIASED, LATENT, TEXT_TYPES
+from attnplug.models.fields import LIBRARY, Fields, read_fields
+from attnplug.models.known_fields import unknown
 from attnplug.models.layers import read_text_part
 from hosts.transformers.tests.models import made_from
-from tools.model_defaults import stale
+from tools.model_defaults import READ, stale
 
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
 SCALES = ("scaling", "scale", "inv_norm_factor", "softmax_scale")
@@ -150,6 +151,17 @@ def test_every_causal_type_of_the_library_is_described_or_refused_by_name(model_
     if model_type not in LISTED:
         left_out = describe_model({"model_type": model_type, **MORE.get(model_type, {})}, dtype="bfloat16")
         assert left_out.layers or left_out.others
+
+
+@pytest.mark.parametrize("model_type", sorted({*TYPES, *LATENT} & set(CONFIG_MAPPING)))
+def test_every_field_of_a_class_is_known_to_decide_or_to_be_harmless(model_type):
+    names = CONFIG_MAPPING[model_type](**MORE.get(model_type, {})).to_dict()
+
+    assert not list(unknown(Fields(dict.fromkeys(names, True), model_type)))
+
+
+def test_every_field_with_a_default_is_known():
+    assert not list(unknown(Fields(dict.fromkeys(READ, True), "read")))
 
 
 @pytest.mark.parametrize("model_type", sorted(set(TEXT_TYPES) & set(CONFIG_MAPPING)))

@@ -354,6 +354,7 @@ TEXT_TYPES: Final = {
 _RELATIVE: Final = "it adds a learned bias of relative position to the scores"
 STATE: Final = "it is a recurrence over a state, not attention over keys"
 _PREFIX: Final = "the tokens of its prefix attend to each other in both directions"
+_INDEXER: Final = "a learned indexer chooses the keys"
 _LOOPED: Final = "its layers run several times for a token, each time with a KV cache of its own"
 _ELSEWHERE: Final = "the encoder of its cross attention is another model"
 _SHARED: Final = "its layers read the KV cache of another model"
@@ -384,8 +385,11 @@ REFUSED: Final[dict[str, str]] = {
 
 FORBIDDEN_FIELDS: Final[dict[str, str]] = {
     "kv_lora_rank": "multi-head latent attention (MLA) has a compressed KV cache, which contract 1.0 does not express",
-    "index_topk": "a learned indexer chooses the keys",
-    "sparse_attention_config": "a learned indexer chooses the keys",
+    **_because("index_topk indexer_budget indexer_n_heads sparse_attention_config", _INDEXER),
+    "dual_chunk_attention_config": "dual chunk attention replaces the positions of distant keys, which needs two calls",
+    **_because("sparse_config moba_topk nsa_config", "each query reads blocks of keys that a score chooses"),
+    **_because("num_query_heads", "the number of query heads differs by layer"),
+    "prefix_lm": _PREFIX,
     "relative_attention_num_buckets": _RELATIVE,
     "use_bidirectional_attention": "its tokens attend to later ones",
     "add_cross_attention": "the encoder of its cross attention is not in this configuration",

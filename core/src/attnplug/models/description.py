@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
 from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, STATE, Architecture
 from attnplug.models.fields import LIBRARY, read_fields
+from attnplug.models.known_fields import dropped, unknown
 from attnplug.models.latent import latent_attention
 from attnplug.models.layers import (
     LAYERS,
@@ -20,7 +22,7 @@ from attnplug.models.layers import (
 )
 from attnplug.models.patterns import INDEXED, MLA, every_layer, listed
 from attnplug.models.quantization import notes
-from attnplug.models.refusals import check_assumed, check_known, forbidden, inexpressible
+from attnplug.models.refusals import check_assumed, forbidden, inexpressible, of_close_name, unknown_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -236,8 +238,11 @@ def _describe(
     why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields, name)
     architecture = _find(fields, name, is_expressible=why is None)
     layers = () if why else tuple(attention_layers(fields, architecture, wanted, is_biased=is_biased))
+    if assume is not None and not why and (why := dropped(fields, name)):
+        layers = ()
     others = () if architecture.family == "encoder_decoder" else _others(kinds_of(fields, architecture), layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
+    said.append(_of_unknown(fields))
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
     described = ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
     return described, architecture
@@ -249,8 +254,22 @@ def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
             return table[name]
     # What cannot be expressed is described by its fields, whatever its type is called.
     if is_expressible:
-        check_known(fields, name)
+        raise unknown_type(fields, name, _suggested(fields))
     return Architecture(pattern=listed(every_layer))
+
+
+def _suggested(fields: Fields) -> list[str]:
+    """Return the types whose fields fit an unknown one: those of a close name, then Llama."""
+    fitting = []
+    for name in [*of_close_name(fields.model_type), "llama"]:
+        trial = attrs.evolve(fields, defaults={}, assumed={}, read=set())
+        try:
+            found = list(attention_layers(trial, ARCHITECTURES[name], {"paged": False, "dtype": "bfloat16"}))
+        except RequirementsError:
+            continue
+        if found and dropped(trial, name) is None and not any(unknown(trial)):
+            fitting.append(name)
+    return fitting
 
 
 def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: str | None) -> None:
@@ -329,6 +348,11 @@ def _of_defaults(fields: Fields) -> str:
     used = {name: value for name, value in fields.assumed.items() if value not in (False, 0, None)}
     listed = ", ".join(f"{name}={value}" for name, value in sorted(used.items()))
     return f"the configuration leaves out {listed}: the default of {LIBRARY} for {fields.model_type!r}" if used else ""
+
+
+def _of_unknown(fields: Fields) -> str:
+    names = ", ".join(sorted(unknown(fields)))
+    return f"not read, and not known to leave attention as it is: {names}" if names else ""
 
 
 def _of_layers(architecture: Architecture, name: str, *, paged: bool) -> Iterator[str]:

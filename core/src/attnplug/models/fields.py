@@ -31,6 +31,7 @@ class Fields:
         file: The config.json, where it is one.
         defaults: What the library assumes for fields that are not in `data`, not even as null.
         assumed: Those of them that were read, with their values; parts and layers share it.
+        read: The fields that were looked up; parts and layers share it.
     """
 
     data: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Fields:
     file: Path | None = None
     defaults: Mapping[str, Any] = field(factory=dict)
     assumed: dict[str, Any] = field(factory=dict, eq=False)
+    read: set[str] = field(factory=set, eq=False)
 
     @property
     def model_type(self) -> str:
@@ -55,6 +57,7 @@ class Fields:
 
     def _name_of(self, names: tuple[str, ...]) -> str | None:
         """Return the first name that is set, else the first that is left out and has a default."""
+        self.read.update(names)
         for name in names:
             if self.data.get(name) is not None:
                 return name

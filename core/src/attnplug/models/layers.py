@@ -67,7 +67,7 @@ def read_text_part(whole: Fields) -> Fields:
     text = whole.text()
     name = TEXT_TYPES.get(text.model_type, text.model_type)
     text = attrs.evolve(text, data={**text.data, "model_type": name}) if name != text.model_type else text
-    return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={})
+    return attrs.evolve(text, defaults=defaults_of(text.model_type), assumed={}, read=set())
 
 
 def kinds_of(fields: Fields, architecture: Architecture) -> Sequence[str]:

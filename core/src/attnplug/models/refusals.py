@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.errors import RequirementsError, near
+from attnplug.errors import RequirementsError, close
 from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnplug.models.description import ModelDescription
     from attnplug.models.fields import Fields
 
 
-def check_known(fields: Fields, name: str) -> None:
-    """
-    Refuse a model type that is not known.
+def of_close_name(name: str) -> list[str]:
+    """Return the known types whose name an unknown one begins with, the longest first, then others of a close name."""
+    begins = sorted((known for known in ARCHITECTURES if name.startswith(known)), key=len, reverse=True)
+    return list(dict.fromkeys([*begins, *close(name, ARCHITECTURES)]))
 
-    Raises:
-        RequirementsError: It is not known.
+
+def unknown_type(fields: Fields, name: str, fitting: Sequence[str]) -> RequirementsError:
     """
-    if name not in ARCHITECTURES:
-        raise RequirementsError(
-            f"{fields.origin} is of model type {name!r}{near(name, list(ARCHITECTURES))}",
-            f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
-            "pass assume='llama' (or another type described there) if its layers are alike, --assume llama on the"
-            " command line; otherwise keep transformers' own attention for it, or build the Requirements by hand",
-        )
+    Return the error for a model type that is not known.
+
+    Args:
+        fields: The configuration.
+        name: The type.
+        fitting: Known types whose fields fit, the closest name first.
+    """
+    meant = f"; did you mean {fitting[0]!r}?" if fitting and fitting[0] in of_close_name(name) else ""
+    assumed = (
+        f"pass assume={fitting[0]!r} if its layers are alike, --assume {fitting[0]} on the command line; otherwise "
+        if fitting
+        else ""
+    )
+    return RequirementsError(
+        f"{fields.origin} is of model type {name!r}{meant}",
+        f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures"
+        + ("" if fitting else ", and the fields fit none of a close name"),
+        f"{assumed}keep transformers' own attention for it, or build the Requirements by hand",
+    )
 
 
 def forbidden(fields: Fields, name: str) -> str | None:
@@ -59,7 +74,7 @@ def check_assumed(fields: Fields, assume: str | None) -> None:
         raise RequirementsError(
             given,
             f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
-            "leave assume out, or pass assume='llama' (or another one described); on the command line, --assume llama",
+            "leave assume out" + ("" if known else ", or pass one of those") + "; on the command line, --assume",
         )
     if known:
         raise RequirementsError(
