@@ -207,6 +207,55 @@ def test_an_unknown_model_type_is_read_as_another(run, tmp_path: Path) -> None:
     assert [found["requirements"]["sinks"] for found in assumed.json["explanations"]] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("change", "assume", "word"),
+    [
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, (), "dual chunk attention"),
+        ({"model_type": "mine", "num_attention_heads_per_layer": [64, 32]}, ("--assume", "gpt_oss"), "is not read for"),
+    ],
+)
+def test_a_field_that_matters_and_is_not_read_exits_1(run, tmp_path: Path, change, assume, word: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GPT_OSS, **change}))
+
+    done = run("explain", "--config", str(file), *HOPPER, *assume)
+
+    assert done.code == 1
+    assert word in done.err
+
+
+def test_a_kv_cache_that_is_refused_names_a_command_that_works(run, site, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    scheme = {"quant_method": "fp8", "kv_cache_scheme": "dynamic"}
+    file.write_text(json.dumps({**GPT_OSS, "quantization_config": scheme}))
+
+    refused = run("explain", "--config", str(file), *HOPPER, "--assume-installed")
+
+    assert refused.code == 2
+    option = re.search(r"--kv-cache-dtype \w+", refused.err)
+    assert option is not None
+    words = option[0].split()
+    assert run("explain", "--config", str(file), *HOPPER, "--assume-installed", *words).code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "is_said"),
+    [
+        (("explain", "--config"), HOPPER, True),
+        (("plan",), HOPPER, True),
+        (("explain", "--config"), [*HOPPER, "--dtype", "float32"], False),
+        (("explain", "--config"), ["--device", "cpu"], False),
+    ],
+)
+def test_a_float32_model_on_a_gpu_gets_the_dtype_to_pass(run, site, tmp_path: Path, command, options, is_said) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GPT_OSS, "dtype": "float32"}))
+
+    done = run(*command, str(file), *options)
+
+    assert ("pass --dtype bfloat16" in done.err) == is_said
+
+
 def test_neither_torch_nor_transformers_is_imported(start, site, config: str) -> None:
     code = (
         "import sys; from attnplug.cli.main import main;"

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug.cli.device_report import report_device
-from attnplug.cli.explain.request import add_field_options, given_fields, requested_devices, requested_options
+from attnplug.cli.explain.request import (
+    add_field_options,
+    given_fields,
+    note_float32,
+    requested_devices,
+    requested_options,
+)
 from attnplug.commands import NO, OK, abbreviated, describe_error, escaped, say, say_json, wrapped
 from attnplug.errors import NoBackendError
 from attnplug.models.description import describe_model
@@ -72,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = describe_model(arguments.config, assume=arguments.assume, **fields)
     keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
     devices = requested_devices(arguments.device) or (report_device().device,)
+    note_float32(model.requirements.values(), devices, fields)
     plans = [
         plan_model(model, device, arguments.tp, assume_installed=arguments.assume_installed, **keywords)
         for device in devices

@@ -11,6 +11,8 @@ from attnplug.cli.explain.full import full_lines
 from attnplug.cli.explain.matrix import COMMON_DEVICES, matrix_lines
 from attnplug.cli.explain.request import (
     add_field_options,
+    given_fields,
+    note_float32,
     requested_devices,
     requested_layers,
     requested_options,
@@ -114,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.config = arguments.model
     layers = requested_layers(arguments)
     devices = _devices(arguments)
+    if arguments.config is not None:
+        note_float32(layers.values(), devices, given_fields(arguments))
     engine = find_engine(arguments.engine) if arguments.engine is not None else None
     keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
     results = [

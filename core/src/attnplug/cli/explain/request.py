@@ -15,12 +15,13 @@ from attnplug.request.requirements import Requirements
 from attnplug.selection.scope import parse_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from attnplug.request.device import Device
     from attnplug.request.domains import Domain
     from attnplug.request.field import Field, Kind
 
+_HALF: Final = "pass --dtype bfloat16 if the engine casts it"
 ONE_LAYER: Final = ""
 """The name of the layer that options describe."""
 
@@ -66,6 +67,20 @@ def requested_devices(texts: Sequence[str] | None) -> tuple[Device, ...]:
         DeviceError: A text is no device.
     """
     return tuple(dict.fromkeys(map(parse_device, texts or ())))
+
+
+def note_float32(layers: Iterable[Requirements], devices: Iterable[Device], fields: Container[str]) -> None:
+    """
+    Say how a float32 model is decided in a dtype that the kernels of GPUs have.
+
+    Args:
+        layers: What its layers request.
+        devices: The devices to decide for.
+        fields: Names of fields that were given: with a dtype, nothing is said.
+    """
+    is_float32 = "dtype" not in fields and any(layer.dtype == "float32" for layer in layers)
+    if is_float32 and any(device.type != "cpu" for device in devices):
+        complain(f"attnplug: note: the model is float32, which few kernels for GPUs support: {_HALF}")
 
 
 def requested_options(texts: list[str] | None) -> dict[str, dict[str, str]] | None:
