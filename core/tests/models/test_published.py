@@ -36,6 +36,58 @@ SHAPES = {
     "Falcon, new decoder architecture": (60, 128, 8, 64),
     "Jamba v0.1": (4, 32, 8, 128),
     "BERT base": (12, 12, 12, 64),
+    "Qwen/Qwen2.5-7B-Instruct": (28, 28, 4, 128),
+    "Qwen/Qwen2.5-72B": (80, 64, 8, 128),
+    "Qwen/Qwen3-0.6B": (28, 16, 8, 128),
+    "Qwen/Qwen3-4B": (36, 32, 8, 128),
+    "Qwen/Qwen3-32B": (64, 64, 8, 128),
+    "Qwen/Qwen3-235B-A22B": (94, 64, 4, 128),
+    "Qwen/Qwen2-VL-7B-Instruct": (28, 28, 4, 128),
+    "mistralai/Mistral-7B-v0.3": (32, 32, 8, 128),
+    "mistralai/Mistral-Nemo-Base-2407": (40, 32, 8, 128),
+    "mistralai/Mistral-Large-Instruct-2407": (88, 96, 8, 128),
+    "mistralai/Mixtral-8x22B-v0.1": (56, 48, 8, 128),
+    "mistralai/Ministral-8B-Instruct-2410": (36, 32, 8, 128),
+    "google/gemma-2-9b": (42, 16, 8, 256),
+    "google/gemma-3-27b-it": (62, 32, 16, 128),
+    "google/gemma-3-1b-it": (26, 4, 1, 256),
+    "google/embeddinggemma-300m": (24, 3, 1, 256),
+    "microsoft/Phi-3.5-mini-instruct": (32, 32, 32, 96),
+    "microsoft/phi-4": (40, 40, 10, 128),
+    "microsoft/Phi-4-mini-instruct": (32, 24, 8, 128),
+    "microsoft/Phi-4-multimodal-instruct": (32, 24, 8, 128),
+    "microsoft/Phi-3.5-MoE-instruct": (32, 32, 8, 128),
+    "microsoft/phi-2": (32, 32, 32, 80),
+    "meta-llama/Llama-3.2-1B": (16, 32, 8, 64),
+    "meta-llama/Llama-3.3-70B-Instruct": (80, 64, 8, 128),
+    "HuggingFaceTB/SmolLM2-135M": (30, 9, 3, 64),
+    "HuggingFaceTB/SmolLM3-3B": (36, 16, 4, 128),
+    "allenai/OLMoE-1B-7B-0924": (16, 16, 16, 128),
+    "tiiuae/falcon-40b": (60, 128, 8, 64),
+    "EleutherAI/gpt-neox-20b": (44, 64, 64, 96),
+    "facebook/opt-6.7b": (32, 32, 32, 128),
+    "bigcode/starcoder2-7b": (32, 36, 4, 128),
+    "CohereForAI/c4ai-command-r-plus": (64, 96, 8, 128),
+    "ibm-granite/granite-3.1-8b-instruct": (40, 32, 8, 128),
+    "MiniMaxAI/MiniMax-M1-80k": (10, 64, 8, 128),
+    "MiniMaxAI/MiniMax-Text-01": (10, 64, 8, 128),
+    "stepfun-ai/step3": (61, 64, 1, 256),
+    "inclusionAI/Ling-mini-2.0": (20, 16, 4, 128),
+    "inclusionAI/Ring-mini-linear-2.0": (4, 16, 4, 128),
+    "zai-org/GLM-4.5-Air": (46, 96, 8, 128),
+    "internlm/internlm3-8b-instruct": (48, 32, 2, 128),
+    "baichuan-inc/Baichuan2-13B-Chat": (40, 40, 40, 128),
+    "01-ai/Yi-1.5-34B": (60, 56, 8, 128),
+    "ai21labs/AI21-Jamba-1.5-Large": (9, 64, 8, 128),
+    "LiquidAI/LFM2-1.2B": (6, 32, 8, 64),
+    "openai/whisper-large-v3": (96, 20, 20, 64),
+    "answerdotai/ModernBERT-large": (28, 16, 16, 64),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (64, 40, 8, 128),
+    "LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct": (32, 32, 8, 128),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": (64, 80, 8, 128),
+    "databricks/dbrx-base": (40, 48, 8, 128),
+    "amd/Llama-3.1-8B-Instruct-FP8-KV": (32, 32, 8, 128),
+    "neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV": (32, 32, 8, 128),
 }
 LATENT = {
     "deepseek-ai/DeepSeek-V3": 61,
@@ -43,6 +95,9 @@ LATENT = {
     "moonshotai/Kimi-K2-Instruct": 61,
     "moonshotai/Kimi-K2.5": 61,
     "zai-org/GLM-5": 78,
+    "deepseek-ai/DeepSeek-V2-Lite": 27,
+    "moonshotai/Moonlight-16B-A3B": 27,
+    "openbmb/MiniCPM3-4B": 62,
 }
 
 
@@ -79,6 +134,10 @@ def test_latent_attention(name: str) -> None:
         ("Mistral 7B v0.1", 4096, True, 0),
         ("OLMo 3", 4096, True, 8),
         ("Command R7B", 4096, True, 10),
+        ("google/embeddinggemma-300m", 257, True, 4),  # 256 to each side, and itself
+        ("mistralai/Ministral-8B-Instruct-2410", 32768, True, 0),
+        ("microsoft/Phi-4-multimodal-instruct", 262144, True, 0),
+        ("stepfun-ai/Step-3.5-Flash", 512, False, 12),
     ],
 )
 def test_windows(name: str, window: int | None, first: bool, full: int) -> None:
@@ -133,8 +192,8 @@ def test_sinks_soft_caps_and_alibi() -> None:
     alibi = {name for name in BY_NAME if any(one.alibi for one in layers_of(name))}
 
     assert sinks == {"openai/gpt-oss-20b", "openai/gpt-oss-120b", "XiaomiMiMo/MiMo-V2-Flash"}
-    assert capped == {"google/gemma-2-27b"}
-    assert alibi == {"Falcon with ALiBi", "MPT 7B", "BLOOM"}
+    assert capped == {"google/gemma-2-27b", "google/gemma-2-9b"}
+    assert alibi == {"Falcon with ALiBi", "MPT 7B", "BLOOM", "baichuan-inc/Baichuan2-13B-Chat"}
 
 
 def test_scales_that_are_not_one_over_the_root_of_a_head() -> None:
@@ -151,10 +210,42 @@ def test_scales_that_are_not_one_over_the_root_of_a_head() -> None:
             "google/gemma-4-26B-A4B": 1.0,
             "microsoft/Phi-3-small-8k-instruct": 1 / 128,
             "T5 small": 1.0,
+            "google/gemma-3-27b-it": 168**-0.5,
             "Granite 3": 0.0078125,
+            "ibm-granite/granite-3.1-8b-instruct": 0.0078125,
             "Zamba2 2.7B": 80**-0.5,
         }
     )
+
+
+def test_windowed_layers_of_step_3_5_have_query_heads_of_their_own_number() -> None:
+    found = {(one.sliding_window, one.num_q_heads, one.num_kv_heads) for one in layers_of("stepfun-ai/Step-3.5-Flash")}
+
+    assert found == {(None, 64, 8), (512, 96, 8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-1M", "dual chunk attention"),
+        ("openbmb/MiniCPM4.1-8B", "blocks of keys that a score chooses"),
+    ],
+)
+def test_sparse_attention_that_a_field_switches_on_is_refused(name: str, why: str) -> None:
+    found = describe_model(BY_NAME[name])
+
+    assert found.layers == ()
+    assert why in found.unserved[0].why
+
+
+@pytest.mark.parametrize("name", ["amd/Llama-3.1-8B-Instruct-FP8-KV", "neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV"])
+def test_an_fp8_kv_cache_has_a_scale_per_tensor(name: str) -> None:
+    assert {(one.kv_cache_dtype, one.per_head_scales) for one in layers_of(name)} == {("fp8_e4m3", False)}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_field_of_a_published_file_is_known(name: str) -> None:
+    assert not any(text.startswith("not read") for text in describe_model(BY_NAME[name]).notes)
 
 
 def test_encoders_see_both_sides_and_have_no_cache() -> None:
