@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 HERE = Path(__file__).parent
-FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
+FLASH_ATTN = ("fa3_vllm", "fa3_tokenspeed", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
 """In order of measurement: the driver compiles the last one for minutes on some GPUs."""
 
 PARTS = {

@@ -42,7 +42,7 @@ def test_one_backend_is_chosen_for_all_layers(installed) -> None:
     assert installed == [{"capability": [9, 0], "sinks": True, "asymmetric": False, "flashinfer": False}]
     assert found.engine == "SGLang 0.5.23"
     assert [each.chosen for each in found.choices] == ["fa3", "fa3"]
-    assert found.choices[0].backend.same_as == ("flash_attn/fa3_vllm", "flash_attn/fa3")
+    assert found.choices[0].backend.same_as == ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed")
     assert [each.ignored for each in found.choices] == [(), ("sliding_window",)]
 
 

@@ -109,7 +109,7 @@ def test_every_layer_is_in_one_process_without_plugins(calls):
 def test_kernels_of_vllm_have_candidates_that_exist(calls):
     (choice,) = _choose({}).choices
 
-    assert choice.backend.same_as == ("flash_attn/fa3_vllm", "flash_attn/fa3")
+    assert choice.backend.same_as == ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed")
     ids = {each.id for each in attnplug.registry().candidates()}
     absent = {each.id for each in attnplug.registry().candidates() if each.availability == "absent"}
     listed = {name for names in (*report.SAME_KERNELS.values(), *report.OF_BACKEND.values()) for name in names}

@@ -22,17 +22,23 @@ if TYPE_CHECKING:
     from tests.backends.fakes import FakeEnvironment
 
 NAME: Final = "flash_attn_fake"
-VERSIONS: Final = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
+VERSIONS: Final = {
+    "flash-attn": "2.8.3",
+    "vllm": "0.24.0",
+    "flash-attn-3": "3.0.0",
+    "tokenspeed-fa3": "3.0.0.post20260810",
+    "flash-attn-4": "4.0.0b36",
+}
 IS_REAL_HERE: Final = any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface", "vllm"))
 JOURNAL: Final = "flash_attn_fake.journal"
 
 collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the fakes are in place
 
-_ops: list[Any] = []  # of vLLM's op libraries: there as long as these are
+_ops: list[Any] = []  # of the op libraries in wheels: there as long as these are
 
 
 def _register_ops(versions: Mapping[str, str]) -> Callable[[], None]:
-    """Register the ops of vLLM once, and torch's kernel for the CPU until it is undone: others test its absence."""
+    """Register the ops of wheels once, and torch's kernel for the CPU until it is undone: others test its absence."""
     del versions
     if not _ops:
         _ops.extend(importlib.import_module("flash_attn_fake.vllm_ops").register())

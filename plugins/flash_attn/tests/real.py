@@ -17,22 +17,22 @@ from tests.backends.plugin import RealPlugin
 if TYPE_CHECKING:
     from attnplug_kit.oracle import Case
 
-VARIANTS: Final = ("fa3_vllm", "fa4", "fa3", "fa2", "fa2_vllm", "torch")
-SINKS: Final = ("fa3_vllm", "fa4")
+VARIANTS: Final = ("fa3_vllm", "fa3_tokenspeed", "fa4", "fa3", "fa2", "fa2_vllm", "torch")
+SINKS: Final = ("fa3_vllm", "fa3_tokenspeed", "fa4")
 ALIBI: Final = ("fa2", "fa2_vllm")
-FP8: Final = ("fa3_vllm", "fa3")
-SOFT_CAP: Final = tuple(variant for variant in VARIANTS if variant != "torch")
-GRAPHS: Final = SOFT_CAP
-GRAPHS_OF_ALL_STEPS: Final = ("fa3_vllm", "fa3")
+FP8: Final = ("fa3_vllm", "fa3_tokenspeed", "fa3")
+GRAPHS: Final = tuple(variant for variant in VARIANTS if variant != "torch")
+SOFT_CAP: Final = tuple(variant for variant in GRAPHS if variant != "fa3_tokenspeed")
+GRAPHS_OF_ALL_STEPS: Final = FP8
 BATCH_INVARIANT: Final = VARIANTS
 DCP: Final = tuple(variant for variant in VARIANTS if variant not in {"fa2", "fa2_vllm"})
 
 PAGES: Final = {"fa4": (16, 32, 256, 512), "fa2": (256, 512, 768)}
 """Sizes of pages to try, where they are not those of `pages_of`."""
 
-_DISTRIBUTIONS: Final = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
+_DISTRIBUTIONS: Final = {"fa3_tokenspeed": "tokenspeed-fa3", "fa4": "flash-attn-4", "fa2": "flash-attn"}
 _OP_LIBRARIES: Final = {"fa3_vllm": "_vllm_fa3_C", "fa2_vllm": "_vllm_fa2_C"}
-_MAJORS: Final = {"fa3_vllm": (9,), "fa3": (9,), "fa4": (9, 10, 11)}
+_MAJORS: Final = {"fa3_vllm": (9,), "fa3_tokenspeed": (9,), "fa3": (9,), "fa4": (9, 10, 11)}
 
 
 def lacking(variant: str) -> str | None:
@@ -49,8 +49,8 @@ def _is_installed(variant: str) -> bool:
     if variant in _OP_LIBRARIES:
         folders = (Path(path, "vllm", "vllm_flash_attn") for path in sys.path)
         return any(True for folder in folders for _ in folder.glob(f"{_OP_LIBRARIES[variant]}.*"))
-    if variant == "fa3":
-        return find_spec("flash_attn_interface") is not None
+    if variant == "fa3":  # another build has a module of that name
+        return find_spec("flash_attn_interface") is not None and not _is_installed("fa3_tokenspeed")
     try:
         return variant == "torch" or bool(version(_DISTRIBUTIONS[variant]))
     except PackageNotFoundError:

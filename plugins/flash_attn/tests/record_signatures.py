@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 FOLDER: Final = Path(__file__).parent / "signatures"
 FUNCTIONS: Final = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_fwd")
-OPS: Final = {"_vllm_fa2_C": ("varlen_fwd",), "_vllm_fa3_C": ("fwd", "get_scheduler_metadata")}
+OPS: Final = {
+    "_vllm_fa2_C": ("varlen_fwd",),
+    "_vllm_fa3_C": ("fwd", "get_scheduler_metadata"),
+    "flash_attn_3": ("fwd", "get_scheduler_metadata"),
+}
 
 Parameter = tuple[str, ...]
 
@@ -59,6 +63,7 @@ def _parameter(name: str, kind: str, default: ast.expr | None) -> Parameter:
 
 def _read(path: Path) -> dict[str, Any]:
     library = path.name.partition(".")[0]
+    library = path.parent.name if library == "_C" else library
     return {library: schemas(library, path.read_bytes())} if library in OPS else dict(signatures(path.read_text()))
 
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 import attnplug_flash_attn
 from attnplug.manifest.reader import read_manifest
-from attnplug_flash_attn.op_files import ARGUMENTS
+from attnplug_flash_attn.op_files import ARGUMENTS, LIBRARIES
 from attnplug_kit.oracle import Case, check, materialize
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 SIGNATURES = Path(__file__).parent / "signatures"
 RECORDS = {path.stem: json.loads(path.read_text()) for path in SIGNATURES.glob("flash-attn-*.json")}
-SCHEMAS = json.loads((SIGNATURES / "vllm-0.24.0.json").read_text())
+WHEELS = ("vllm-0.24.0", "tokenspeed-fa3-3.0.0.post20260810")
+SCHEMAS = {k: v for name in WHEELS for k, v in json.loads((SIGNATURES / f"{name}.json").read_text()).items()}
 
 _COMMON = {"max_seqlen_q", "cu_seqlens_q", "softmax_scale", "causal", "window_size", "softcap"}
 _FP8 = {"q_descale", "k_descale", "v_descale"}
@@ -53,6 +54,8 @@ CALLS: dict[tuple[str, str], tuple[int, set[str]]] = {
     ("fa2_vllm", "varlen_fwd"): (22, set()),
     ("fa3_vllm", "fwd"): (37, set()),
     ("fa3_vllm", "get_scheduler_metadata"): (23, set()),
+    ("fa3_tokenspeed", "fwd"): (35, set()),
+    ("fa3_tokenspeed", "get_scheduler_metadata"): (24, set()),
 }  # fmt: skip
 """What the adapters call: how many arguments by position, and the keywords."""
 
@@ -74,6 +77,7 @@ STEPS = {
     "fa2_vllm": (evolve(MIXED, alibi="linear"),),
     "fa3": (MIXED, FP8),
     "fa3_vllm": (MIXED, FP8, evolve(MIXED, sinks=True)),
+    "fa3_tokenspeed": (MIXED, FP8, evolve(MIXED, sinks=True)),
     "fa4": (evolve(MIXED, sinks=True),),
     "torch": (MIXED,),
 }
@@ -137,7 +141,7 @@ def test_the_ops_take_what_is_passed_by_position(library):
     for op, schema in SCHEMAS[library].items():
         names = [argument.name for argument in torch._C.parse_schema(f"{library}::{schema}").arguments]
         assert names == ARGUMENTS[library][op].split()
-        assert CALLS[{"_vllm_fa2_C": "fa2_vllm", "_vllm_fa3_C": "fa3_vllm"}[library], op][0] == len(names)
+        assert CALLS[{name: variant for variant, name in LIBRARIES.items()}[library], op][0] == len(names)
     assert set(SCHEMAS[library]) == set(ARGUMENTS[library])
 
 

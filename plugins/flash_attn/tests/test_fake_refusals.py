@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fakes")
 PLAIN = LayerParams(softmax_scale=0.3)
 MIXED = requests((5, 1, 7), (20, 300, 7))
 DECODES = requests((1, 1, 1), (20, 40, 7))
-GENERATION2, GENERATION3 = ("fa2", "fa2_vllm", "torch"), ("fa3", "fa3_vllm")
+GENERATION2, GENERATION3 = ("fa2", "fa2_vllm", "torch"), ("fa3", "fa3_vllm", "fa3_tokenspeed")
 IN_PAGES = ("fa2", "fa2_vllm", *GENERATION3, "fa4")
 INDEX_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
@@ -119,6 +119,10 @@ def test_rows_without_keys_in_pages(variant):
 
 def test_sinks_of_another_dtype():
     refuse("fa3_vllm", params=evolve(PLAIN, sinks=torch.ones(HEADS)), match="only support bf16 dtype for S aux")
+
+
+def test_the_package_index_build_has_no_soft_caps():
+    refuse("fa3_tokenspeed", params=evolve(PLAIN, softcap=2.0), match="does not support tanh softcapping")
 
 
 @pytest.mark.parametrize("variant", GENERATION3)
@@ -254,7 +258,7 @@ def test_the_ops_check_where_they_write():
 
 
 def test_the_ops_do_not_write_rows_of_no_request():
-    for variant in ("fa2_vllm", "fa3_vllm"):
+    for variant in ("fa2_vllm", "fa3_vllm", "fa3_tokenspeed"):
         adapter = kernels(variant)
         wide = evolve(MIXED, query=torch.cat([MIXED.query, MIXED.query[:2]]))
         out, _ = wide.attend(adapter, MIXED.call(adapter), PLAIN)

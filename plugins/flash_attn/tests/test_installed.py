@@ -14,18 +14,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROJECT = Path(__file__).parents[1]
-VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch")
+VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa3_tokenspeed", "fa4", "torch")
 NEEDS = {
     "fa2": "flash-attn >=2.7.1,<2.9",
     "fa2_vllm": "vllm >=0.19",
     "fa3": "flash-attn-3 >=3.0.0b1,<4",
     "fa3_vllm": "vllm >=0.19",
+    "fa3_tokenspeed": "tokenspeed-fa3 >=3.0.0.post20260810,<4",
     "fa4": "flash-attn-4 >=4.0.0b11,<4.1",
 }
 COMPILED = {"fa2": "--no-build-isolation 'flash-attn >=2.7.1,<2.9'", "fa3": "#subdirectory=hopper' compiles it"}
 """What is installed by more than `pip install NAME`, and what the fix says of it."""
 
-EVERYTHING = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
+EVERYTHING = {
+    "flash-attn": "2.8.3",
+    "vllm": "0.24.0",
+    "flash-attn-3": "3.0.0",
+    "tokenspeed-fa3": "3.0.0.post20260810",
+    "flash-attn-4": "4.0.0b36",
+}
 PACKAGES = ("vllm", "flash_attn", "flash_attn_interface", "flash_attn_3")
 
 
@@ -75,7 +82,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> No
         ("attnplug.backends", "flash_attn", "attnplug_flash_attn.plugin"),
     ]
     assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1", "attrs>=24.1"]
-    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["fa2", "fa4", "test", "vllm"]
+    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["fa2", "fa4", "test", "tokenspeed", "vllm"]
 
 
 def test_without_a_library_torch_remains(site: InstalledPlugin) -> None:
@@ -95,7 +102,13 @@ def test_without_its_library_the_fix_of_a_variant_is_to_install_it(site: Install
 
 
 def test_another_version_of_a_library_is_reported(site: InstalledPlugin, tmp_path: Path) -> None:
-    old = {"flash-attn": "2.6.3", "vllm": "0.18.1", "flash-attn-3": "2.9", "flash-attn-4": "4.0.0b8"}
+    old = {
+        "flash-attn": "2.6.3",
+        "vllm": "0.18.1",
+        "flash-attn-3": "2.9",
+        "tokenspeed-fa3": "3.0.0.post20260408",
+        "flash-attn-4": "4.0.0b8",
+    }
     explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, old))
 
     verdicts = {v["id"].partition("/")[2]: v for v in explanation["verdicts"] if v["id"].startswith("flash_attn/")}
@@ -137,6 +150,7 @@ def test_with_every_library_each_device_selects_its_variant(site: InstalledPlugi
     [
         ({"vllm": "0.24.0", "flash-attn-4": "4.0.0b36"}, "fa3_vllm"),
         ({"flash-attn-3": "3.0.0b1", "flash-attn-4": "4.0.0b11"}, "fa3"),
+        ({"tokenspeed-fa3": "3.0.0.post20260810", "flash-attn-4": "4.0.0b11"}, "fa3_tokenspeed"),
         ({"flash-attn-4": "4.0.0b20", "flash-attn": "2.8.3.post1"}, "fa4"),
         ({"flash-attn": "2.7.4.post1+cu13"}, "fa2"),
         ({}, "torch"),
@@ -167,7 +181,7 @@ def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp
         (because,) = between[variant]
         assert because.startswith("verified are 8, ")
         assert "112" not in because
-    for variant in ("fa2_vllm", "fa3"):
+    for variant in ("fa2_vllm", "fa3", "fa3_tokenspeed"):
         assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
 
 

@@ -92,6 +92,7 @@ def test_requests_without_rows(variant):
         ("fa2_vllm", "num_splits", 1),
         ("fa3", "num_splits", 1),
         ("fa3_vllm", "num_splits", 1),
+        ("fa3_tokenspeed", "num_splits", 1),
         ("fa4", "num_splits", 1),
         ("torch", "max_q", 2),
     ],
@@ -103,7 +104,7 @@ def test_keys_in_one_split(journal, variant, name, value):
     assert journal.calls[-1].arguments[name] == value
 
 
-@pytest.mark.parametrize(("variant", "passed"), [("fa2_vllm", 1), ("fa3", 8), ("fa3_vllm", 8)])
+@pytest.mark.parametrize(("variant", "passed"), [("fa2_vllm", 1), ("fa3", 8), ("fa3_vllm", 8), ("fa3_tokenspeed", 8)])
 def test_split_kv_limit(journal, variant, passed):
     adapter = kernels(variant)
     LONG.attend(adapter, LONG.call(adapter, num_splits=8), PLAIN)
@@ -120,7 +121,7 @@ def test_fa4_splits_keys_on_blackwell_only(journal, monkeypatch, capability, num
     assert journal.calls[-1].arguments["num_splits"] == num_splits
 
 
-@pytest.mark.parametrize("variant", ["fa3_vllm", "fa4"])
+@pytest.mark.parametrize("variant", ["fa3_vllm", "fa3_tokenspeed", "fa4"])
 def test_sinks(variant):
     adapter = kernels(variant)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
@@ -131,7 +132,7 @@ def test_sinks(variant):
     torch.testing.assert_close(found.double(), out * (plain - total).exp()[..., None], **same)
 
 
-@pytest.mark.parametrize("variant", ["fa3", "fa3_vllm"])
+@pytest.mark.parametrize("variant", ["fa3", "fa3_vllm", "fa3_tokenspeed"])
 @pytest.mark.parametrize("heads", [1, KV_HEADS])
 def test_descales(journal, variant, heads):
     """One for all heads or one each; the library wants one for each request and head."""
@@ -151,16 +152,17 @@ def test_descales(journal, variant, heads):
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
-def test_only_fa3_vllm_schedules(variant):
+def test_only_op_libraries_of_fa3_schedule(variant):
     adapter = kernels(variant)
     schedule = adapter.schedule(MIXED.call(adapter), PLAIN, num_heads_q=HEADS)
-    assert (schedule is not None) == adapter.schedules == (variant == "fa3_vllm")
+    assert (schedule is not None) == adapter.schedules == (variant in {"fa3_vllm", "fa3_tokenspeed"})
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
-def test_schedules_are_for_their_calls(num_splits, window):
-    adapter, params = kernels("fa3_vllm"), evolve(PLAIN, window=window, softcap=2.0)
+@pytest.mark.parametrize(("variant", "softcap"), [("fa3_vllm", 2.0), ("fa3_tokenspeed", 0.0)])
+def test_schedules_are_for_their_calls(variant, softcap, num_splits, window):
+    adapter, params = kernels(variant), evolve(PLAIN, window=window, softcap=softcap)
     for step in (MIXED, DECODES, LONG):
         call = step.call(adapter, num_splits=num_splits)
         schedule = adapter.schedule(call, params, num_heads_q=HEADS)

@@ -36,7 +36,7 @@ TURING, AMPERE, HOPPER, BLACKWELL, B300, THOR, GEFORCE = (
     Device.cuda(capability) for capability in ("7.5", "8.0", "9.0", "10.0", "10.3", "11.0", "12.0")
 )
 AMD, CPU = Device("cuda", vendor="amd"), Device.cpu()
-VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch")
+VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa3_tokenspeed", "fa4", "torch")
 
 LLAMA = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
 PAGES_16 = LLAMA.evolve(block_size=16)
@@ -53,7 +53,8 @@ DENSE = LLAMA.evolve(paged=False)
 ENCODER = DENSE.evolve(attn_type="encoder_only")
 
 ON_AMPERE = "fa2_vllm fa2 torch"
-ON_HOPPER = "fa3_vllm fa3 fa4 fa2 fa2_vllm torch"
+ON_HOPPER = "fa3_vllm fa3 fa3_tokenspeed fa4 fa2 fa2_vllm torch"
+WITHOUT_INDEX = ON_HOPPER.replace(" fa3_tokenspeed", "")  # for requests that this build has no kernels for
 ON_BLACKWELL = "fa4 fa2 fa2_vllm torch"
 NONE = ""
 
@@ -100,18 +101,20 @@ def in_short(reason: Reason) -> str:
         pytest.param(LLAMA, CPU, NONE, id="Llama on the CPU"),
         pytest.param(LLAMA.evolve(dtype="float16"), HOPPER, ON_HOPPER, id="float16"),
         pytest.param(LLAMA.evolve(dtype="float32"), HOPPER, NONE, id="float32"),
-        pytest.param(LLAMA.evolve(head_size=80), HOPPER, ON_HOPPER, id="heads of 80"),
+        pytest.param(LLAMA.evolve(head_size=80), HOPPER, WITHOUT_INDEX, id="heads of 80"),
         pytest.param(LLAMA.evolve(head_size=72), HOPPER, "fa3_vllm fa3 fa2 fa2_vllm torch", id="heads of 72"),
-        pytest.param(DENSE.evolve(head_size=72), HOPPER, ON_HOPPER, id="heads of 72 without a KV cache"),
+        pytest.param(DENSE.evolve(head_size=72), HOPPER, WITHOUT_INDEX, id="heads of 72 without a KV cache"),
         pytest.param(LLAMA.evolve(head_size=100), HOPPER, NONE, id="heads of 100"),
         pytest.param(LLAMA.evolve(head_size=264), HOPPER, NONE, id="heads of 264"),
         pytest.param(LLAMA.evolve(head_size=256), BLACKWELL, ON_BLACKWELL, id="heads of 256 on Blackwell"),
         pytest.param(LLAMA.evolve(head_size=192), BLACKWELL, "fa2 fa2_vllm torch", id="heads of 192 on Blackwell"),
         pytest.param(PAGES_16, AMPERE, "fa2_vllm torch", id="pages of 16 on Ampere"),
-        pytest.param(PAGES_16, HOPPER, "fa3_vllm fa3 fa4 fa2_vllm torch", id="pages of 16 on Hopper"),
+        pytest.param(PAGES_16, HOPPER, "fa3_vllm fa3 fa3_tokenspeed fa4 fa2_vllm torch", id="pages of 16 on Hopper"),
         pytest.param(PAGES_16, BLACKWELL, "fa4 fa2_vllm torch", id="pages of 16 on Blackwell"),
         pytest.param(LLAMA.evolve(block_size=24), HOPPER, "torch", id="pages of 24"),
-        pytest.param(LLAMA.evolve(block_size=128), HOPPER, "fa3_vllm fa3 fa2_vllm torch", id="pages of a tile"),
+        pytest.param(
+            LLAMA.evolve(block_size=128), HOPPER, "fa3_vllm fa3 fa3_tokenspeed fa2_vllm torch", id="pages of a tile"
+        ),
         pytest.param(LLAMA.evolve(block_size=256), HOPPER, ON_HOPPER, id="pages of 256"),
         pytest.param(LLAMA.evolve(block_size=512), AMPERE, ON_AMPERE, id="pages of 512"),
         pytest.param(LLAMA.evolve(block_size=384), AMPERE, "fa2_vllm torch", id="pages of 384"),
@@ -121,7 +124,7 @@ def in_short(reason: Reason) -> str:
         pytest.param(ALIBI.evolve(return_lse=True), HOPPER, "fa2 fa2_vllm", id="ALiBi with LSE"),
         pytest.param(LLAMA.evolve(alibi="sqrt"), HOPPER, NONE, id="ALiBi with square-root slopes"),
         pytest.param(GPT_OSS, AMPERE, NONE, id="gpt-oss on Ampere"),
-        pytest.param(GPT_OSS, HOPPER, "fa3_vllm fa4", id="gpt-oss on Hopper"),
+        pytest.param(GPT_OSS, HOPPER, "fa3_vllm fa3_tokenspeed fa4", id="gpt-oss on Hopper"),
         pytest.param(GPT_OSS, BLACKWELL, "fa4", id="gpt-oss on Blackwell"),
         pytest.param(GPT_OSS, GEFORCE, NONE, id="gpt-oss on a GeForce"),
         pytest.param(GPT_OSS.evolve(num_q_heads=128), HOPPER, "fa4", id="sinks of 128 heads"),
@@ -129,22 +132,30 @@ def in_short(reason: Reason) -> str:
         pytest.param(GPT_OSS.evolve(alibi="linear"), HOPPER, NONE, id="sinks and ALiBi"),
         pytest.param(GEMMA_2, HOPPER, "fa3_vllm fa3 fa4 fa2 fa2_vllm", id="Gemma 2 on Hopper"),
         pytest.param(GEMMA_2, AMPERE, "fa2_vllm fa2", id="Gemma 2 on Ampere"),
-        pytest.param(FP8, HOPPER, "fa3_vllm fa3", id="an FP8 KV cache on Hopper"),
-        pytest.param(FP8.evolve(per_head_scales=True), HOPPER, "fa3_vllm fa3", id="scales per head"),
+        pytest.param(FP8, HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="an FP8 KV cache on Hopper"),
+        pytest.param(FP8.evolve(per_head_scales=True), HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="scales per head"),
         pytest.param(FP8, BLACKWELL, NONE, id="an FP8 KV cache on Blackwell"),
         pytest.param(LLAMA.evolve(kv_cache_dtype="fp8_e5m2"), HOPPER, NONE, id="fp8_e5m2"),
         pytest.param(LLAMA.evolve(kv_cache_dtype="int8"), HOPPER, NONE, id="an int8 cache"),
-        pytest.param(FP8.evolve(sinks=True), HOPPER, "fa3_vllm", id="an FP8 KV cache with sinks"),
-        pytest.param(FP8.evolve(dcp_size=2), HOPPER, "fa3_vllm fa3", id="an FP8 KV cache over two ranks"),
-        pytest.param(GRAPHS, HOPPER, "fa3_vllm fa3 fa4 fa2 fa2_vllm", id="graphs of decodes"),
-        pytest.param(GRAPHS.evolve(cudagraph="always"), HOPPER, "fa3_vllm fa3", id="graphs of any batch"),
+        pytest.param(FP8.evolve(sinks=True), HOPPER, "fa3_vllm fa3_tokenspeed", id="an FP8 KV cache with sinks"),
+        pytest.param(
+            FP8.evolve(dcp_size=2), HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="an FP8 KV cache over two ranks"
+        ),
+        pytest.param(GRAPHS, HOPPER, "fa3_vllm fa3 fa3_tokenspeed fa4 fa2 fa2_vllm", id="graphs of decodes"),
+        pytest.param(
+            GRAPHS.evolve(cudagraph="always"), HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="graphs of any batch"
+        ),
         pytest.param(GRAPHS.evolve(cudagraph="always"), BLACKWELL, NONE, id="graphs of any batch on Blackwell"),
         pytest.param(CASCADE, HOPPER, ON_HOPPER, id="a shared prefix"),
-        pytest.param(CASCADE.evolve(sinks=True), HOPPER, "fa3_vllm fa4", id="a shared prefix with sinks"),
-        pytest.param(DCP, HOPPER, "fa3_vllm fa3 fa4 torch", id="two ranks"),
+        pytest.param(
+            CASCADE.evolve(sinks=True), HOPPER, "fa3_vllm fa3_tokenspeed fa4", id="a shared prefix with sinks"
+        ),
+        pytest.param(DCP, HOPPER, "fa3_vllm fa3 fa3_tokenspeed fa4 torch", id="two ranks"),
         pytest.param(DCP, AMPERE, "torch", id="two ranks on Ampere"),
-        pytest.param(DCP.evolve(sinks=True), HOPPER, "fa3_vllm fa4", id="two ranks with sinks"),
-        pytest.param(DCP.evolve(dcp_size=4, cudagraph="always"), HOPPER, "fa3_vllm fa3", id="four ranks in graphs"),
+        pytest.param(DCP.evolve(sinks=True), HOPPER, "fa3_vllm fa3_tokenspeed fa4", id="two ranks with sinks"),
+        pytest.param(
+            DCP.evolve(dcp_size=4, cudagraph="always"), HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="four ranks in graphs"
+        ),
         pytest.param(LLAMA.evolve(batch_invariant=True), HOPPER, ON_HOPPER, id="batch-invariant on Hopper"),
         pytest.param(
             LLAMA.evolve(batch_invariant=True), BLACKWELL, "fa2 fa2_vllm torch", id="batch-invariant on a B200"
@@ -203,6 +214,25 @@ REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
         "fa3_vllm",
         HOPPER,
         ["num_q_heads: the kernels support the sinks of at most 64 query heads"],
+    ),
+    "soft-capping, fa3_tokenspeed": (GEMMA_2, "fa3_tokenspeed", HOPPER, ["logits_soft_cap undeclared"]),
+    "heads of 96, fa3_tokenspeed": (
+        LLAMA.evolve(head_size=96),
+        "fa3_tokenspeed",
+        HOPPER,
+        ["head_size supported: multiples of 8 up to 64, multiples of 8 from 104 up to 256"],
+    ),
+    "sinks of many heads, fa3_tokenspeed": (
+        GPT_OSS.evolve(num_q_heads=128),
+        "fa3_tokenspeed",
+        HOPPER,
+        ["num_q_heads: the kernels support the sinks of at most 64 query heads"],
+    ),
+    "sinks in float16, fa3_tokenspeed": (
+        GPT_OSS.evolve(dtype="float16"),
+        "fa3_tokenspeed",
+        HOPPER,
+        ["dtype: the kernels read sinks in bfloat16"],
     ),
     "sinks in float16": (
         GPT_OSS.evolve(dtype="float16"),
@@ -391,6 +421,7 @@ def test_the_fix_for_sinks_on_an_older_device_is_a_newer_one() -> None:
         ("fa2_vllm", AMPERE, 16),
         ("fa3", HOPPER, 16),
         ("fa3_vllm", HOPPER, 16),
+        ("fa3_tokenspeed", HOPPER, 16),
         ("fa4", HOPPER, 16),
     ],
 )
@@ -450,6 +481,7 @@ def test_on_hopper_flashinfer_ranks_after_flash_attention_3_only() -> None:
         "fa3_vllm",
         "fa3",
         "flashinfer/a",
+        "fa3_tokenspeed",
         "fa4",
         "fa2",
         "fa2_vllm",
@@ -579,6 +611,7 @@ def test_fixes_install_the_libraries() -> None:
     assert by_name == {
         "fa2_vllm": ("vllm >=0.19",),
         "fa3_vllm": ("vllm >=0.19",),
+        "fa3_tokenspeed": ("tokenspeed-fa3 >=3.0.0.post20260810,<4",),
         "fa4": ("flash-attn-4 >=4.0.0b11,<4.1",),  # all releases are betas: the bound lets pip install one
         "torch": ("torch >=2.11",),
     }

@@ -15,6 +15,8 @@ NAME = "_attnplug_test_C"
 @pytest.fixture
 def known(monkeypatch):
     monkeypatch.setitem(op_files.ARGUMENTS, NAME, {"fwd": "q k", "plan": "n"})
+    monkeypatch.setitem(op_files.DISTRIBUTIONS, NAME, "vllm")
+    monkeypatch.setitem(op_files.FILES, NAME, f"vllm/vllm_flash_attn/{NAME}")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
-VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch")
+VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa3_tokenspeed", "fa4", "torch")
 FA4_NEEDS = ("cutlass", "quack", "tvm_ffi", "einops")
 LIBRARIES = (
     "vllm",
@@ -78,12 +78,21 @@ class Machine(FakeMachine):
         self.package("vllm")
         return self.write(f"site/vllm/vllm_flash_attn/{library}.abi3.so", b"\x7fELF" + b"".join(declarations))
 
+    def tokenspeed(self, *without: str) -> Path:
+        info = self.distribution("tokenspeed-fa3", "3.0.0.post20260810")
+        file = self.write("site/flash_attn_interface.py", "raise AssertionError('and neither is this')")
+        (info / "RECORD").write_text(f"{self.record(file, self.site)}\n", encoding="utf-8")
+        ops = [declaration("flash_attn_3", op) for op in op_files.ARGUMENTS["flash_attn_3"] if op not in without]
+        return self.write("site/flash_attn_3/_C.abi3.so", b"\x7fELF" + b"".join(ops))
+
     def everything(self) -> None:
         self.fa2()
         self.fa3()
         self.fa4()
         for library, ops in op_files.ARGUMENTS.items():
-            self.vllm(library, *(declaration(library, op) for op in ops))
+            if library.startswith("_vllm"):
+                self.vllm(library, *(declaration(library, op) for op in ops))
+        self.tokenspeed()
 
 
 @pytest.fixture
@@ -298,15 +307,35 @@ def test_the_features_of_an_agreement() -> None:
     ]
 
 
-# The op libraries of vLLM's wheel
+# The op libraries of wheels
 
 
 @pytest.mark.parametrize(("variant", "library"), sorted(op_files.LIBRARIES.items()))
-def test_a_wheel_of_vllm_without_the_op_library_is_refused(machine: Machine, variant: str, library: str) -> None:
+def test_a_wheel_without_the_op_library_is_refused(machine: Machine, variant: str, library: str) -> None:
     machine.vllm("_C")
+    machine.tokenspeed().unlink()
+    name, version = op_files.DISTRIBUTIONS[library], "0.24.0" if "vllm" in variant else "3.0.0.post20260810"
 
     assert machine.reason(agreed(variant)) == (
-        f"vllm | vllm 0.24.0 has no {library} in vllm/vllm_flash_attn: install a CUDA build of vLLM"
+        f"{name} | {name} {version} has no {op_files.FILES[library]}: install a CUDA build of {name}"
+    )
+
+
+def test_of_two_builds_of_flash_attention_3_the_overwritten_one_is_refused(machine: Machine) -> None:
+    machine.tokenspeed()
+    machine.fa3()
+    assert machine.probe(agreed("fa3")) is None
+    assert machine.reason(agreed("fa3_tokenspeed")) == (
+        "tokenspeed-fa3 | tokenspeed-fa3 3.0.0.post20260810 is installed, but flash-attn-3, installed later, has "
+        "overwritten flash_attn_interface.py: pip uninstall flash-attn-3, then install tokenspeed-fa3 again"
+    )
+
+
+def test_an_op_that_the_package_index_build_lacks_is_refused(machine: Machine) -> None:
+    machine.tokenspeed("get_scheduler_metadata")
+    assert machine.reason(agreed("fa3_tokenspeed")) == (
+        "tokenspeed-fa3 | get_scheduler_metadata of flash_attn_3 in tokenspeed-fa3 3.0.0.post20260810 has an "
+        "unsupported signature: install another release of tokenspeed-fa3 or of this plugin"
     )
 
 
@@ -319,7 +348,7 @@ def test_an_op_that_lacks_an_argument_is_refused_by_its_name(machine: Machine) -
 
     assert machine.reason(agreed("fa3_vllm")) == (
         "vllm | fwd of _vllm_fa3_C in vllm 0.24.0 has an unsupported signature: "
-        "install another release of vLLM or of this plugin"
+        "install another release of vllm or of this plugin"
     )
 
 
@@ -353,14 +382,14 @@ def test_a_checkout_of_vllm_is_searched_for_the_op_library(machine: Machine) -> 
     file.parents[1].rename(moved)
 
     assert machine.probe(agreed("fa2_vllm"), "cuda:8.0", moved.parent) is None
-    assert "vllm 0.24.0 has no _vllm_fa2_C" in machine.reason(agreed("fa2_vllm"))
+    assert "vllm 0.24.0 has no vllm/vllm_flash_attn/_vllm_fa2_C" in machine.reason(agreed("fa2_vllm"))
 
 
 def test_without_vllm_there_is_no_op_library() -> None:
     assert op_files.find("_vllm_fa2_C") is None
 
 
-@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3_vllm", "fa4"])
+@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3_vllm", "fa3_tokenspeed", "fa4"])
 def test_a_missing_library_is_refused_by_the_manifest_alone(machine: Machine, variant: str) -> None:
     assert machine.probe(agreed(variant)) is None
 

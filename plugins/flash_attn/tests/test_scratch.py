@@ -147,7 +147,7 @@ def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels,
     assert taken - small <= counted <= 1.5 * taken + small
 
 
-@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch"])
+@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa3_tokenspeed", "fa4", "torch"])
 def test_adapters_that_write_elsewhere_say_so(fakes, variant) -> None:
     adapter = kernels(variant)
     copies = "out.copy_" in inspect.getsource(type(adapter))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnplug import Device, Requirements
 
 SAME_KERNELS: Final[dict[str, tuple[str, ...]]] = {
-    "fa3": ("flash_attn/fa3_vllm", "flash_attn/fa3"),
+    "fa3": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed"),
     "fa4": ("flash_attn/fa4",),
     "flashinfer": ("flashinfer/fa2", "flashinfer/fa3"),
     "torch_native": ("torch/sdpa",),

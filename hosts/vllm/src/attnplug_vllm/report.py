@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SAME_KERNELS: Final[dict[str, tuple[str, ...]]] = {
     "FlashAttention 2": ("flash_attn/fa2_vllm", "flash_attn/fa2"),
-    "FlashAttention 3": ("flash_attn/fa3_vllm", "flash_attn/fa3"),
+    "FlashAttention 3": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed"),
     "FlashAttention 4": ("flash_attn/fa4",),
     "FlashInfer": ("flashinfer/fa2", "flashinfer/fa3"),
     "FlexAttention": ("torch/flex",),

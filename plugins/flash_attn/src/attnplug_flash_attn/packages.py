@@ -4,7 +4,8 @@ Checks the installed packages of FlashAttention 2, 3 and 4. Nothing is imported.
 Two distributions have files in the folder ``flash_attn``. ``flash-attn`` (FlashAttention 2) has
 ``flash_attn/__init__.py``, and in some releases a folder ``flash_attn/cute`` that is not FlashAttention 4.
 ``flash-attn-4`` has only ``flash_attn/cute``: alone, ``import flash_attn`` still succeeds, with an empty namespace. The
-distribution that is installed last overwrites the other's files.
+distribution that is installed last overwrites the other's files. So it is with ``flash-attn-3`` and ``tokenspeed-fa3``,
+two builds of FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -88,15 +89,16 @@ def _misplaced(found: Distribution) -> Reason | None:
         others = ", ".join(places) or "nothing"
         problem = f"flash-attn-4 {found.version} is in {file.parents[2]}, but import flash_attn finds {others}"
         return Reason("broken", "flash-attn-4", None, problem, "install both into one folder, or only one of them")
-    if _is_overwritten(found, file):
+    if _is_overwritten(found, FA4_FILE):
         return _broken("flash-attn-4", found.version, f"but flash-attn, installed later, has overwritten {file}")
     return None
 
 
-def _is_overwritten(found: Distribution, file: Path) -> bool:
+def _is_overwritten(found: Distribution, name: str) -> bool:
     """Whether a file differs from the hash in its distribution's record."""
-    recorded = [path.hash.value for path in found.files or () if str(path) == FA4_FILE and path.hash is not None]
-    digest = hashlib.sha256(file.read_bytes()).digest()  # as in wheels and by pip
+    recorded = [path.hash.value for path in found.files or () if str(path) == name and path.hash is not None]
+    file = Path(str(found.locate_file(name)))
+    digest = hashlib.sha256(file.read_bytes()).digest() if recorded else b""  # as in wheels and by pip
     return bool(recorded) and base64.urlsafe_b64encode(digest).rstrip(b"=").decode() not in recorded
 
 
@@ -108,10 +110,28 @@ def _broken(name: str, installed: str, problem: str) -> Reason:
 
 INTERFACE: Final = "flash_attn_interface"
 _HEADS: Final = (64, 96, 128, 192, 256)
+_BUILDS: Final = {"flash-attn-3": "tokenspeed-fa3", "tokenspeed-fa3": "flash-attn-3"}
+
+
+def overwritten_fa3(name: str) -> Reason | None:
+    """Return that the other build of FlashAttention 3 has overwritten this one; None if it has not."""
+    file = f"{INTERFACE}.py"
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return None  # the manifest refuses it
+    if not Path(str(found.locate_file(file))).is_file() or not _is_overwritten(found, file):
+        return None
+    other = _BUILDS[name]
+    problem = f"{name} {found.version} is installed, but {other}, installed later, has overwritten {file}"
+    return Reason("broken", name, None, problem, f"pip uninstall {other}, then install {name} again")
 
 
 def missing_for_fa3(agreement: Agreement) -> Reason | None:
     """Return what a FlashAttention 3 build lacks for an agreement; None if it lacks nothing."""
+    reason = overwritten_fa3("flash-attn-3")
+    if reason is not None:
+        return reason
     if find_spec(INTERFACE) is None:
         problem = f"flash-attn-3 is installed, but there is no module {INTERFACE}"
         return _reason("broken", problem, "install FlashAttention 3 as built by its hopper/setup.py")

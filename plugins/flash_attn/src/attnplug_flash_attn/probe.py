@@ -26,7 +26,8 @@ def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
 
 def _library(variant: str, agreement: Agreement) -> Reason | None:
     if variant in op_files.LIBRARIES:
-        return _op_library(op_files.LIBRARIES[variant])
+        reason = packages.overwritten_fa3("tokenspeed-fa3") if variant == "fa3_tokenspeed" else None
+        return reason or _op_library(op_files.LIBRARIES[variant])
     if variant == "fa2":
         return packages.missing_for_fa2()
     if variant == "fa3":
@@ -35,16 +36,18 @@ def _library(variant: str, agreement: Agreement) -> Reason | None:
 
 
 def _op_library(name: str) -> Reason | None:
+    distribution = op_files.DISTRIBUTIONS[name]
     try:
-        installed = version(op_files.DISTRIBUTION)
+        installed = version(distribution)
     except PackageNotFoundError:
         return None  # the manifest refuses it
     file = op_files.find(name)
     if file is None:
-        problem = f"vllm {installed} has no {name} in {op_files.FOLDER}"
-        return Reason("broken", "vllm", None, problem, "install a CUDA build of vLLM")
+        problem = f"{distribution} {installed} has no {op_files.FILES[name]}"
+        return Reason("broken", distribution, None, problem, f"install a CUDA build of {distribution}")
     changed = op_files.changed_ops(name, file)
     if changed:
-        problem = f"{', '.join(changed)} of {name} in vllm {installed} has an unsupported signature"
-        return Reason("broken", "vllm", None, problem, "install another release of vLLM or of this plugin")
+        problem = f"{', '.join(changed)} of {name} in {distribution} {installed} has an unsupported signature"
+        fix = f"install another release of {distribution} or of this plugin"
+        return Reason("broken", distribution, None, problem, fix)
     return None

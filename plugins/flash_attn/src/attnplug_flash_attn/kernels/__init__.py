@@ -13,6 +13,7 @@ ADAPTERS: Final = {
     "fa2_vllm": "fa2:Fa2Vllm",
     "fa3": "fa3:Fa3",
     "fa3_vllm": "fa3:Fa3Vllm",
+    "fa3_tokenspeed": "fa3:Fa3Tokenspeed",
     "fa4": "fa4:Fa4",
     "torch": "fa2:TorchFlash",
 }

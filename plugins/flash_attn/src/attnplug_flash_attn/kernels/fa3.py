@@ -1,8 +1,8 @@
-"""FlashAttention 3: from its own distribution, and from a vLLM wheel."""
+"""FlashAttention 3: from its own distribution, and from the op libraries of two wheels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attnplug.contract import torch_dtype
 from attnplug_flash_attn.kernels import op_library
@@ -95,11 +95,15 @@ class Fa3Vllm(Kernels):
 
     schedules = True
     fills_output = True
+    library: ClassVar[str] = "_vllm_fa3_C"
+    local: ClassVar[tuple[int, ...]] = ()
+    """Arguments between the window and the soft cap."""
+    after_sinks: ClassVar[tuple[object, ...]] = (1, 0, None)  # cp_world_size, cp_rank, cp_tot_seqused_k
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self.wants_leftpad = may_load_whole_tiles(agreement)
-        ops = op_library.load("_vllm_fa3_C")
+        ops = op_library.load(self.library)
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
     def attend(  # noqa: D102
@@ -140,6 +144,7 @@ class Fa3Vllm(Kernels):
             params.softmax_scale,
             call.causal,
             *params.window,
+            *self.local,
             params.softcap,
             True,  # noqa: FBT003 - is_rotary_interleaved
             call.scheduler_metadata,
@@ -147,9 +152,7 @@ class Fa3Vllm(Kernels):
             None,  # pack_gqa
             0,  # sm_margin
             params.sinks,
-            1,  # cp_world_size
-            0,  # cp_rank
-            None,  # cp_tot_seqused_k
+            *self.after_sinks,
         )
         write_lse(lse, lse_by_head)
 
@@ -177,9 +180,18 @@ class Fa3Vllm(Kernels):
             0,  # max_seqlen_k_new
             call.causal,
             *params.window,
+            *self.local,
             params.softcap > 0,
             call.num_splits,
             None,  # pack_gqa
             0,  # sm_margin
         )
         return scheduled
+
+
+class Fa3Tokenspeed(Fa3Vllm):
+    """``flash_attn_3`` of ``tokenspeed-fa3``: as ``_vllm_fa3_C``, without soft-capping."""
+
+    library = "flash_attn_3"
+    local = (0,)  # attention_chunk
+    after_sinks = ()

@@ -1,4 +1,4 @@
-"""Loads the op libraries of vLLM's wheel. vLLM itself is never imported."""
+"""Loads the op libraries in wheels. The Python code of these wheels is never imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.errors import PluginLoadError
-from attnplug_flash_attn.op_files import ARGUMENTS, DISTRIBUTION, FOLDER, find
+from attnplug_flash_attn.op_files import ARGUMENTS, DISTRIBUTIONS, FILES, find
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 def load(library: str) -> Any:
     """
-    Return the namespace of a library's ops. They are registered once per process, by this plugin or by vLLM.
+    Return the namespace of a library's ops. They are registered once per process, by this plugin or by an engine.
 
     Raises:
         PluginLoadError: The library is missing, does not load, or its ops have other arguments.
     """
+    name = DISTRIBUTIONS[library]
     if not _is_registered(library):
         path = find(library)
         if path is None:
             raise PluginLoadError(
                 f"the op library {library!r} is not installed",
-                f"it is a file of vLLM's wheel, in {FOLDER}",
-                f"install {DISTRIBUTION}, or let attnplug choose another variant",
+                f"it is the file {FILES[library]} in the wheel of {name}",
+                f"install {name}, or let attnplug choose another variant",
             )
         _load_file(library, path)
     for op in changed_ops(library):
         raise PluginLoadError(
-            f"{library}.{op} of the installed {DISTRIBUTION} has an unsupported signature",
+            f"{library}.{op} of the installed {name} has an unsupported signature",
             f"this plugin passes, by position: {ARGUMENTS[library][op].replace(' ', ', ')}",
-            f"install a release of {DISTRIBUTION} that the manifest allows",
+            f"install a release of {name} that the manifest allows",
         )
     return getattr(torch.ops, library)
 
@@ -63,5 +64,5 @@ def _load_file(library: str, path: Path) -> None:
         raise PluginLoadError(
             f"the op library {library!r} does not load: {error}",
             "it is built for one release of torch and CUDA",
-            f"install the release of {DISTRIBUTION} for this torch",
+            f"install the release of {DISTRIBUTIONS[library]} for this torch",
         ) from error

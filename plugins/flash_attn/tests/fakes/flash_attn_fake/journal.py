@@ -14,7 +14,7 @@ class Call:
     One call that was not refused.
 
     Attributes:
-        library: ``"fa2"``, ``"fa2_vllm"``, ``"fa3"``, ``"fa3_vllm"``, ``"fa4"`` or ``"torch"``.
+        library: ``"fa2"``, ``"fa2_vllm"``, ``"fa3"``, ``"fa3_vllm"``, ``"fa3_tokenspeed"``, ``"fa4"`` or ``"torch"``.
         function: Its name.
         num_positional: Arguments by position.
         keywords: The names of the others.

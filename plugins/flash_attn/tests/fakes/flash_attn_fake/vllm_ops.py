@@ -1,10 +1,10 @@
-"""Fakes of the op libraries in vLLM's wheel: the schemas of the release, for tensors on a CPU."""
+"""Fakes of the op libraries in wheels: the schemas of the releases, for tensors on a CPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,26 @@ from flash_attn_fake.journal import journal
 from flash_attn_fake.keys import Keys, check_index, check_leftpad
 from flash_attn_fake.refusal import check, require
 from flash_attn_fake.schedule import Plan
-from flash_attn_fake.tiles import VLLM
+from flash_attn_fake.tiles import OWN, VLLM
 
-RECORD = Path(__file__).parents[2] / "signatures" / "vllm-0.24.0.json"
+if TYPE_CHECKING:
+    from flash_attn_fake.tiles import Build
+
+RECORDS = ("vllm-0.24.0", "tokenspeed-fa3-3.0.0.post20260810")
+SIGNATURES = Path(__file__).parents[2] / "signatures"
 BUILD = generation2.Build(page_multiple=16, folded_lse="packed")
 
 
 def register() -> list[torch.library.Library]:
     """Define the ops; they are there as long as what is returned."""
     made = []
-    for name, schemas in json.loads(RECORD.read_text()).items():
-        library = torch.library.Library(name, "DEF")
-        for op, schema in schemas.items():
-            library.define(schema)
-            library.impl(op, OPS[op], "CPU")
-        made.append(library)
+    for record in RECORDS:
+        for name, schemas in json.loads((SIGNATURES / f"{record}.json").read_text()).items():
+            library = torch.library.Library(name, "DEF")
+            for op, schema in schemas.items():
+                library.define(schema)
+                library.impl(op, OPS[name, op], "CPU")
+            made.append(library)
     return made
 
 
@@ -71,29 +76,54 @@ def fwd(  # noqa: PLR0917 - the library's own
 ):  # fmt: skip
     """FlashAttention 3."""
     given = dict(locals())
-    unknown = (k_new, v_new, q_v, cu_seqlens_k_new, seqused_q, kv_batch_idx, rotary_cos, rotary_sin)
-    require(all(each is None for each in (*unknown, seqlens_rotary, pack_gqa)), "the fake does not support these")
     check(cp_world_size > 0 and cp_rank == 0, "cp_world_size must be positive, required by downstream code path")
-    require(cp_world_size == 1 and cp_tot_seqused_k is None and not sm_margin, "the fake does not support these")
-    _check_out(out, q, torch.bfloat16 if q.dtype == generation3.FP8 else q.dtype, v.shape[-1])
-    rows = generation3.Rows(
-        query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k,
-        descales=(q_descale, k_descale, v_descale),
-    )  # fmt: skip
-    keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k, table=page_table, leftpad=leftpad_k)
+    require(cp_world_size == 1 and cp_tot_seqused_k is None, "the fake does not support these")
+    return list(_fwd("fa3_vllm", VLLM, given, s_aux))
+
+
+def fwd_tokenspeed(  # noqa: PLR0917 - the library's own
+    q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
+    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
+    softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    sinks=None,
+):  # fmt: skip
+    """FlashAttention 3 as compiled for the package index."""
+    given = dict(locals())
+    check(not softcap, "This flash attention build does not support tanh softcapping.")
+    require(not attention_chunk, "the fake does not support it")
+    require(not 64 < q.shape[-1] <= 96, "there are no kernels for head size 96")
+    return _fwd("fa3_tokenspeed", OWN, given, sinks)
+
+
+def _fwd(variant: str, build: Build, given: dict[str, Any], sink: Tensor | None) -> tuple[Tensor, ...]:
+    unknown = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos", "rotary_sin")
     require(
-        seqused_k is not None or page_table is None, "pages without seqused_k: all of each row of the table is read"
+        all(given[name] is None for name in (*unknown, "seqlens_rotary", "pack_gqa")) and not given["sm_margin"],
+        "the fake does not support these",
     )
+    query, value, out, starts = given["q"], given["v"], given["out"], given["cu_seqlens_q"]
+    _check_out(out, query, torch.bfloat16 if query.dtype == generation3.FP8 else query.dtype, value.shape[-1])
+    rows = generation3.Rows(
+        query=query, starts=starts, longest=given["max_seqlen_q"], longest_keys=given["max_seqlen_k"],
+        descales=(given["q_descale"], given["k_descale"], given["v_descale"]),
+    )  # fmt: skip
+    keys = Keys(
+        key=given["k"], value=value, starts=given["cu_seqlens_k"], used=given["seqused_k"], table=given["page_table"],
+        leftpad=given["leftpad_k"],
+    )  # fmt: skip
+    require(keys.used is not None or keys.table is None, "pages without seqused_k: each row of the table is read whole")
     params = ScoreParams(
-        scale=softmax_scale, softcap=softcap, left=window_size_left, right=window_size_right, sink=s_aux
-    )
-    found, lse = generation3.fwd(VLLM, rows, keys, params, causal=is_causal)
-    if scheduler_metadata is not None:
-        plan = _plan(rows, keys, params, is_causal, num_splits)
-        _apply_schedule(scheduler_metadata, plan, found)
-    _record("fa3_vllm", "fwd", given)
-    empty = torch.empty(0)
-    return [_write_rows(out, found, cu_seqlens_q), lse, empty, empty]
+        scale=given["softmax_scale"], softcap=given["softcap"], left=given["window_size_left"],
+        right=given["window_size_right"], sink=sink,
+    )  # fmt: skip
+    found, lse = generation3.fwd(build, rows, keys, params, causal=given["is_causal"])
+    if given["scheduler_metadata"] is not None:
+        plan = _plan(build, rows, keys, params, given["is_causal"], given["num_splits"])
+        _apply_schedule(given["scheduler_metadata"], plan, found)
+    _record(variant, "fwd", given)
+    return _write_rows(out, found, starts), lse, torch.empty(0), torch.empty(0)
 
 
 def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
@@ -102,40 +132,66 @@ def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
     window_size_left, window_size_right, has_softcap, num_splits, pack_gqa, sm_margin,
 ):  # fmt: skip
     """FlashAttention 3's schedule."""
+    return _schedule("fa3_vllm", VLLM, dict(locals()))
+
+
+def schedule_tokenspeed(  # noqa: PLR0917 - the library's own
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+    cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None, page_size=None,
+    max_seqlen_k_new=0, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
+    has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """FlashAttention 3's schedule, as compiled for the package index."""
     given = dict(locals())
-    unknown = (cu_seqlens_k_new, seqused_q, pack_gqa)
+    require(not attention_chunk, "the fake does not support it")
+    return _schedule("fa3_tokenspeed", OWN, given)
+
+
+def _schedule(variant: str, build: Build, given: dict[str, Any]) -> Tensor:
+    unknown = (given["cu_seqlens_k_new"], given["seqused_q"], given["pack_gqa"])
     require(
-        all(each is None for each in unknown) and not max_seqlen_k_new and not sm_margin, "the fake does not support it"
+        all(each is None for each in unknown) and not given["max_seqlen_k_new"] and not given["sm_margin"],
+        "the fake does not support it",
     )
-    require(len(seqused_k) == batch_size, "seqused_k is read for batch_size requests, whatever its length")
-    check_index("seqused_k", seqused_k, (batch_size,), seqused_k.device)
-    check_index("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), seqused_k.device)
-    check_leftpad(leftpad_k, batch_size, seqused_k.device)
+    used, starts, requests = given["seqused_k"], given["cu_seqlens_q"], given["batch_size"]
+    require(len(used) == requests, "seqused_k is read for batch_size requests, whatever its length")
+    check_index("seqused_k", used, (requests,), used.device)
+    check_index("cu_seqlens_q", starts, (requests + 1,), used.device)
+    check_leftpad(given["leftpad_k"], requests, used.device)
+    page_size, heads, kv_heads = given["page_size"] or 0, given["num_heads"], given["num_heads_k"]
     require(
-        (page_size is None) == (cu_seqlens_k is not None), "keys are packed, or in pages: say which, as the call does"
+        (not page_size) == (given["cu_seqlens_k"] is not None),
+        "keys are packed or in pages: say which, as the call does",
     )
-    check(num_heads % num_heads_k == 0, "Number of heads in key/value must divide number of heads in query")
-    rows = generation3.Rows(query=torch.empty(0), starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k)
-    params = ScoreParams(scale=1.0, left=window_size_left, right=window_size_right)
-    window, swizzles = _swizzles(rows, params, is_causal)
-    is_narrow = _dtype_of(qkv_dtype).itemsize == 1
-    resolved, causal = generation3.resolved(rows, params, causal=is_causal)
-    tile = VLLM.tile(
-        headdim, page_size or 0, max_seqlen_q * (num_heads // num_heads_k), resolved, is_narrow=is_narrow,
-        causal=causal, padded=leftpad_k is not None,
+    check(heads % kv_heads == 0, "Number of heads in key/value must divide number of heads in query")
+    longest, longest_keys, size = given["max_seqlen_q"], given["max_seqlen_k"], given["headdim"]
+    rows = generation3.Rows(query=torch.empty(0), starts=starts, longest=longest, longest_keys=longest_keys)
+    params = ScoreParams(scale=1.0, left=given["window_size_left"], right=given["window_size_right"])
+    window, swizzles = _swizzles(rows, params, given["is_causal"])
+    is_narrow = _dtype_of(given["qkv_dtype"]).itemsize == 1
+    resolved, causal = generation3.resolved(rows, params, causal=given["is_causal"])
+    tile = build.tile(
+        size, page_size, longest * (heads // kv_heads), resolved, is_narrow=is_narrow, causal=causal,
+        padded=given["leftpad_k"] is not None,
     )  # fmt: skip
     shape = (
-        max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, int(is_narrow), page_size or 0,
-        int(tile > 0), *window, int(has_softcap),
+        longest, longest_keys, heads, kv_heads, size, given["headdim_v"], int(is_narrow), page_size, int(tile > 0),
+        *window, int(given["has_softcap"]),
     )  # fmt: skip
-    _record("fa3_vllm", "get_scheduler_metadata", given)
-    return Plan(starts=cu_seqlens_q, used=seqused_k, shape=shape, num_splits=num_splits, swizzles=swizzles).make()
+    _record(variant, "get_scheduler_metadata", given)
+    return Plan(starts=starts, used=used, shape=shape, num_splits=given["num_splits"], swizzles=swizzles).make()
 
 
-OPS = {"varlen_fwd": varlen_fwd, "fwd": fwd, "get_scheduler_metadata": get_scheduler_metadata}
+OPS = {
+    ("_vllm_fa2_C", "varlen_fwd"): varlen_fwd,
+    ("_vllm_fa3_C", "fwd"): fwd,
+    ("_vllm_fa3_C", "get_scheduler_metadata"): get_scheduler_metadata,
+    ("flash_attn_3", "fwd"): fwd_tokenspeed,
+    ("flash_attn_3", "get_scheduler_metadata"): schedule_tokenspeed,
+}
 
 
-def _plan(rows: generation3.Rows, keys: Keys, params: ScoreParams, causal: bool, num_splits: int) -> Plan:
+def _plan(build: Build, rows: generation3.Rows, keys: Keys, params: ScoreParams, causal: bool, num_splits: int) -> Plan:
     """Return what the call itself would plan."""
     require(keys.used is not None, "a schedule for a call without seqused_k")
     assert keys.used is not None
@@ -143,7 +199,7 @@ def _plan(rows: generation3.Rows, keys: Keys, params: ScoreParams, causal: bool,
     shape = (
         rows.longest, rows.longest_keys, rows.query.shape[1], keys.key.shape[-2], rows.query.shape[2],
         keys.value.shape[-1], int(rows.query.itemsize == 1), 0 if keys.table is None else keys.key.shape[1],
-        int(generation3.tile_of(VLLM, rows, keys, params, causal=causal) > 0), *window, int(params.softcap > 0),
+        int(generation3.tile_of(build, rows, keys, params, causal=causal) > 0), *window, int(params.softcap > 0),
     )  # fmt: skip
     return Plan(starts=rows.starts, used=keys.used, shape=shape, num_splits=num_splits, swizzles=swizzles)
 
