@@ -11,6 +11,7 @@ HOSTS ?= vllm sglang
 WORKERS ?= auto
 REPORT ?= docs/reference/evidence/gpu.md
 SHARD ?=
+DRIFT ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ WORKSPACE := -e 'core[torch]' -e kit $$($(BIN)/python tools/workspace.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ci test-all test-pure test-hosts test-oldest release-check lint docs bench test-gpu clean tables
+.PHONY: help demo test test-ci test-all test-pure test-hosts test-oldest release-check lint docs bench test-gpu clean tables drift
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -107,6 +108,10 @@ docs: $(READY) ## the documentation, into site/; a warning is an error
 
 tables: $(READY) ## regenerate the reference pages that are made from manifests
 	@$(BIN)/python -m tools.tables --write
+
+# Minutes to an hour, and several GB below build/: newer releases in environments apart. DRIFT='triton torch==2.15.*' names some.
+drift: $(READY) ## the newest releases of hosts and libraries: their tests, and a table in docs/reference/compatibility.md
+	@$(BIN)/python -m tools.drift $(DRIFT); status=$$?; $(BIN)/python -m tools.tables --write; exit $$status
 
 bench: $(READY) ## the time budgets, measured here
 	@$(BIN)/attnplug bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -24,6 +25,7 @@ Look up the version requirements of every distribution of this workspace. Genera
 `pyproject.toml` and `attnplug.toml`; a test fails where it is stale. [Capabilities](capabilities.md) lists what was
 tested. The [API policy](api-policy.md) explains the version numbers.
 """
+DRIFT: Final = "tools/drift.json"
 _PLACES: Final = ("*", f"{HOSTS}/*", "plugins/*")
 _OPERATORS: Final = ("===", "==", "~=", ">=", ">", "!=", "<", "<=")
 
@@ -103,7 +105,7 @@ def distributions(root: Path) -> list[Distribution]:
 def page(root: Path) -> str:
     """Return the page."""
     found = distributions(root)
-    tables = (_distributions(found), _hosts(found), _libraries(found), _extras(found))
+    tables = (_distributions(found), _hosts(found), _libraries(found), _extras(found), _drift(root))
     return "\n".join([INTRODUCTION, *(line for table in tables for line in table)])
 
 
@@ -170,6 +172,22 @@ def _extras(found: Iterable[Distribution]) -> Iterator[str]:
         for extra, requires in one.extras.items()
     )
     yield from _table("Extras", "Installed by each extra.", ("extra", "installs"), rows)
+
+
+def _drift(root: Path) -> Iterator[str]:
+    """Yield the table of the newest releases, as `tools.drift` keeps it."""
+    path = root / DRIFT
+    columns = ("distribution", "newest", "tested", "verdict", "date")
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = (
+        (_code([row["distribution"]]), *(row[name].replace("|", "\\|") or NOTHING for name in columns[1:]))
+        for row in kept
+    )
+    text = (
+        "The newest release on the package index at a date, and what `make drift` found with it on the CPU: the tests of\n"
+        "a host or plugin and `attnplug doctor --load`, or the signatures in a wheel."
+    )
+    yield from _table("Newest releases", text, columns, rows)
 
 
 def _core(one: Distribution) -> str:
