@@ -184,8 +184,8 @@ def _drift(root: Path) -> Iterator[str]:
         for row in kept
     )
     text = (
-        "The newest release on the package index at a date, and what `make drift` found with it on the CPU: the tests of\n"
-        "a host or plugin and `attnplug doctor --load`, or the signatures in a wheel."
+        "The newest release on the package index, and what `make drift` found with it on the CPU at a date: the tests\n"
+        "of a host or plugin and `attnplug doctor --load`, or the signatures in a wheel."
     )
     yield from _table("Newest releases", text, columns, rows)
 

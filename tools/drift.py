@@ -201,7 +201,7 @@ def _environment(target: Target, release: str, root: Path) -> str:
         (packages,) = folder.glob("lib/python*/site-packages")
         below = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (packages / "_below.pth").write_text(below, encoding="utf-8")
-        _check(["-m", "pip", "install", "--quiet", f"{target.distribution}=={release}"], str(python))
+        _check(["-m", "pip", "install", "--quiet", "--no-compile", f"{target.distribution}=={release}"], str(python))
         (folder / ".ready").touch()
     return str(python)
 
@@ -257,14 +257,14 @@ def main(names: Sequence[str], root: Path = ROOT) -> int:
     if unknown:
         print(f"no such target: {', '.join(unknown)}; there are {', '.join(known)}")
         return 2
-    rows = []
-    for target, before in zip(TARGETS, recorded(root), strict=True):
-        row = examine(target, root) if not names or target.name in names else before
-        rows.append(row)
-        text = json.dumps([asdict(each) for each in [*rows, *recorded(root)[len(rows) :]]], indent=2)
-        (root / DRIFT).write_text(f"{text}\n", encoding="utf-8")
-        print(f"{row.distribution}: newest {row.newest or '?'}, {row.verdict}", flush=True)
-    found = list(faults(rows, ranges(root)))
+    for target in TARGETS:
+        if not names or target.name in names:
+            row = examine(target, root)
+            rows = [row if each.distribution == row.distribution else each for each in recorded(root)]
+            text = json.dumps([asdict(each) for each in rows], indent=2)
+            (root / DRIFT).write_text(f"{text}\n", encoding="utf-8")
+            print(f"{row.distribution}: newest {row.newest or '?'}, {row.verdict}", flush=True)
+    found = list(faults(recorded(root), ranges(root)))
     print("\n".join(found) or "no declared range admits a release that failed")
     return 1 if found else 0
 
