@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.torch_backend import builder, sdpa
+from attnplug.torch_backend import builder, sdpa, sources
 from attnplug.torch_backend.builder import Sizes
-from attnplug.torch_backend.sources import BlockKeys, SlotKeys
+from attnplug.torch_backend.sources import BlockKeys, SlotKeys, _partial_blocks
 from attnplug_kit.oracle import Case, check, limits_of, materialize
 from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnplug.contract import Backend
     from attnplug.torch_backend.plan import Plan
 
@@ -138,9 +140,50 @@ def test_nan_after_a_last_key_is_not_read() -> None:
 
     (group,) = plan.groups
     assert isinstance(group.source, BlockKeys)
-    assert group.source.partial is not None
-    # The request with one block has it in both columns, with its unused slots cleared.
-    assert group.source.partial.members.tolist() == [0, 0, 1, 2]
-    assert group.source.partial.columns.tolist() == [0, 1, 1, 1]
-    assert torch.equal(group.source.partial.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))
+    assert group.source.ends == ((0, 3), (1, 21))  # the third is as long as the group
     assert not output.isnan().any()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_device_clears_the_same_slots_as_the_cpu(layout: str) -> None:
+    pages = torch.full((9, 16, 2, 8), torch.nan)
+    if layout == "HND":
+        pages = pages.transpose(1, 2).contiguous().transpose(1, 2)
+    table = torch.tensor([[7, 7], [3, 4], [8, 1]], dtype=torch.int32)
+    for block, used in ((7, 3), (3, 16), (4, 5), (8, 16), (1, 15)):
+        pages[block, :used].normal_()
+    partial = _partial_blocks((3, 21, 31), 2, 16, table.device)
+    assert partial is not None
+
+    # A request with one block has it in both columns, with its unused slots cleared.
+    assert partial.members.tolist() == [0, 0, 1, 2]
+    assert partial.columns.tolist() == [0, 1, 1, 1]
+    assert torch.equal(partial.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))
+    on_device, on_cpu = (
+        source.gather(pages, 31, slice(0, 3), torch.empty(3 * 32 * 16))
+        for source in (BlockKeys(table, 0, partial), BlockKeys(table, 0, None, ends=((0, 3), (1, 21))))
+    )
+    assert torch.equal(on_device[1:], on_cpu[1:])
+    assert torch.equal(on_device[0, :, :3], on_cpu[0, :, :3])
+    assert on_device.isfinite().all()
+    assert on_cpu.isfinite().all()
+
+
+@pytest.mark.parametrize("size_v", [None, 8], ids=["blocks", "slots"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("form", "gathers"), [("packed", 1), ("joint", 2)])
+def test_packed_keys_and_values_are_gathered_at_once(form: str, gathers: int, layout: str, size_v: int | None) -> None:
+    case = Case(query_lens=(1, 1), context_lens=(39, 39), head_size_v=size_v)
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, kv_cache_form=form)
+    backend, gathered = attnplug.load(requested, Device.cpu(), backend="torch/sdpa"), list[str]()
+
+    def counted(name: str) -> Callable[..., torch.Tensor]:
+        gather = getattr(sources, name)
+        return lambda *args, **kwargs: gathered.append(name) or gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather_blocks", "gather_slots"):
+            patch.setattr(sources, name, counted(name))
+        check(backend, materialize(case))
+
+    assert len(gathered) == gathers

@@ -103,12 +103,15 @@ class BlockKeys:
         partial: The blocks with slots to clear; None where all members end together, so that the rest is cut off.
         run: The first block of a single member whose blocks are consecutive in a KV cache on the CPU. Its keys are read
             in place, since a copy would take about as long as the attention. None gathers.
+        ends: In place of `partial` on the CPU, where clearing a member's end is faster than copies of whole blocks: the
+            members that are shorter than the group, with their keys.
     """
 
     blocks: Tensor
     offset: int
     partial: PartialBlocks | None
     run: int | None = None
+    ends: tuple[tuple[int, int], ...] = ()
 
     def width(self, keys: int, block_size: int) -> int:
         """Return how many slots are gathered per member."""
@@ -133,7 +136,10 @@ class BlockKeys:
         tokens = gathered.permute(0, 3, 1, 2, 4)
         # A view: gather_blocks leaves the slots of a head at one stride, in either of its two orders.
         rows = tokens.reshape(*tokens.shape[:2], -1, pages.shape[3])
-        return narrow(rows, slice(self.offset, self.offset + keys), axis=2)
+        rows = narrow(rows, slice(self.offset, self.offset + keys), axis=2)
+        for member, end in self.ends:
+            rows[member, :, end:].zero_()
+        return rows
 
 
 Keys: TypeAlias = CallKeys | SlotKeys | BlockKeys
@@ -181,6 +187,11 @@ class Sources:
         if self.codec is not None:
             return self._decode(self.codec, group, members, pages, sizes)
         memory = cast("Tensor", self.workspace)[: sum(sizes) * pages[0].itemsize].view(pages[0].dtype)
+        packed = _packed(*pages) if pages[0].is_cpu else None
+        if packed is not None:
+            both = source.gather(packed, keys, members, memory)
+            width = pages[0].shape[3]
+            return both[..., :width], both[..., width:]
         return (
             source.gather(pages[0], keys, members, memory[: sizes[0]]),
             source.gather(pages[1], keys, members, memory[sizes[0] :]),
@@ -211,6 +222,20 @@ class Sources:
         if codec.key_factor is not None:
             found[0].mul_(codec.key_factor.unsqueeze(-1))
         return found[0], found[1]
+
+
+def _packed(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Return pages ``(..., head_size + head_size_v)`` where each key has its value behind it in memory, else None."""
+    *shape, size = keys.shape
+    strides, together = keys.stride(), size + values.shape[3]
+    if strides != values.stride() or strides[3] != 1 or min(strides[:3]) < together:
+        return None
+    if values.storage_offset() != keys.storage_offset() + size:
+        return None
+    # The same memory: tensors apart may have such offsets, too.
+    if values.untyped_storage().data_ptr() != keys.untyped_storage().data_ptr():
+        return None
+    return keys.as_strided((*shape, together), strides)
 
 
 def blocks_of(
@@ -250,6 +275,9 @@ def blocks_of(
         return BlockKeys(table[:, first : first + columns], offset, None)
     ends = [offset + segment.keys for segment in segments]
     blocks = _columns(table, [segment.first_key // size for segment in segments], [-(-end // size) for end in ends])
+    if table.is_cpu:
+        shorter = ((member, one.keys) for member, one in enumerate(segments) if one.keys < keys)
+        return BlockKeys(blocks, offset, None, ends=tuple(shorter))
     return BlockKeys(blocks, offset, None if uniform else _partial_blocks(ends, columns, size, table.device))
 
 
