@@ -139,6 +139,14 @@ def test_requests_of_one_size_share_a_call() -> None:
     assert len(group_segments(segments, Budget(keys=200, scores=0, slack=0, ragged_rows=0))) == 2
 
 
+def test_the_whole_blocks_of_a_call_fit_into_the_gather_buffers() -> None:
+    segments, _ = segments_of([1] * 8, [50] * 8, (-1, -1), causal=True)
+
+    groups = group_segments(segments, Budget(keys=400, scores=0, slack=0, ragged_rows=0, block_size=16))
+
+    assert [len(group.segments) for group in groups] == [6, 2]  # of 64 slots each
+
+
 def test_a_long_request_does_not_pad_short_ones() -> None:
     segments, _ = segments_of([1] * 5, [10, 12, 5000, 11, 10], (-1, -1), causal=True)
 

@@ -229,6 +229,7 @@ def plan_params_of(
             kernel.least_keys,
             uniform=not is_masked,
             divisible=kernel.make_mask is None and not is_masked,
+            block_size=agreement.block_size or 1,
         ),
     )
     if not requested.cascade:

@@ -204,6 +204,11 @@ class Tiler:
 
     def _ragged_tiles(self, group: Rectangle) -> tuple[Tile, ...]:
         params, lens, fully_masked = self._params, self._lens(group), None
+        if group.rows == 1 and self._custom is None and self._bias is None and not params.alibi:
+            # Decodes: a single row attends to all keys of its segment.
+            shown = torch.arange(group.keys, device=self._device) < lens[1].unsqueeze(1)
+            mask = additive_mask(shown, params.mask_dtype)[:, None, None]
+            return masked_tiles(params, mask.repeat_interleave(params.ratio, 2))
         relative = relative_positions(lens[0], lens[1], group.rows, group.keys)
         visible = params.visibility.in_group(relative, lens[1])
         if self._custom is not None:

@@ -87,6 +87,7 @@ class Budget:
         uniform: Whether requests of one size are computed together whatever the size of a mask, as they share one.
         divisible: Whether requests of one size are planned together whatever their keys take: they are gathered in
             parts.
+        block_size: Keys of a member are gathered in whole blocks of so many.
     """
 
     keys: int
@@ -96,6 +97,12 @@ class Budget:
     least_keys: int = 1
     uniform: bool = True
     divisible: bool = False
+    block_size: int = 1
+
+    def holds(self, members: int, keys: int) -> bool:
+        """Whether so many members, with so many keys each, fit into the gather buffers."""
+        blocks = -(-max(keys, self.least_keys) // self.block_size)
+        return members * blocks * self.block_size <= self.keys
 
 
 @frozen(eq=False)
@@ -290,7 +297,7 @@ def _fits(group: list[Segment], segment: Segment, rows: int, keys: int, used: in
     uniform = (last.rows, last.keys) == (segment.rows, segment.keys) and used == len(group) * own
     if uniform and budget.divisible:
         return True
-    if size * max(keys, budget.least_keys) > budget.keys:
+    if not budget.holds(size, keys):
         return False
     padded = size * rows * keys
     if uniform:

@@ -137,8 +137,10 @@ class BlockKeys:
         # A view: gather_blocks leaves the slots of a head at one stride, in either of its two orders.
         rows = tokens.reshape(*tokens.shape[:2], -1, pages.shape[3])
         rows = narrow(rows, slice(self.offset, self.offset + keys), axis=2)
-        for member, end in self.ends:
-            rows[member, :, end:].zero_()
+        (of_member, of_head, of_slot, _), start = rows.stride(), rows.storage_offset()
+        for member, end in self.ends:  # one view each, since these are the short calls
+            shape, first = (rows.shape[1], keys - end, rows.shape[3]), start + member * of_member + end * of_slot
+            rows.as_strided(shape, (of_head, of_slot, 1), first).zero_()
         return rows
 
 
