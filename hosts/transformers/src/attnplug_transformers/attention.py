@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 from attnplug.dense import use_device
 from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug_transformers.binding import Binding, bind, find_binding, layer_of_module
 from attnplug_transformers.call import AttentionCall, check_outputs, module_name, uncompiled
-from attnplug_transformers.mask import DenseMask, LazyMask, default_mask
+from attnplug_transformers.mask import ELEMENTS_AT_ONCE, DenseMask, LazyMask, default_mask
 from attnplug_transformers.packing import Pattern, pack
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         arguments: As for `AttentionCall.of`.
 
     Returns:
-        ``(batch, queries, num_q_heads, head_size_v)``, zero for padded queries; and None in place of attention weights.
+        ``(batch, queries, num_q_heads, head_size_v)``; and None in place of attention weights. Padded queries have the
+        rows of eager attention, computed in torch.
 
     Raises:
         NotNegotiatedError: The call differs from what was negotiated, by its mask too, or attention weights are
@@ -43,8 +45,9 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
     with use_device(call.query.device):
         binding = _bind(call)
         pattern = Pattern.of(binding.requirements)
-        packing = pack(_mask(call, pattern), pattern, binding.impl.layer.name, call.query.device)
-        return _run(binding, packing, call), None
+        mask = _mask(call, pattern)
+        packing = pack(mask, pattern, binding.impl.layer.name, call.query.device)
+        return _run(binding, packing, call, mask), None
 
 
 def _with_causality(call: AttentionCall) -> AttentionCall:
@@ -100,12 +103,49 @@ def _mask(call: AttentionCall, pattern: Pattern) -> Mask:
     return call.mask
 
 
-def _run(binding: Binding, packing: Packing, call: AttentionCall) -> Tensor:
+def _run(binding: Binding, packing: Packing, call: AttentionCall, mask: Mask) -> Tensor:
     batch_size, heads, q_length, _ = call.query.shape
     size = call.value.shape[3]
+    padded = call.query.new_empty(batch_size, q_length, heads, size)
+    if packing.batch is None or packing.queries is not None:
+        _write_padding(padded, packing, call, mask)
     if packing.batch is None:
-        return call.query.new_zeros(batch_size, q_length, heads, size)
+        return padded
     query, key, value = packing.pack_queries(call.query), packing.pack_keys(call.key), packing.pack_keys(call.value)
     output = query.new_empty(query.shape[0], heads * size)
     binding.impl.forward(query, key, value, None, binding.planner.metadata(packing.batch), output)
-    return packing.unpack(output.view(-1, heads, size), batch_size, q_length)
+    return packing.unpack(output.view(-1, heads, size), padded)
+
+
+def _write_padding(padded: Tensor, packing: Packing, call: AttentionCall, mask: Mask) -> None:
+    """Write what eager attention returns for padded queries into ``(batch, queries, heads, size)``."""
+    # generate() reads the last row of each prompt, which is padding where prompts are padded on the right.
+    # Without a key the softmax is uniform over all columns, or in the sink alone.
+    uniform = torch.zeros_like(call.value[:, :, :1]) if call.sinks is not None else call.value.mean(2, keepdim=True)
+    groups = call.query.shape[1] // call.value.shape[1]
+    padded.copy_(uniform.repeat_interleave(groups, 1).transpose(1, 2).expand_as(padded))
+    if packing.padding is None:
+        return
+    step = max(1, ELEMENTS_AT_ONCE // (call.query.shape[1] * call.key.shape[2]))
+    for start, attends in mask.rows():
+        rows = packing.padding[:, start : start + attends.shape[1]]
+        for sequence in rows.any(1).nonzero()[:, 0].tolist():
+            for queries in rows[sequence].nonzero()[:, 0].split(step):
+                columns, seen = (queries + start).to(padded.device), attends[sequence, queries].to(padded.device)
+                padded[sequence, columns] = _attend_in_torch(call, sequence, columns, seen).to(padded.dtype)
+
+
+def _attend_in_torch(call: AttentionCall, sequence: int, columns: Tensor, seen: Tensor) -> Tensor:
+    """Return ``(queries, heads, size)`` of some queries of a sequence under a ``(queries, keys)`` mask."""
+    query, key, value = call.query[sequence, :, columns].float(), call.key[sequence].float(), call.value[sequence]
+    grouped = query.unflatten(0, (len(key), -1))  # query heads that share a key and value head are neighbors
+    scores = torch.einsum("hgqd,hkd->hgqk", grouped, key) * (
+        query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    )
+    if call.signature.softcap is not None:
+        scores = call.signature.softcap * torch.tanh(scores / call.signature.softcap)
+    scores = scores.flatten(0, 1).masked_fill(~seen, -torch.inf)
+    if call.sinks is not None:
+        scores = torch.cat([scores, call.sinks.float()[:, None, None].expand(-1, len(columns), 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[1]].unflatten(0, grouped.shape[:2])
+    return torch.einsum("hgqk,hkd->qhgd", weights, value.float()).flatten(1, 2)

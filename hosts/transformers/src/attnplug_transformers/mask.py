@@ -17,8 +17,8 @@ from attnplug_transformers.call import uncompiled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_ROWS_AT_ONCE: Final = 1 << 24
-"""Elements of a mask that are evaluated at once: 16 MiB of booleans."""
+ELEMENTS_AT_ONCE: Final = 1 << 24
+"""Elements of a mask, or scores of padded queries, that are computed at once: 16 MiB of booleans, 64 of scores."""
 
 
 @define(eq=False)
@@ -67,7 +67,7 @@ class LazyMask:
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first query, (batch, queries, keys) bool)`` in slices of queries; True attends, padding included."""
-        step = max(1, _ROWS_AT_ONCE // max(1, self.batch_size * self.kv_length))
+        step = max(1, ELEMENTS_AT_ONCE // max(1, self.batch_size * self.kv_length))
         if step >= self.q_length > 0:
             self._whole = self._evaluate(0, self.q_length) if self._whole is None else self._whole
             yield 0, self._whole

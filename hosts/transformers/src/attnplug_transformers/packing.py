@@ -90,11 +90,13 @@ class Packing:
         batch: The sequences, without their padding; None where every query is padding.
         queries: Sequence and column of each packed query; None where there is nothing to leave out or reorder.
         keys: The same for keys.
+        padding: ``(batch, queries)`` bool, the padded queries that attend to keys; None where none do.
     """
 
     batch: Batch | None
     queries: tuple[Tensor, Tensor] | None
     keys: tuple[Tensor, Tensor] | None
+    padding: Tensor | None = None
 
     def pack_queries(self, padded: Tensor) -> Tensor:
         """Return ``(tokens, heads, size)`` of ``(batch, heads, queries, size)``."""
@@ -104,11 +106,10 @@ class Packing:
         """Return ``(tokens, heads, size)`` of ``(batch, heads, keys, size)``."""
         return _pack(padded, self.keys)
 
-    def unpack(self, packed: Tensor, batch_size: int, q_length: int) -> Tensor:
-        """Return ``(batch, queries, heads, size)`` of ``(tokens, heads, size)``; padded queries are zero."""
+    def unpack(self, packed: Tensor, padded: Tensor) -> Tensor:
+        """Return ``(batch, queries, heads, size)`` of ``(tokens, heads, size)``; `padded` has the padded queries."""
         if self.queries is None:
-            return packed.view(batch_size, q_length, *packed.shape[1:])
-        padded = packed.new_zeros(batch_size, q_length, *packed.shape[1:])
+            return packed.view(padded.shape)
         padded[self.queries] = packed
         return padded
 
@@ -142,7 +143,7 @@ def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Pack
 
 def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
     queries, keys = _real_tokens(mask, pattern)
-    _refuse_lost_queries(mask, queries, pattern, layer)
+    padding = _padding_with_keys(mask, queries, pattern, layer)
     query_lens, key_lens = queries.sum(1), keys.sum(1)
     key_positions = keys.cumsum(1) - 1
     query_positions = queries.cumsum(1) - 1 + (key_lens - query_lens)[:, None]
@@ -152,7 +153,8 @@ def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -
         differs = (expected != attends) & queries[:, rows, None]
         if bool(differs.any()):
             raise _mismatch(differs, attends, start, pattern, layer)
-    return _rows_of(queries.to(device), keys.to(device), torch.stack([query_lens, key_lens]).tolist(), pattern)
+    lengths = torch.stack([query_lens, key_lens]).tolist()
+    return _rows_of(queries.to(device), keys.to(device), lengths, pattern, padding)
 
 
 def _real_tokens(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
@@ -191,12 +193,14 @@ def _real_queries(
     return itself & inside, None
 
 
-def _refuse_lost_queries(mask: Mask, queries: Tensor, pattern: Pattern, layer: str) -> None:
-    """Check that a row which has keys and is not a real token is padding by the padding mask: it gets no result."""
+def _padding_with_keys(mask: Mask, queries: Tensor, pattern: Pattern, layer: str) -> Tensor | None:
+    """Return ``(batch, queries)`` bool: rows of the padding mask that attend to keys. Other lost rows are refused."""
     padding = mask.is_padding()
+    found = []
     for start, attends in mask.rows():
         rows = slice(start, start + attends.shape[1])
         lost = attends.any(2) & ~queries[:, rows]
+        found.append(lost)
         if padding is not None:
             lost = lost & ~padding[:, rows]
         if bool(lost.any()):
@@ -207,6 +211,8 @@ def _refuse_lost_queries(mask: Mask, queries: Tensor, pattern: Pattern, layer: s
                 f"{pattern} was negotiated, where only what the padding mask marks as padding may do so",
                 _FIX,
             )
+    attending = torch.cat(found, 1)
+    return attending if padding is not None and bool(attending.any()) else None
 
 
 def _mismatch(differs: Tensor, attends: Tensor, start: int, pattern: Pattern, layer: str) -> NotNegotiatedError:
@@ -221,18 +227,20 @@ def _mismatch(differs: Tensor, attends: Tensor, start: int, pattern: Pattern, la
     )
 
 
-def _rows_of(queries: Tensor, keys: Tensor, lengths: list[list[int]], pattern: Pattern) -> Packing:
+def _rows_of(
+    queries: Tensor, keys: Tensor, lengths: list[list[int]], pattern: Pattern, padding: Tensor | None
+) -> Packing:
     alive = [row for row, length in enumerate(lengths[0]) if length]
     order = sorted(alive, key=lambda row: lengths[0][row] > 1)  # decodes behind prefills would count as prefills
     if not order:
-        return Packing(None, None, None)
+        return Packing(None, None, None, padding)
     batch = Batch.from_lengths(
         [lengths[0][row] for row in order],
         [lengths[1][row] for row in order],
         device=queries.device,
         causal=pattern.causal,
     )
-    return Packing(batch, _indices(queries, order), _indices(keys, order))
+    return Packing(batch, _indices(queries, order), _indices(keys, order), padding)
 
 
 def _indices(real: Tensor, order: list[int]) -> tuple[Tensor, Tensor] | None:
