@@ -124,6 +124,12 @@ def test_a_hybrid_is_described_by_its_attention_layers(config, attention, others
     assert found.unserved == ()
 
 
+def test_a_window_is_that_of_each_attention_layer_of_minimax() -> None:
+    found = describe_model({"model_type": "minimax", "num_hidden_layers": 4, "sliding_window": 9}, dtype="bfloat16")
+
+    assert [layer.requirements.sliding_window for layer in found.layers] == [9, 9]
+
+
 def test_what_runs_beside_attention_is_noted() -> None:
     assert "a Mamba-2 mixer beside its attention" in note(describe_model({"model_type": "falcon_h1"}), "beside")
 

@@ -200,10 +200,26 @@ def compare_padded(made):
     def run(implementation):
         made.set_attn_implementation(implementation)
         with torch.no_grad():
-            return made(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+            return made(input_ids=ids, attention_mask=mask)[0]
 
     expected = run("eager")
     torch.testing.assert_close(run("attnplug"), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_windows_of_minimax(host, mirror):
+    config = tiny("minimax")
+    config.sliding_window = 6
+    made = sharpen(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    ids = torch.randint(3, 300, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def run(implementation):
+        made.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return made(input_ids=ids).logits
+
+    expected = run("eager")
+    torch.testing.assert_close(run("attnplug"), expected, rtol=1e-4, atol=1e-4)
+    assert {layer.sliding_window for layer in requirements(config, dtype="float32", partial=True).values()} == {6}
 
 
 def _match(found, name):

@@ -69,6 +69,46 @@ def _selections(host, made):
     return host.selections(made)
 
 
+def t5gemma():
+    stack = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+    made = transformers.T5GemmaModel._from_config(transformers.T5GemmaConfig(encoder=stack, decoder=stack))
+    return made, {"decoder_input_ids": torch.arange(3, 3 + TOKENS).expand(2, -1)}
+
+
+def privacy_filter():
+    return transformers.AutoModel.from_config(tiny("openai_privacy_filter")), {}
+
+
+def bidirectional_gemma3():
+    config = transformers.Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6, use_bidirectional_attention=True
+    )
+    return transformers.AutoModel.from_config(config), {}
+
+
+class TestWindowsOfEncoders:
+    """Windows of layers without causality, which transformers counts with the bound or without it."""
+
+    @pytest.mark.parametrize("right", [False, True])
+    @pytest.mark.parametrize(("create", "width"), [(t5gemma, 5), (privacy_filter, 7), (bidirectional_gemma3, 4)])
+    def test_the_mask_shows_the_bound(self, host, mirror, create, width, right):
+        torch.manual_seed(0)
+        made, rest = create()
+        sharpen(made)
+        ids = torch.randint(3, 100, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids)
+        mask[0, slice(7, None) if right else slice(2)] = 0
+
+        def run(implementation):
+            made.set_attn_implementation(implementation)
+            with torch.no_grad():
+                return made(input_ids=ids, attention_mask=mask, **rest)[0]
+
+        torch.testing.assert_close(run("attnplug"), run("eager"), rtol=1e-4, atol=1e-4)
+        found = {s.requirements for s in _selections(host, made).values()}
+        assert {r.sliding_window for r in found if r.attn_type == "encoder_only"} - {None} == {width}
+
+
 class TestCausality:
     """Of a module that has no `is_causal`."""
 

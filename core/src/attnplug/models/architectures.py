@@ -47,6 +47,7 @@ from attnplug.models.patterns import (
     sliding_without_rope,
     spelled_out,
     uniform,
+    windowed_if_set,
     windowed_or_full,
     zamba_hybrid,
     zaya,
@@ -252,7 +253,7 @@ _HYBRID: Final = (
     | _each("zaya", _decoder(zaya, beside="a convolution over queries and keys"))
     | _each("granitemoehybrid", _decoder(listed(), scale=granite))
     | _each("olmo_hybrid", _decoder(listed(every(4, other=LINEAR))))
-    | _each("minimax", _decoder(listed(first_of(2, other=LINEAR))))
+    | _each("minimax", _decoder(windowed_if_set(listed(first_of(2, other=LINEAR)))))
     | _each("jamba", _decoder(listed(jamba)))
     | _each("bamba", _decoder(listed(at("attn_layer_indices", default=()))))
     | _each("falcon_h1", _decoder(beside="a Mamba-2 mixer"))

@@ -183,6 +183,16 @@ def windowed_or_full(pattern: Pattern) -> Pattern:
     return found
 
 
+def windowed_if_set(pattern: Pattern) -> Pattern:
+    """The pattern with its full layers windowed where there is a window."""
+
+    def found(fields: Fields, count: int) -> Sequence[str]:
+        windowed = {FULL: SLIDING} if fields.get("sliding_window") is not None else {}
+        return [windowed.get(kind, kind) for kind in pattern(fields, count)]
+
+    return found
+
+
 def last_full(pattern: Pattern) -> Pattern:
     """The pattern, except that the last layer is full."""
 

@@ -40,7 +40,7 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         NoBackendError: No backend supports the layer.
         TensorError: The tensors have other shapes.
     """
-    call = _with_causality(AttentionCall.of(*args, **arguments))
+    call = _with_window(_with_causality(AttentionCall.of(*args, **arguments)))
     check_outputs(call.module)
     with use_device(call.query.device):
         binding = _bind(call)
@@ -71,6 +71,18 @@ def _with_causality(call: AttentionCall) -> AttentionCall:
     else:
         is_causal = DenseMask.of(call.mask, call.query.shape[0], q_length, kv_length).is_causal()
     return attrs.evolve(call, signature=attrs.evolve(call.signature, is_causal=is_causal))
+
+
+def _with_window(call: AttentionCall) -> AttentionCall:
+    """Return the call with the window as the contract counts it, the query's own token included."""
+    # Encoders of the library pass the distance or one more: the mask shows which, once keys are that far apart.
+    width, mask = call.signature.sliding_window, call.mask
+    causal = call.signature.is_causal
+    if width is None or (getattr(call.module, "is_causal", True) if causal is None else causal):
+        return call
+    if not isinstance(mask, LazyMask) or layer_of_module(call.module, is_causal=causal) is not None:
+        return call
+    return attrs.evolve(call, signature=attrs.evolve(call.signature, sliding_window=width + mask.reaches(width)))
 
 
 def _bind(call: AttentionCall) -> Binding:
