@@ -237,8 +237,6 @@ class TestConfiguration:
 
         with torch.no_grad(), pytest.raises(NotNegotiatedError, match="by the mask of this call"):
             made(ids, attention_mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
-        with torch.no_grad(), pytest.raises(NotNegotiatedError, match=r"layers\.0\.self_attn: by the mask"):
-            made(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)  # two packed sequences
 
     def test_a_layer_that_the_configuration_does_not_describe(self):
         hybrid = Qwen2MoeConfig(layer_types=["full_attention"] * 24)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from attnplug.errors import NoBackendError
+from attnplug.errors import NoBackendError, NotNegotiatedError
 from hosts.transformers.tests.models import PAD, generate, model, prompts, sharpen
 
 LENGTHS = (19, 1, 12)
@@ -142,6 +142,43 @@ def test_a_hole_in_the_padding_of_a_full_layer(host):
     mask[0, 4:6] = 0
 
     expected, found = both(made, lambda: logits(made, ids, mask))
+
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["ones", "none"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_samples_packed_by_their_positions(host, name, masked):
+    made = model(name, num_hidden_layers=2)
+    ids, mask = prompts(18)
+    lengths = [9, 1, 8]  # each sample is computed as if it were alone, as by FlashAttention in transformers
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+
+    alone = torch.cat([logits(made, part, torch.ones_like(part)) for part in ids.split(lengths, 1)], 1)
+    made.set_attn_implementation("attnplug")
+    found = logits(made, ids, mask if masked else None, position_ids=positions, use_cache=masked)
+
+    assert_close(found, alone)
+
+
+def test_positions_that_restart_behind_cached_keys_are_refused(host):
+    made = model("llama", num_hidden_layers=1)
+    made.set_attn_implementation("attnplug")
+    ids, mask = prompts(9)
+
+    with torch.no_grad():
+        cache = made(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    with pytest.raises(NotNegotiatedError, match="position_ids of 4 queries restart at 2, and there are 9 keys"):
+        logits(made, ids[:, 5:], mask, past_key_values=cache, position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+@pytest.mark.parametrize("positions", [[[0, 1, 2, 2, 2, 3]], [[3, 4, 5, 6, 7, 8]], [[0, 0, 0, 1, 2, 3]]])
+def test_other_positions_are_those_of_one_sample(host, positions):
+    made = model("llama", num_hidden_layers=2)
+    ids, mask = prompts(6)
+    mask[0, : max(1, positions[0].count(0)) - 1] = 0  # positions of padding are no samples
+
+    expected, found = both(made, lambda: logits(made, ids, mask, position_ids=torch.tensor(positions)))
 
     assert_close(found, expected)
 

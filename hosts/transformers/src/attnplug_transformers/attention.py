@@ -46,7 +46,8 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
         binding = _bind(call)
         pattern = Pattern.of(binding.requirements)
         mask = _mask(call, pattern)
-        packing = pack(mask, pattern, binding.impl.layer.name, call.query.device)
+        starts = _starts_of_samples(call, mask) if binding.requirements.attn_type != "encoder_decoder" else ()
+        packing = pack(mask, pattern, binding.impl.layer.name, call.query.device, starts)
         return _run(binding, packing, call, mask), None
 
 
@@ -113,6 +114,24 @@ def _mask(call: AttentionCall, pattern: Pattern) -> Mask:
             "use attn_implementation='eager' for a model that gives its attention other keys than its masks",
         )
     return call.mask
+
+
+def _starts_of_samples(call: AttentionCall, mask: Mask) -> tuple[int, ...]:
+    """Return where the samples begin that are packed into the only row of the call; empty for a single sample."""
+    # As FlashAttention in transformers: positions restart at their least one, and nothing is padded.
+    if call.positions is None or not isinstance(mask, LazyMask):
+        return ()
+    if call.mask is None:  # the mask is shared between calls, and positions may be written in place
+        return _restarts(call.positions, None)
+    if mask.samples is None or mask.samples[0] is not call.positions:
+        mask.samples = call.positions, _restarts(call.positions, mask.padding)
+    return mask.samples[1]
+
+
+def _restarts(positions: Tensor, padding: Tensor | None) -> tuple[int, ...]:
+    starts = (positions[0] == positions.min()).nonzero()[:, 0].tolist()
+    is_packed = len(starts) > 1 and (padding is None or bool(padding.all()))
+    return tuple(sorted({0, *starts})) if is_packed else ()
 
 
 def _run(binding: Binding, packing: Packing, call: AttentionCall, mask: Mask) -> Tensor:

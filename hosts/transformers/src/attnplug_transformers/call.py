@@ -34,7 +34,7 @@ NO_FULLGRAPH: Final = (
 )
 
 HARMLESS: Final[dict[str, str]] = {
-    "position_ids": "rotary embeddings were applied before the call; sequences packed by position show in the mask",
+    "position_ids": "rotary embeddings were applied before the call; samples packed into its only row are separated",
     "cache_position": "it is where the KV cache was written, which happened before the call",
     "use_cache": "each call has all keys, cached or not",
     "past_key_values": "each call has all keys, those of the KV cache included",
@@ -229,6 +229,7 @@ class AttentionCall:
         scale: Factor of the scores; None is ``head_size ** -0.5``.
         sinks: ``(num_q_heads,)``.
         signature: What of the call is not a tensor.
+        positions: ``(1, queries)`` positions of a call of one row and several queries; None for other calls.
     """
 
     module: nn.Module
@@ -239,6 +240,7 @@ class AttentionCall:
     scale: float | None
     sinks: Tensor | None
     signature: CallSignature
+    positions: Tensor | None = None
 
     @classmethod
     def of(  # noqa: PLR0913, PLR0917 - the library's signature of an attention function
@@ -305,4 +307,7 @@ class AttentionCall:
             is_causal=is_causal,
             is_cross="Cross" in type(module).__name__ or query.shape[2] > key.shape[2],
         )
-        return cls(module, query, key, value, attention_mask, scaling, s_aux, signature)
+        positions = rest.get("position_ids")
+        if positions is not None and (query.shape[2] == 1 or positions.shape != (1, query.shape[2]) or len(query) > 1):
+            positions = None
+        return cls(module, query, key, value, attention_mask, scaling, s_aux, signature, positions)

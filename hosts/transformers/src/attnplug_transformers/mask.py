@@ -38,7 +38,8 @@ class LazyMask:
         padding: ``(batch, positions)`` bool, False for padded tokens; None for no padding.
         use_vmap: Whether `mask_function` works on scalars only.
         device: Where the mask is evaluated.
-        packings: The results of `pack`, by pattern and device.
+        packings: The results of `pack`, by pattern, device and starts of samples.
+        samples: The positions of the step, and where its samples begin; None before a layer has read them.
     """
 
     batch_size: int
@@ -51,6 +52,7 @@ class LazyMask:
     use_vmap: bool
     device: torch.device
     packings: dict[Any, Any] = field(factory=dict, repr=False)
+    samples: tuple[Tensor, tuple[int, ...]] | None = field(default=None, repr=False)
     _whole: Tensor | None = field(default=None, init=False, repr=False)
 
     ndim = 4
@@ -157,7 +159,7 @@ class DenseMask:
 
     Attributes:
         mask: ``(batch, queries, keys)`` bool, True attends.
-        packings: The results of `pack`, by pattern and device.
+        packings: As for `LazyMask`.
     """
 
     mask: Tensor

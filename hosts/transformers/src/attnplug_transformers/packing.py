@@ -119,7 +119,7 @@ def _pack(padded: Tensor, rows: tuple[Tensor, Tensor] | None) -> Tensor:
     return tokens.flatten(0, 1) if rows is None else tokens[rows]
 
 
-def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
+def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device, starts: tuple[int, ...] = ()) -> Packing:
     """
     Compare the mask with the pattern, and return the sequences that it consists of.
 
@@ -131,14 +131,49 @@ def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Pack
         pattern: What the layer negotiated.
         layer: The layer's name, for the message.
         device: The layer's device; the mask may be on another one where a model is spread over several.
+        starts: Where the samples begin that are packed into the only row of the call, the first at 0; empty for none.
 
     Raises:
-        NotNegotiatedError: The mask differs from the pattern.
+        NotNegotiatedError: The mask differs from the pattern, or samples are packed behind cached keys.
     """
-    if (pattern, device) not in mask.packings:
-        mask.packings[pattern, device] = _pack_mask(mask, pattern, layer, device)
-    packing: Packing = mask.packings[pattern, device]
+    key = pattern, device, starts
+    if key not in mask.packings:
+        packed = _pack_samples(mask, pattern, layer, device, starts) if starts else None
+        mask.packings[key] = packed or _pack_mask(mask, pattern, layer, device)
+    packing: Packing = mask.packings[key]
     return packing
+
+
+def _pack_samples(
+    mask: Mask, pattern: Pattern, layer: str, device: torch.device, starts: tuple[int, ...]
+) -> Packing | None:
+    """Return the samples of a row, whether its mask keeps them apart or not; None where the mask is another one."""
+    _, _, q_length, kv_length = mask.shape
+    if q_length != kv_length:
+        raise NotNegotiatedError(
+            f"{layer}: position_ids of {q_length} queries restart at {starts[1]}, and there are {kv_length} keys",
+            "packed samples are separated where each has all of its keys in the call",
+            "pass packed samples without a KV cache (use_cache=False), or one sequence per row",
+        )
+    columns, first = torch.arange(kv_length, device=mask.device), torch.tensor(starts, device=mask.device)
+    sample = torch.searchsorted(first, columns, right=True) - 1
+    own = columns - first[sample]
+    is_whole = is_apart = True
+    for start, attends in mask.rows():
+        rows = slice(start, start + attends.shape[1])
+        whole = pattern.attends(columns[rows, None], columns)
+        apart = pattern.attends(own[rows, None], own) & (sample[rows, None] == sample)
+        is_whole = is_whole and torch.equal(attends[0], whole.expand_as(attends[0]))
+        is_apart = is_apart and torch.equal(attends[0], apart)
+    if not (is_whole or is_apart):
+        return None
+    ends = [*starts[1:], q_length]
+    samples = sorted(zip(starts, ends, strict=True), key=lambda each: each[1] - each[0] > 1)  # decodes come first
+    lengths = [end - start for start, end in samples]
+    batch = Batch.from_lengths(lengths, lengths, device=device, causal=pattern.causal)
+    order = torch.cat([torch.arange(start, end, device=device) for start, end in samples])
+    rows_of = None if sorted(samples) == samples else (torch.zeros_like(order), order)
+    return Packing(batch, rows_of, rows_of)
 
 
 def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
