@@ -183,6 +183,42 @@ def test_other_positions_are_those_of_one_sample(host, positions):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_image_tokens_that_attend_in_both_directions_are_named(host, name):
+    made = sharpen(multimodal(name))
+    ids, mask = prompts(12, 9)
+    ids[ids == PAD], text = 1, 0 if name == "gemma3" else 1  # PaliGemma marks its prefix with 0
+    types = torch.full_like(ids, text)
+
+    def hidden(types):
+        with torch.no_grad():
+            return made(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state
+
+    expected, found = both(made, lambda: hidden(types))
+    assert_close(found, expected)
+    types[:, 6:9] = 1 - text
+    with pytest.raises(NotNegotiatedError, match="query 7 of sequence 0 attends to later keys, up to 8") as refused:
+        hidden(types)
+    assert "image tokens (token_type_ids)" in refused.value.expected
+    assert "attn_implementation='eager'" in refused.value.fix
+
+
+def multimodal(name):
+    """Return a tiny model of images and text on eager attention."""
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    if name == "paligemma":
+        text = transformers.GemmaConfig(**sizes)
+        config = transformers.PaliGemmaConfig(vision_config=vision, text_config=text, projection_dim=32, hidden_size=32)
+        return transformers.PaliGemmaModel._from_config(config, attn_implementation="eager")
+    text = transformers.Gemma3TextConfig(**sizes, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.Gemma3Model._from_config(config, attn_implementation="eager")
+
+
 def test_chunked_attention(host, server):
     made = model("llama4")
     ids, mask = prompts(*LENGTHS)

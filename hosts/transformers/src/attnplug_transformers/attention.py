@@ -53,9 +53,10 @@ def attend(*args: Any, **arguments: Any) -> tuple[Tensor, None]:
 
 def _with_causality(call: AttentionCall) -> AttentionCall:
     """Return the call with the causality that its mask shows, where neither argument, module nor table has it."""
-    if call.signature.is_causal is not None or getattr(call.module, "is_causal", None) is not None:
-        return call
-    if layer_of_module(call.module) is not None:
+    by_module = getattr(call.module, "is_causal", None)
+    # PaliGemma's modules say False for its prefix, and its text is causal.
+    is_open = by_module is None or (by_module is False and isinstance(call.mask, LazyMask) and call.key.shape[2] > 1)
+    if call.signature.is_causal is not None or not is_open or layer_of_module(call.module) is not None:
         return call
     q_length, kv_length = call.query.shape[2], call.key.shape[2]
     if call.mask is None and q_length > 1:

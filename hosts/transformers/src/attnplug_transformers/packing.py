@@ -187,7 +187,7 @@ def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -
         expected = pattern.attends(query_positions[:, rows, None], key_positions[:, None, :]) & keys[:, None, :]
         differs = (expected != attends) & queries[:, rows, None]
         if bool(differs.any()):
-            raise _mismatch(differs, attends, start, pattern, layer)
+            raise _mismatch(mask, differs, attends, start, pattern, layer)
     lengths = torch.stack([query_lens, key_lens]).tolist()
     return _rows_of(queries.to(device), keys.to(device), lengths, pattern, padding)
 
@@ -240,6 +240,7 @@ def _padding_with_keys(mask: Mask, queries: Tensor, pattern: Pattern, layer: str
             lost = lost & ~padding[:, rows]
         if bool(lost.any()):
             sequence, query = (int(i) for i in lost.nonzero()[0])
+            _refuse_later_keys(mask, attends[sequence, query], sequence, start + query, pattern, layer)
             how = "attends to nothing newer than the query before it" if pattern.causal else "does not attend to itself"
             raise NotNegotiatedError(
                 f"{layer}: by the mask of this call query {start + query} of sequence {sequence} {how}",
@@ -250,15 +251,32 @@ def _padding_with_keys(mask: Mask, queries: Tensor, pattern: Pattern, layer: str
     return attending if padding is not None and bool(attending.any()) else None
 
 
-def _mismatch(differs: Tensor, attends: Tensor, start: int, pattern: Pattern, layer: str) -> NotNegotiatedError:
+def _mismatch(
+    mask: Mask, differs: Tensor, attends: Tensor, start: int, pattern: Pattern, layer: str
+) -> NotNegotiatedError:
     sequence, row, key = (int(i) for i in differs.nonzero()[0])
+    _refuse_later_keys(mask, attends[sequence, row], sequence, start + row, pattern, layer)
     found = bool(attends[sequence, row, key])
     return NotNegotiatedError(
         f"{layer}: by the mask of this call query {start + row} of sequence {sequence}"
         f" {'attends' if found else 'does not attend'} to key {key}",
-        f"{pattern} was negotiated, where it {'does not' if found else 'does'}; packed sequences, prefixes, holes in"
-        " the padding of windowed layers and custom masks are other masks",
+        f"{pattern} was negotiated, where it {'does not' if found else 'does'}; packed sequences, prefixes, images"
+        " among text, holes in the padding of windowed layers and custom masks are other masks",
         _FIX,
+    )
+
+
+def _refuse_later_keys(mask: Mask, attends: Tensor, sequence: int, query: int, pattern: Pattern, layer: str) -> None:
+    """Name the reason where a causal query attends to later keys: images and prefixes do in multimodal models."""
+    own = mask.own_keys() if pattern.causal else None
+    last = int(attends.nonzero().max()) if bool(attends.any()) else -1
+    if own is None or last <= int(own[query]):
+        return
+    raise NotNegotiatedError(
+        f"{layer}: by the mask of this call query {query} of sequence {sequence} attends to later keys, up to {last}",
+        f"{pattern} was negotiated; image tokens (token_type_ids) and prefixes that attend in both directions are"
+        " another mask",
+        "use attn_implementation='eager' for calls with images or such a prefix; text alone is served",
     )
 
 
