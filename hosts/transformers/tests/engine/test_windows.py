@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnplug.errors import CacheError
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.request import Request
 from hosts.transformers.tests.engine.reference import NEW, reference
@@ -21,8 +22,9 @@ from tests.examples import examples
 @settings(max_examples=examples(100))
 def test_no_token_depends_on_a_released_block(data, window, block_size, prefix_caching):
     random = Random(data.draw(st.integers(0, 10**6)))
+    least = max(2, 1 + -(-(window - 1) // block_size))  # blocks of a token and of those that it attends to
     host = fake.Host(
-        data.draw(st.integers(30, 60)) // block_size + 2,
+        data.draw(st.integers(least, 60 // block_size + 1)) + 1,
         block_size,
         prefix_caching=prefix_caching,
         max_num_reqs=4,
@@ -113,6 +115,18 @@ def test_chunked_prefill_with_cached_prefixes(host, window, max_num_tokens):
         for _ in range(2):
             assert engine.generate(prompts, max_new_tokens=NEW) == expected
         assert engine.stats.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("num_blocks", [9, 4])  # the least: the null block, 8 tokens before each, and its own block
+def test_a_prompt_is_admitted_into_the_blocks_of_its_window(host, num_blocks):
+    made, prompt = model("mistral", sliding_window=9, max_position_embeddings=256), list(range(1, 111))
+    expected = generate(made, torch.tensor([prompt]), torch.ones(1, 110), 20)[0].tolist()
+    with Engine(made, block_size=7, num_blocks=num_blocks) as engine:
+        assert engine.generate([prompt, prompt], max_new_tokens=20) == expected * 2  # of 19 blocks
+        assert engine.stats.preemptions == 0 or num_blocks == 4
+
+    with Engine(made, block_size=7, num_blocks=3) as engine, pytest.raises(CacheError, match="which take 3 blocks"):
+        engine.submit(prompt, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "llama"])

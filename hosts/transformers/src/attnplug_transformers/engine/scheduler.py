@@ -27,8 +27,8 @@ class Scheduler:
     of one prompt wait until the first of them has computed it, and then share its blocks. When blocks run out, the
     youngest running request is preempted: it returns to the head of the queue and is recomputed later. So the oldest
     request always makes progress, and all requests finish. An admitted request owns the blocks of all its tokens; only
-    a decode ever needs one more. Blocks that no later query attends to are released as soon as a window or chunk has
-    left them.
+    a decode ever needs one more. Where a window or chunk bounds the attention, it owns those of its next tokens alone:
+    blocks that no later query attends to are released as soon as the window or chunk has left them.
 
     Each call is a transaction, whatever line an exception or a KeyboardInterrupt leaves it at. The truth is the
     unfinished requests in order of age, with their tokens. All else follows from it, so nothing needs a log: after a
@@ -150,7 +150,7 @@ class Scheduler:
         self._uncommitted = ()
         decodes = self._schedule_decodes()
         budget = self.limits.max_num_tokens - len(decodes)
-        chunks = self._schedule_chunks(budget)
+        chunks = self._schedule_chunks(budget, has_decodes=bool(decodes))
         chunks += self._admit(budget - sum(one.num_new_tokens for one in chunks))
         # The last chunk of a prompt may be one token: before the longer ones it runs as a decode, which is faster.
         chunks.sort(key=lambda one: one.num_new_tokens > 1)
@@ -223,32 +223,48 @@ class Scheduler:
                 decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, samples=True))
         return decodes
 
-    def _schedule_chunks(self, budget: int) -> list[ScheduledRequest]:
+    def _schedule_chunks(self, budget: int, *, has_decodes: bool) -> list[ScheduledRequest]:
         chunks: list[ScheduledRequest] = []
-        for request in self._running:
-            if budget < 1:
+        for request in tuple(self._running):
+            if budget < 1 or request.status != "running":
                 break
             if request.num_tokens - request.num_computed_tokens > 1:
-                chunks.append(_chunk(request, budget))
-                budget -= chunks[-1].num_new_tokens
+                # A step without any other token has to go on with its oldest request.
+                size = self._allocate_chunk(request, budget, preempts=not (has_decodes or chunks))
+                if size:
+                    chunks.append(_chunk(request, size))
+                    budget -= size
         return chunks
+
+    def _allocate_chunk(self, request: Request, budget: int, *, preempts: bool) -> int:
+        """Give a prefill the blocks of its next tokens, preempting the youngest if need be; return how many fit."""
+        pool, start = self._pool, request.num_computed_tokens
+        while preempts and len(request.blocks) * pool.block_size == start and not pool.num_free:
+            youngest = next(reversed(self._running))
+            self._preempt(youngest)
+            if youngest is request:
+                return 0
+        stop = min(request.num_tokens, start + budget, (len(request.blocks) + pool.num_free) * pool.block_size)
+        request.blocks += pool.allocate(max(0, pool.blocks_for(stop) - len(request.blocks)))
+        return stop - start
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Start waiting requests, as long as tokens, places and blocks suffice."""
         if not self._waiting:
             return []
         chunks: list[ScheduledRequest] = []
-        # Each running request may need one more block: an admission into those would soon be preempted.
-        reserved = sum(map(self._may_grow, self._running))
+        # Running requests may need more blocks: an admission into those would soon be preempted.
+        reserved = sum(map(self._growth, self._running))
         while self._waiting and budget > 0 and len(self._running) < self.limits.max_num_reqs:
             request = next((one for one in self._waiting if not self._awaits_prompt(one)), None)
-            if request is None or not self._allocate_prompt(request, reserved):
+            if request is None or not self._allocate_prompt(request, reserved, budget):
                 break
             del self._waiting[request]
             self._running[request] = None
             request.admit()
-            reserved += self._may_grow(request)
-            chunks.append(_chunk(request, budget))
+            reserved += self._growth(request)
+            owned = len(request.blocks) * self._pool.block_size - request.num_computed_tokens
+            chunks.append(_chunk(request, min(budget, owned)))
             budget -= chunks[-1].num_new_tokens
         return chunks
 
@@ -260,20 +276,26 @@ class Scheduler:
         size = self._pool.block_size
         return first.num_computed_tokens < (request.num_prompt_tokens - 1) // size * size
 
-    def _allocate_prompt(self, request: Request, reserved: int) -> bool:
-        """Give a request the blocks of all its tokens, cached ones first; False where too few others are free."""
+    def _allocate_prompt(self, request: Request, reserved: int, budget: int) -> bool:
+        """Give a request the blocks of its tokens, cached ones first; False where too few others are free."""
         pool = self._pool
         if pool.num_free <= reserved:  # it needs at least one: save the lookup of its prefix
             return False
         # The last token is computed even where it is cached: its logits give the next one.
         cached = pool.match(request.tokens)[: (request.num_tokens - 1) // pool.block_size]
+        computed = len(cached) * pool.block_size
+        released = self._num_released(computed)
+        kept = cached[released:]
+        free = pool.num_free_without(kept) - reserved
         needed = pool.blocks_for(request.num_tokens) - len(cached)
-        if pool.num_free_without(cached) < needed + reserved:
+        if self._frees:  # those of its first chunk, or of a shorter one
+            needed = pool.blocks_for(min(request.num_tokens, computed + budget)) - len(cached)
+            needed = min(needed, max(free, self._most_attended - len(kept)))
+        if free < needed:
             return False
-        pool.share(cached)
-        request.blocks = cached + pool.allocate(needed)
-        request.num_computed_tokens = request.num_cached_tokens = len(cached) * pool.block_size
-        self._release_unattended(request, 0)
+        pool.share(kept)
+        request.blocks = [NULL_BLOCK] * released + kept + pool.allocate(needed)
+        request.num_computed_tokens = request.num_cached_tokens = computed
         return True
 
     def _allocate_slot(self, request: Request) -> bool:
@@ -341,12 +363,26 @@ class Scheduler:
             self._pool.release(request.blocks[first:last])
             request.blocks[first:last] = [NULL_BLOCK] * (last - first)
 
-    def _may_grow(self, request: Request) -> bool:
-        return len(request.blocks) < self._max_blocks(request)
+    def _growth(self, request: Request) -> int:
+        """Return how many more blocks a running request may need at once."""
+        if len(request.blocks) >= self._pool.blocks_for(request.max_tokens - 1):
+            return 0
+        if not self._frees:
+            return 1
+        owned = len(request.blocks) - request.blocks.count(NULL_BLOCK)
+        return max(1, self._max_blocks(request) - owned)
 
     def _max_blocks(self, request: Request) -> int:
-        """Return the blocks of a request at its longest: its last generated token never enters the KV cache."""
-        return self._pool.blocks_for(request.max_tokens - 1)
+        """Return the most blocks that a request needs at once, where its prefill has chunks of a token."""
+        # Its last generated token never enters the KV cache.
+        every = self._pool.blocks_for(request.max_tokens - 1)
+        return min(every, self._most_attended) if self._frees else every
+
+    @property
+    def _most_attended(self) -> int:
+        """The blocks of a token and of those before it that it attends to; of two, the earlier one is kept."""
+        before = max(width - 1 for width in self._window.values() if width is not None)
+        return max(2, 1 + self._pool.blocks_for(before))
 
     def _check_fits(self, request: Request) -> None:
         lengths = f"{request.num_prompt_tokens} tokens of prompt and max_new_tokens={request.max_new_tokens} were given"
