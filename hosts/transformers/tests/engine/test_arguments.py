@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from threading import Event, Thread
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -86,6 +88,23 @@ def test_options_of_another_type(host, choice):
 def test_objects_that_are_not_lists_of_prompts(engine, prompts):
     assert "pass [ids] for one prompt" in refusal(lambda: engine.generate(prompts, max_new_tokens=1), BatchError)
     assert not engine.has_work
+
+
+def test_prompts_as_tensors_and_arrays(engine):
+    expected = engine.generate([[1, 2], [3, 4]], max_new_tokens=2)
+
+    for rows in (torch.tensor([[1, 2], [3, 4]]), np.array([[1, 2], [3, 4]]), [np.array([1, 2]), torch.tensor([3, 4])]):
+        assert engine.generate(rows, max_new_tokens=2) == expected
+        assert engine.submit(rows[0], max_new_tokens=2).tokens == [1, 2]
+    assert "call submit() for each" in refusal(lambda: engine.submit(torch.ones(1, 2).long()), BatchError)
+
+
+def test_a_bias_that_rules_all_tokens_out(engine):
+    nothing = Sampling(logit_bias=dict.fromkeys(range(257), -inf))
+
+    assert "-inf was given for all 257 tokens" in refusal(
+        lambda: engine.submit([1], max_new_tokens=1, sampling=nothing), LimitsError
+    )
 
 
 def test_prompts_from_a_generator(engine):

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 from transformers import GenerationConfig
 
-from attnplug.errors import LimitsError, RequirementsError
+from attnplug.errors import BatchError, LimitsError, RequirementsError
 from attnplug_transformers.engine import Engine, Sampling, generation
 from attnplug_transformers.engine.sampling import ranked_weights
 from hosts.transformers.tests.models import PAD, model
@@ -84,7 +84,9 @@ def test_every_field_is_applied_refused_or_irrelevant():
 
     assert {name: sum(name in kind for kind in kinds) for name in FIELDS} == dict.fromkeys(FIELDS, 1)
     assert all(generation.IRRELEVANT.values())
-    assert APPLIED.keys() | generation.SAMPLING | {"remove_invalid_values", "stop_strings"} == generation.APPLIED
+    assert APPLIED.keys() | generation.SAMPLING | {"max_new_tokens", "remove_invalid_values", "stop_strings"} == (
+        generation.APPLIED
+    )
     assert REFUSED.keys() == generation.REFUSED.keys()
     assert FILTERS.keys() == generation.REFUSED_FILTERS.keys()
 
@@ -114,6 +116,34 @@ def test_all_processors_together_are_in_the_order_of_generate(made):
 
     with Engine(made) as engine:
         assert engine.generate(PROMPTS, max_new_tokens=NEW) == expected
+
+
+def test_the_most_tokens_are_those_of_the_generation_config(made):
+    free = plain(made)
+    configure(made, max_new_tokens=5)
+    with Engine(made) as engine:
+        assert engine.generate(PROMPTS) == [tokens[:5] for tokens in free]
+        assert len(engine.generate(PROMPTS[:1], max_new_tokens=3)[0]) == 3
+
+
+def test_least_tokens_and_bad_words_of_a_request(made):
+    free = plain(made)
+    words, stop = [[free[0][0]], free[0][1:3]], free[1][1]
+    expected = (
+        generated(made, PROMPTS[0], bad_words_ids=words),
+        generated(made, PROMPTS[1], eos_token_id=stop, min_new_tokens=4),
+    )
+    with Engine(made) as engine:
+        found = engine.generate(
+            PROMPTS[:2],
+            max_new_tokens=NEW,
+            sampling=[Sampling(bad_words=words), Sampling(min_tokens=4, stop_token_ids=[stop])],
+        )
+        assert found == list(expected)
+        with pytest.raises(BatchError, match="bad_words with the token 5000"):
+            engine.submit([1], max_new_tokens=1, sampling=Sampling(bad_words=[[5000]]))
+        with pytest.raises(RequirementsError, match=r"the bad_words \['no'\] were given"):
+            engine.submit([1], max_new_tokens=1, sampling=Sampling(bad_words="no"))
 
 
 def test_stop_tokens_of_a_request_take_the_place_of_the_models(made):

@@ -24,6 +24,8 @@ from attnplug_transformers.engine.params import ELSEWHERE
         *[("logit_bias", value) for value in ({1.0: 1}, {-1: 1}, {1: nan}, {1: inf}, {1: "a"}, [1, 2], 5, {True: 1})],
         *[("stop", value) for value in ("", ["a", ""], [1], 5)],
         *[("max_new_tokens", value) for value in (0, 1.0, True)],
+        *[("min_tokens", value) for value in (-1, 1.0, True)],
+        *[("bad_words", value) for value in ("", ["a", ""], [[]], 5)],
         *[("logprobs", value) for value in (-1, 1.0, True)],
         ("skip_special_tokens", None),
     ],

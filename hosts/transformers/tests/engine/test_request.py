@@ -45,7 +45,9 @@ def test_requests_are_compared_by_identity() -> None:
     assert len({first, second}) == 2
 
 
-@pytest.mark.parametrize("tokens", [[1.0], ["a"], [True], [-1], [None], torch.tensor([1, 2]), [[1, 2]], 7.5, None])
+@pytest.mark.parametrize(
+    "tokens", [[1.0], ["a"], [True], [-1], [None], torch.tensor([1.0]), torch.ones(1, 2).long(), [[1, 2]], 7.5, None]
+)
 def test_invalid_tokens_are_refused(tokens: object) -> None:
     with pytest.raises(BatchError, match=r"an int from 0 on[\s\S]*a flat list"):
         Request(id=1, tokens=tokens, max_new_tokens=1)

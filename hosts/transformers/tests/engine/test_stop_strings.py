@@ -178,3 +178,31 @@ def test_prompts_as_text(host, setup):
         assert request.text == setup.texts[1]
         with pytest.raises(AttnplugError, match="pass \\[ids\\] for one prompt"):
             engine.generate("the first", max_new_tokens=1)
+
+
+def test_no_stop_string_ends_the_least_tokens(host, setup):
+    text = setup.texts[0]
+    stops = [text[:1], text[-1]]
+    with Engine(setup.made, tokenizer=setup.tokenizer) as engine:
+        early, late = engine.generate(
+            setup.prompts[:1] * 2,
+            max_new_tokens=NEW,
+            sampling=[SamplingParams(stop=stops), SamplingParams(stop=stops, min_tokens=4)],
+            return_requests=True,
+        )
+
+    assert len(early.new_tokens) == 1
+    assert len(late.new_tokens) > 4
+    assert late.text == text[: len(late.text)]
+
+
+@pytest.mark.parametrize("setup", ["byte_level"], indirect=True)  # whose tokens have no other form mid-text
+def test_bad_words_as_text(host, setup):
+    word = setup.decode(setup.free[0][:2])
+    with Engine(setup.made, tokenizer=setup.tokenizer) as engine:
+        found = engine.generate(
+            setup.prompts[:1], max_new_tokens=NEW, sampling=SamplingParams(bad_words=[word, word[:1], word[-1]])
+        )
+
+    assert found[0] != setup.free[0]
+    assert word not in setup.decode(found[0])

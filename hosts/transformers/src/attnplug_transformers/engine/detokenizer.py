@@ -45,13 +45,17 @@ class Detokenizer:
         tokenizer: A tokenizer of transformers.
         stop: Strings that end the text.
         skip_special_tokens: Whether special tokens are left out.
+        min_tokens: Tokens in which no stop string ends the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._skip = skip_special_tokens
+        self._min_tokens = min_tokens
         self._state = _State()
 
     @property
@@ -95,7 +99,7 @@ class Detokenizer:
         # A match that ended in earlier text would have been found there.
         places = {one: text.find(one, max(0, len(state.text) - len(one) + 1)) for one in self._stop}
         found = [(place, one) for one, place in places.items() if place >= 0]
-        if found:
+        if found and count > self._min_tokens:
             place, stop = min(found, key=lambda pair: pair[0])
             return _State(count, state.start, count, text[:place], "", stop)
         if more.endswith(_INCOMPLETE):

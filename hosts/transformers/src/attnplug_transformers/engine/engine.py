@@ -128,8 +128,10 @@ class Engine(EngineCore):
         Enqueue a request, or n of them where `sampling` has n samples.
 
         Args:
-            prompt: The tokens of the prompt, or its text where the engine has a tokenizer.
-            max_new_tokens: The most tokens to generate; that of `sampling` takes its place.
+            prompt: The tokens of the prompt, as a list, a tensor or an array; or its text where the engine has a
+                tokenizer.
+            max_new_tokens: The most tokens to generate; that of `sampling` takes its place. None is that of the model's
+                generation_config.
             sampling: How its tokens are sampled; None is as the model's generation_config has it, greedy by default.
             stop_tokens: Tokens that end the request; None takes the model's end-of-text tokens, and ``()`` has none.
             unknown: Refused.
@@ -226,7 +228,7 @@ class Engine(EngineCore):
         Return the tokens generated from each prompt. Requests that were submitted before advance meanwhile.
 
         Args:
-            prompts: The tokens of each prompt, or its text where the engine has a tokenizer.
+            prompts: The tokens of each prompt, without padding, or its text where the engine has a tokenizer.
             max_new_tokens: As for `submit`.
             sampling: As for `submit`, or a list with one for each prompt.
             stop_tokens: As for `submit`.
@@ -311,7 +313,8 @@ def _check_complete(batch: Sequence[tuple[int, Request]]) -> None:
         raise TensorError(
             f"the logits of {which}, are non-finite",
             "each row of logits has a finite highest value",
-            "look for the first NaN in the model's layers, or submit() each prompt for the tokens of the others",
+            "look for the first NaN in the model's layers, or for biases and bad_words that rule all tokens out;"
+            " submit() each prompt for the tokens of the others",
         )
     raise AttnplugError(
         f"the tokenizer cannot decode the tokens of {which}: {error!r}",

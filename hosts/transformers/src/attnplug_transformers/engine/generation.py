@@ -30,7 +30,7 @@ from attnplug.errors import RequirementsError
 from attnplug_transformers.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
     from attnplug_transformers.engine.request import Request
@@ -58,7 +58,7 @@ PROCESSORS: Final = frozenset(
 )
 """Applied to the logits of every request, by transformers' own classes."""
 
-APPLIED: Final = SAMPLING | PROCESSORS | {"eos_token_id", "stop_strings"}
+APPLIED: Final = SAMPLING | PROCESSORS | {"eos_token_id", "max_new_tokens", "stop_strings"}
 
 _BEAMS = "the engine has no beam search"
 _STRATEGY = "the engine samples one token at a time from one model"
@@ -95,7 +95,7 @@ REFUSED_FILTERS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 """Likewise, where `do_sample` is set and a request has no `SamplingParams`: `generate` ignores them otherwise."""
 
 IRRELEVANT: Final[dict[str, str]] = {
-    **dict.fromkeys(("max_length", "max_new_tokens"), "each request has its max_new_tokens"),
+    "max_length": "each request has its max_new_tokens",
     **dict.fromkeys(("early_stopping", "length_penalty"), "beam search only, which is refused"),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), "a request has a prompt, and no padding"),
     "decoder_start_token_id": "encoder-decoders only, which are refused",
@@ -245,7 +245,9 @@ def repetition_penalty(config: GenerationConfig) -> float:
         raise _invalid(error) from error
 
 
-def make_processors(config: GenerationConfig, request: Request, model: Any) -> Processors | None:
+def make_processors(
+    config: GenerationConfig, request: Request, model: Any, bad_words: Sequence[Sequence[int]] = ()
+) -> Processors | None:
     """
     Return what changes the logits of a request, beside the penalties; None where nothing does.
 
@@ -255,14 +257,16 @@ def make_processors(config: GenerationConfig, request: Request, model: Any) -> P
         config: The model's generation_config.
         request: The request; its stop tokens take the place of `eos_token_id`.
         model: The model.
+        bad_words: The tokens of each of the request's own bad words.
 
     Raises:
         RequirementsError: A value is invalid.
     """
-    if not any(getattr(config, name, None) is not None for name in PROCESSORS):
+    asks = bool(bad_words) or request.sampling.min_tokens > 0
+    if not asks and not any(getattr(config, name, None) is not None for name in PROCESSORS):
         return None
     try:
-        found = _processors(config, request, str(model.device))
+        found = _processors(config, request, str(model.device), bad_words)
         if not (found.first or found.last):
             return None
         width = model.get_output_embeddings().weight.shape[0]
@@ -283,7 +287,9 @@ def _invalid(error: Exception) -> RequirementsError:
     )
 
 
-def _processors(config: GenerationConfig, request: Request, device: str) -> Processors:
+def _processors(
+    config: GenerationConfig, request: Request, device: str, bad_words: Sequence[Sequence[int]]
+) -> Processors:
     prompt: Any = torch.tensor([request.tokens[: request.num_prompt_tokens]], device=device)
     length = request.num_prompt_tokens
     stops: Any = torch.tensor(sorted(request.stop_tokens), device=device) if request.stop_tokens else None
@@ -300,6 +306,8 @@ def _processors(config: GenerationConfig, request: Request, device: str) -> Proc
     add("no_repeat_ngram_size", NoRepeatNGramLogitsProcessor, (0,))
     add("encoder_no_repeat_ngram_size", lambda value: EncoderNoRepeatNGramLogitsProcessor(value, prompt), (0,))
     add("bad_words_ids", lambda value: NoBadWordsLogitsProcessor(value, stops))
+    if bad_words:
+        found.append(NoBadWordsLogitsProcessor([list(word) for word in bad_words]))
     add("min_length", lambda value: MinLengthLogitsProcessor(value, stops, device), (0,), stopping=True)
     add(
         "min_new_tokens",
@@ -307,6 +315,8 @@ def _processors(config: GenerationConfig, request: Request, device: str) -> Proc
         (0,),
         stopping=True,
     )
+    if request.sampling.min_tokens and stops is not None:
+        found.append(MinNewTokensLengthLogitsProcessor(length, request.sampling.min_tokens, stops, device))
     add("forced_bos_token_id", ForcedBOSTokenLogitsProcessor)
     add("forced_eos_token_id", lambda value: ForcedEOSTokenLogitsProcessor(request.max_tokens, value, device))
     add("remove_invalid_values", lambda _: InfNanRemoveLogitsProcessor(), (False,))

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from attnplug.errors import LimitsError, RequirementsError
 from attnplug.request import near
-from attnplug_transformers.engine.prompts import to_stop_tokens
+from attnplug_transformers.engine.prompts import to_stop_tokens, to_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +34,10 @@ ELSEWHERE: Final[dict[str, tuple[str, str]]] = {
     "ignore_eos": ("the end-of-text tokens are those of the request", "pass stop_tokens=() to submit() or generate()"),
     "do_sample": ("temperature=0 is greedy, and any other temperature draws", "pass temperature=..."),
     "sequence_bias": ("logit_bias has one token per entry", f"pass logit_bias=..., or {_CONFIG}"),
+    "min_new_tokens": ("the field has another name", "pass min_tokens=..."),
+    "bad_words_ids": ("the field has another name", "pass bad_words=..."),
     **dict.fromkeys(
-        ("min_tokens", "min_new_tokens", "min_length"), ("the field is the model's, not the request's", _CONFIG)
-    ),
-    **dict.fromkeys(
-        ("bad_words", "bad_words_ids", "suppress_tokens", "no_repeat_ngram_size"),
+        ("min_length", "suppress_tokens", "no_repeat_ngram_size"),
         ("the field is the model's, not the request's", _CONFIG),
     ),
     **dict.fromkeys(("best_of", "use_beam_search", "num_beams", "length_penalty"), (_NO_BEAMS, "draw n samples: n=4")),
@@ -103,6 +102,16 @@ def _to_stop(value: Any) -> Any:
         return value
 
 
+def _to_words(value: Any) -> Any:
+    """Return words as a tuple of texts and of tuples of tokens; others are returned unchanged, to be refused."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    try:
+        return tuple(word if isinstance(word, str) else tuple(to_tokens(word)) for word in value)
+    except TypeError:
+        return value
+
+
 def unknown_name(name: str, where: str, known: list[str]) -> RequirementsError:
     """Return the error for a name that a call does not have; the message has the nearest one that it has."""
     if name in ELSEWHERE:
@@ -145,7 +154,7 @@ class SamplingParams:
 
     Raises:
         LimitsError: A value is out of its range.
-        BatchError: A stop token is not a token id.
+        BatchError: A token of `stop_token_ids` or `bad_words` is not a token id.
         RequirementsError: A name is unknown, or the engine has no such field.
 
     Attributes:
@@ -168,7 +177,11 @@ class SamplingParams:
         stop: Strings that end the request when the generated text has one of them, across token borders too; `text`
             ends before it. They need a tokenizer. None takes those of the model's generation_config, ``()`` has none.
         stop_token_ids: Tokens that end the request, beside its `stop_tokens`.
-        max_new_tokens: The most tokens to generate; None takes the argument of the call.
+        max_new_tokens: The most tokens to generate; None takes the argument of the call, and without one that of the
+            model's generation_config.
+        min_tokens: Tokens before a stop token is sampled or a stop string ends the request.
+        bad_words: Texts, or lists of token ids, that are not generated: the last token of each is ruled out behind the
+            others. A text needs a tokenizer, and is meant at the beginning of the text and behind a space.
         logprobs: Report the log-probability of each generated token and of so many most likely ones, by the model's own
             logits: before biases, penalties, temperature and filters. 0 reports the generated token alone.
         seed: Equal seeds draw equal tokens from equal logits at equal positions; None is a random seed per request. Of
@@ -189,6 +202,8 @@ class SamplingParams:
     stop: tuple[str, ...] | None = field(default=None, converter=_to_stop)
     stop_token_ids: frozenset[int] = field(default=frozenset(), converter=to_stop_tokens)
     max_new_tokens: int | None = None
+    min_tokens: int = 0
+    bad_words: tuple[str | tuple[int, ...], ...] = field(default=(), converter=_to_words)
     logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
@@ -237,6 +252,11 @@ class SamplingParams:
             _refuse("stop", self.stop, "a string or several, none of them empty", "pass a list, such as ['\\n']")
         if self.max_new_tokens is not None and not _is_count(self.max_new_tokens, 1):
             _refuse("max_new_tokens", self.max_new_tokens, "a whole number from 1 on", "request at least one token")
+        most = self.max_new_tokens
+        if not _is_count(self.min_tokens, 0) or (most is not None and self.min_tokens > most):
+            _refuse("min_tokens", self.min_tokens, "a whole number from 0 to max_new_tokens", "pass 0 for no least")
+        if not isinstance(self.bad_words, tuple) or not all(self.bad_words):
+            _refuse("bad_words", self.bad_words, "texts or lists of token ids, none of them empty", "pass ['word']")
         if not isinstance(self.skip_special_tokens, bool):
             _refuse("skip_special_tokens", self.skip_special_tokens, "a boolean", "pass True or False")
 

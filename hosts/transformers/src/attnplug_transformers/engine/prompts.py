@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 def to_tokens(tokens: Iterable[Any]) -> list[int]:
     """
-    Return token ids as a list.
+    Return token ids as a list, those of a tensor or an array too.
 
     Raises:
         BatchError: An element is not a token id.
     """
     try:
-        found = list(tokens)
+        found = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
     except TypeError:
         raise _not_a_token(tokens) from None
     for token in found:
@@ -31,7 +31,7 @@ def to_tokens(tokens: Iterable[Any]) -> list[int]:
 def _not_a_token(value: object) -> BatchError:
     return BatchError(
         f"{value!r} of type {type(value).__name__} was given for tokens",
-        "tokens are a list, and each token is an int from 0 on",
+        "tokens are a list, a tensor or an array of one dimension, and each token is an int from 0 on",
         "pass a flat list of token ids, such as tensor.tolist()",
     )
 
@@ -72,7 +72,7 @@ def to_prompts(prompts: Any, tokenizer: Any = None) -> list[Iterable[Any]]:
     Return prompts as a list of token lists.
 
     Args:
-        prompts: Token ids of each prompt, or its text.
+        prompts: Token ids of each prompt, as a list, a tensor or an array; or its text.
         tokenizer: What turns text into tokens; None without.
 
     Raises:

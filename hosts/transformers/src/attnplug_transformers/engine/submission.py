@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import BatchError, LimitsError, RequirementsError
@@ -22,6 +23,8 @@ from attnplug_transformers.engine.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from transformers import GenerationConfig
 
 _NAMES: Final = ["max_new_tokens", "sampling", "stop_tokens"]
 
@@ -85,7 +88,7 @@ class Submission:
 
         Raises:
             BatchError: The prompt is empty, or a token is not in the model's vocabulary.
-            LimitsError: There is no number of tokens to generate.
+            LimitsError: There is no number of tokens to generate, or `logit_bias` rules all tokens out.
             RequirementsError: The generation_config has an unsupported or invalid field, or a stop string needs a
                 tokenizer.
         """
@@ -100,7 +103,7 @@ class Submission:
             Request(
                 id=next(self._ids),
                 tokens=tokens,
-                max_new_tokens=_max_new_tokens(max_new_tokens, how),
+                max_new_tokens=_max_new_tokens(max_new_tokens, how, config),
                 sampling=how,
                 stop_tokens={*stops, *how.stop_token_ids},
                 sample=sample,
@@ -111,16 +114,17 @@ class Submission:
         check_vocabulary("a prompt with the token", first.tokens, self._vocabulary)
         given = how.stop_token_ids if stop_tokens is None else first.stop_tokens
         check_vocabulary("the stop token", given, self._vocabulary)
-        check_vocabulary("a logit_bias with the token", (token for token, _ in how.logit_bias), self._num_logits())
+        self._check_bias(how)
         strings = stop_strings(config) if how.stop is None else how.stop
         self._check_stop(strings, how)
+        words = self._bad_words(how)
         penalty = 1.0 if how.repetition_penalty is not None else repetition_penalty(config)
         for request in requests:
             request.samples = tuple(requests)
             request.configure(
                 stop=strings,
                 repetition_penalty=penalty,
-                processors=make_processors(config, request, self._model),
+                processors=make_processors(config, request, self._model, words),
                 detokenizer=self._detokenizer(strings, how),
             )
         return requests
@@ -132,7 +136,33 @@ class Submission:
     def _detokenizer(self, strings: tuple[str, ...], sampling: SamplingParams) -> Detokenizer | None:
         if self._tokenizer is None:
             return None
-        return Detokenizer(self._tokenizer, strings, skip_special_tokens=sampling.skip_special_tokens)
+        skip, least = sampling.skip_special_tokens, sampling.min_tokens
+        return Detokenizer(self._tokenizer, strings, skip_special_tokens=skip, min_tokens=least)
+
+    def _bad_words(self, sampling: SamplingParams) -> list[tuple[int, ...]]:
+        """Return the tokens of the bad words; a text has two forms, at the beginning of the text and behind a space."""
+        texts = [word for word in sampling.bad_words if isinstance(word, str)]
+        if texts and self._tokenizer is None:
+            raise RequirementsError(
+                f"the bad_words {texts} were given",
+                "texts need a tokenizer, and the engine has none",
+                "make the engine with tokenizer=..., or pass the token ids of each word",
+            )
+        found = [word for word in sampling.bad_words if not isinstance(word, str)]
+        forms = [form for text in texts for form in (text.lstrip(), " " + text.lstrip())]
+        found += [tuple(self._tokenizer(form, add_special_tokens=False).input_ids) for form in forms]
+        check_vocabulary("bad_words with the token", (token for word in found for token in word), self._num_logits())
+        return list(dict.fromkeys(word for word in found if word))
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        check_vocabulary("a logit_bias with the token", (token for token, _ in sampling.logit_bias), self._num_logits())
+        ruled_out = {token for token, bias in sampling.logit_bias if bias == -inf}
+        if len(ruled_out) == self._num_logits():
+            raise LimitsError(
+                f"a logit_bias of -inf was given for all {len(ruled_out)} tokens",
+                "at least one token of the vocabulary stays possible",
+                "leave one token out of logit_bias",
+            )
 
     def _check_stop(self, strings: tuple[str, ...], sampling: SamplingParams) -> None:
         if not strings:
@@ -153,13 +183,14 @@ class Submission:
                 )
 
 
-def _max_new_tokens(max_new_tokens: int | None, sampling: SamplingParams) -> int:
+def _max_new_tokens(max_new_tokens: int | None, sampling: SamplingParams, config: GenerationConfig) -> int:
     found = max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
+    found = config.max_new_tokens if found is None else found
     if found is None:
         raise LimitsError(
             "no max_new_tokens was given",
             "a request has a most number of tokens, so that its blocks can be counted",
-            "pass max_new_tokens=... to the call or to SamplingParams",
+            "pass max_new_tokens=... to the call or to SamplingParams, or set model.generation_config.max_new_tokens",
         )
     return found
 
@@ -169,9 +200,10 @@ def check_prompt_kind(prompt: object) -> None:
     Check that this is one prompt and no list of them.
 
     Raises:
-        BatchError: It is a list of texts or of lists.
+        BatchError: It is a list of texts or of lists, or a tensor of several rows.
     """
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple)):
+    is_list = isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple))
+    if is_list or getattr(prompt, "ndim", 1) == 2:
         raise BatchError(
             "a list of prompts was given to submit()",
             "a request has one prompt",
