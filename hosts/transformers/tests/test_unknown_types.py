@@ -205,8 +205,9 @@ class TestOtherAttention:
     def test_the_engine_refuses_them(self, host, create):
         made = transformers.AutoModelForCausalLM.from_config(create(), attn_implementation="eager").eval()
 
-        with pytest.raises(RequirementsError, match=r"latent attention|not attention over keys"):
+        with pytest.raises(RequirementsError, match=r"latent attention|not attention over keys") as refused:
             Engine(made, max_seq_len=32)
+        assert "attn_implementation='attnplug'" in refused.value.fix  # which the test above runs
 
     def test_relative_positions_are_refused(self, host):
         made = transformers.T5Model(

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 _PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone"
+_EXPANDED: Final = (
+    "with transformers, generate with attn_implementation='attnplug' (attnplug_transformers.register()): its modules"
+    " expand the latents to keys and values; or keep transformers' own attention for this model"
+)
 _KEPT: Final = "with a state instead of a KV cache"
 _WHY: Final = {
     "linear_attention": f"linear attention or a state-space recurrence (Mamba, gated delta net), {_KEPT}",
@@ -278,7 +282,7 @@ def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: s
         raise inexpressible(model, REFUSED[model.model_type])
     if not model.layers:
         if model.unserved:
-            raise inexpressible(model, model.unserved[0].why)
+            raise inexpressible(model, model.unserved[0].why, _EXPANDED)
         why = f"none of its layers is attention over keys{f' ({model.others[0].why})' if model.others else ''}"
         raise inexpressible(model, why)
     if fix is not None and architecture.beside:

@@ -84,10 +84,12 @@ def check_assumed(fields: Fields, assume: str | None) -> None:
         )
 
 
-def inexpressible(fields: Fields | ModelDescription, why: str) -> RequirementsError:
+def inexpressible(
+    fields: Fields | ModelDescription, why: str, fix: str = "keep transformers' own attention for this model"
+) -> RequirementsError:
     """Return the error for attention that requirements cannot express."""
     return RequirementsError(
         f"{fields.origin} is of model type {fields.model_type!r}",
         f"no requirements describe its attention: {why}",
-        "keep transformers' own attention for this model",
+        fix,
     )

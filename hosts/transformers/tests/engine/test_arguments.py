@@ -10,7 +10,14 @@ import pytest
 import torch
 import transformers
 
-from attnplug.errors import AttnplugError, BatchError, LimitsError, NoBackendError, RequirementsError
+from attnplug.errors import (
+    AttnplugError,
+    BatchError,
+    LimitsError,
+    NoBackendError,
+    NotNegotiatedError,
+    RequirementsError,
+)
 from attnplug_transformers.engine import Engine, EngineStats, Request, Sampling
 from hosts.transformers.tests.models import SIZES, config, model
 
@@ -88,6 +95,23 @@ def test_options_of_another_type(host, choice):
 def test_objects_that_are_not_lists_of_prompts(engine, prompts):
     assert "pass [ids] for one prompt" in refusal(lambda: engine.generate(prompts, max_new_tokens=1), BatchError)
     assert not engine.has_work
+
+
+def test_more_blocks_than_memory(host):
+    said = refusal(lambda: Engine(model("llama"), num_blocks=10**9), LimitsError)
+    assert "KV caches of 1000000000 blocks" in said
+    assert "of memory in all" in said
+
+
+def test_autocast_is_named(host):
+    made = model("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "torch.autocast to torch.bfloat16 is on" in refusal(lambda: Engine(made), NotNegotiatedError)
+    with Engine(made) as engine:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            said = refusal(lambda: engine.generate([[1]], max_new_tokens=1), NotNegotiatedError)
+        assert "load the model in that dtype" in said
+        assert len(engine.generate([[1]], max_new_tokens=1)[0]) == 1
 
 
 def test_prompts_as_tensors_and_arrays(engine):

@@ -18,6 +18,7 @@ from attnplug_transformers.engine.exclusive import ExclusiveCall
 from attnplug_transformers.engine.inspection import (
     KEEP,
     EvaluationMode,
+    check_autocast,
     check_class,
     check_lengths,
     check_model,
@@ -25,7 +26,7 @@ from attnplug_transformers.engine.inspection import (
     inspect_layers,
     resolve_max_seq_len,
 )
-from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
+from attnplug_transformers.engine.layers import Groups, check_memory, count_blocks, free_bytes, make_caches
 from attnplug_transformers.engine.metrics import EngineStats
 from attnplug_transformers.engine.model_attention import ModelAttention
 from attnplug_transformers.engine.options import check_options_known
@@ -91,6 +92,7 @@ class EngineCore:
             fix=KEEP,
         )
         check_model(model, layers)
+        check_autocast(model.device)
         limits = Limits(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
@@ -129,6 +131,7 @@ class EngineCore:
         available = free_bytes(device, memory_fraction, lambda: runner.profile(*sizes))
         if limits.num_blocks is None:
             limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, device, available))
+        check_memory(groups, limits.num_blocks or 0, device)
         runner.init_caches(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, device))
         if device.type == "cuda":
             shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
@@ -206,6 +209,7 @@ class EngineCore:
         with self._exclusive.enter("step"):
             self._check_open()
             self._evaluation.check()
+            check_autocast(self._runner.device)
             step = self._scheduler.schedule()
             if step is None:
                 return []

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from attnplug_transformers.call import AttentionCall
     from attnplug_transformers.engine.model_attention import AttentionHandler
 
-KEEP: Final = "keep transformers' own attention for this model"
+KEEP: Final = (
+    "generate with transformers and attn_implementation='attnplug' (attnplug_transformers.register()), which serves"
+    " more models, or keep transformers' own attention for this model"
+)
 
 _TOKENS: Final = 5
 """Tokens of the sequences that `inspect_layers` runs."""
@@ -116,6 +119,21 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     if len(devices) > 1:
         found = f"its weights are on {', '.join(sorted(devices))}"
         _refuse(model, found, "the engine runs on one device", "load it on one device")
+
+
+def check_autocast(device: torch.device) -> None:
+    """
+    Check that torch.autocast is off: KV caches and backends have the dtype of the model.
+
+    Raises:
+        NotNegotiatedError: It is on.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise NotNegotiatedError(
+            f"torch.autocast to {torch.get_autocast_dtype(device.type)} is on for {device.type}",
+            "the engine's KV caches and backends have the dtype of the model, and autocast gives values another one",
+            "leave the autocast block, or load the model in that dtype",
+        )
 
 
 class EvaluationMode:

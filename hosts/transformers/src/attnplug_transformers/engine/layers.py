@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import torch
@@ -285,6 +286,27 @@ def count_blocks(groups: Groups, limits: Limits, device: torch.device, available
             "pass a larger memory_fraction, or smaller max_num_tokens, max_num_reqs or block_size",
         )
     return min(most, fitting)
+
+
+def check_memory(groups: Groups, num_blocks: int, device: torch.device) -> None:
+    """
+    Check, before anything is allocated, that the device could hold so many blocks if nothing else were on it.
+
+    Raises:
+        LimitsError: It could not.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:  # Windows: the allocation fails
+        return
+    if num_blocks * groups.bytes_per_block > total:
+        raise LimitsError(
+            f"KV caches of {num_blocks} blocks were requested, {num_blocks * groups.bytes_per_block / 2**30:.2f} GiB",
+            f"{device} has {total / 2**30:.2f} GiB of memory in all",
+            "pass a smaller num_blocks, or leave it out",
+        )
 
 
 def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, KVCache]:
