@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.contract import StepBuilder
-from attnplug.errors import BatchError, CacheError, LimitsError, NotNegotiatedError, UnknownBackendError
+from attnplug.errors import (
+    BatchError,
+    CacheError,
+    LimitsError,
+    NotNegotiatedError,
+    RequirementsError,
+    UnknownBackendError,
+)
 from attnplug_transformers.engine import Engine, Sampling
 from attnplug_transformers.engine.sampling import sample
 from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
@@ -336,6 +343,58 @@ def test_fp8_kv_caches(open_engine, name, dtype):
     assert equal >= len(prompts) // 2  # rounding changes some: these models are sharp
     assert {selection.agreement.kv_cache_dtype for selection in engine.selections.values()} == {"fp8_e4m3"}
     assert 4 * engine._groups.bytes_per_block == open_engine(name)._groups.bytes_per_block
+
+
+def scaled(k_factors, v_factors):
+    """Return a Llama with larger keys and values, by KV head, that computes the same."""
+    made = model("llama")
+    with torch.no_grad():
+        for layer in made.model.layers:
+            attention = layer.self_attn
+            k, v = (torch.tensor(one).repeat_interleave(8)[:, None] for one in (k_factors, v_factors))
+            attention.k_proj.weight.mul_(k)
+            attention.v_proj.weight.mul_(v)
+            attention.q_proj.weight.div_(k.view(2, 8, 1).repeat_interleave(2, 0).view(-1, 1))
+            attention.o_proj.weight.div_(v.view(2, 8).repeat_interleave(2, 0).view(1, -1))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale", "shape"), [([256.0] * 2, [512.0] * 2, (1,)), ([256.0, 4096.0], [1.0, 512.0], (2, 1, 1))]
+)
+def test_fp8_kv_caches_use_the_scales_of_a_checkpoint(open_engine, caplog, k_scale, v_scale, shape):
+    _, prompts, _ = reference("llama")
+    expected = open_engine(model("llama"), kv_cache_dtype="fp8").generate(prompts, max_new_tokens=NEW)
+    made = scaled(k_scale, v_scale)
+    for layer in made.model.layers:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            layer.self_attn.register_buffer(name, torch.tensor(scale)[: shape[0]].view(shape))
+
+    engine = open_engine(made, kv_cache_dtype="fp8")
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected  # powers of two change no rounding
+    assert {one.requirements.per_head_scales for one in engine.selections.values()} == {shape[0] > 1}
+    assert not caplog.records
+
+
+def test_values_beyond_an_fp8_kv_cache_are_reported_once(open_engine, caplog):
+    _, prompts, _ = reference("llama")
+    engine = open_engine(scaled([4096.0] * 2, [1.0] * 2), kv_cache_dtype="fp8")
+
+    engine.generate(prompts, max_new_tokens=2)
+    engine.generate(prompts, max_new_tokens=2)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4  # one of each layer
+    assert all("keys of layers." in one and "holds up to 448" in one for one in said)
+
+
+def test_scales_of_another_shape_are_refused(open_engine):
+    made = model("llama")
+    made.model.layers[1].self_attn.k_scale = torch.ones(3)
+
+    with pytest.raises(RequirementsError, match=r"has a k_scale of shape \(3,\)"):
+        open_engine(made, kv_cache_dtype="fp8")
 
 
 def test_half_precision(open_engine):

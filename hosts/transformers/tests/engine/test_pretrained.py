@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from attnplug.errors import NoBackendError, RequirementsError
 from attnplug_transformers.engine import Engine, SamplingParams
@@ -40,6 +41,20 @@ def test_a_folder_with_its_tokenizer(host, folder):
 
     assert [request.new_tokens for request in found] == [request.new_tokens for request in expected]
     assert [request.text for request in found] == [request.text for request in expected]
+
+
+def test_scales_of_the_kv_caches(host, folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    layers = [f"model.layers.{number}.self_attn" for number in range(4)]
+    scales = {f"{layer}.k_proj.k_scale": torch.tensor(0.5) for layer in layers}  # as ModelOpt writes them
+    scales |= {f"{layer}.v_scale": torch.tensor([0.25]) for layer in layers}  # as compressed-tensors does
+    save_file(scales | {"model.norm.k_scale.of": torch.ones(1)}, tmp_path / "scales.safetensors")
+
+    with Engine.from_pretrained(tmp_path, device="cpu", kv_cache_dtype="fp8") as engine:
+        found = {(impl.layer.k_scale, impl.layer.v_scale) for impl in engine.implementations.values()}
+        assert len(engine.generate([[1, 2]], max_new_tokens=2)[0]) == 2
+
+    assert found == {(0.5, 0.25)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "torch.bfloat16"])

@@ -19,6 +19,7 @@ from attnplug_transformers.call import module_name, tensor_version
 from attnplug_transformers.engine.adapters import alibi_slopes, is_adapted
 from attnplug_transformers.engine.layers import LayerSpec, is_placeholder
 from attnplug_transformers.engine.model_attention import fixed_attention, placeholder_mask, serving
+from attnplug_transformers.engine.scales import scales_of
 from attnplug_transformers.mask import LazyMask
 from attnplug_transformers.packing import Pattern
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug.models import ModelLayer
+    from attnplug.request import Requirements
     from attnplug_transformers.call import AttentionCall
     from attnplug_transformers.engine.model_attention import AttentionHandler
 
@@ -295,6 +297,9 @@ class LayerRecorder:
         _check_mask(call, layer)
         requirements = call.signature.narrow(layer).evolve(kv_cache_dtype=self._kv_cache_dtype)
         target = self._find_target(call, layer)
+        k_scale, v_scale = self._scales(call, requirements, target)
+        if k_scale is not None and k_scale.numel() > 1:
+            requirements = requirements.evolve(per_head_scales=True)
         sinks = (call.sinks, tensor_version(call.sinks))
         self.specs[layer.index] = LayerSpec(
             layer.name,
@@ -306,8 +311,21 @@ class LayerRecorder:
             takes_mask=True,
             alibi_slopes=self._alibi_slopes,
             kv_sharing_target=target,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return _zeros(call)
+
+    def _scales(
+        self, call: AttentionCall, requirements: Requirements, target: str | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scales of the layer's KV cache, which are those of the layer that writes it."""
+        if not requirements.kv_cache_dtype.startswith("fp8"):
+            return None, None
+        owner = next((spec for spec in self.specs.values() if spec.name == target), None)
+        if owner is not None:
+            return owner.k_scale, owner.v_scale
+        return scales_of(call.module, requirements.num_kv_heads, call.key.device)
 
     def _find_target(self, call: AttentionCall, layer: ModelLayer) -> str | None:
         """Return the earlier layer whose keys a layer reads: the module passes on that layer's tensor."""

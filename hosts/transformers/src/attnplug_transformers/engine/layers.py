@@ -57,6 +57,8 @@ class LayerSpec:
         takes_mask: Whether the model passes the step's mask to it, or None.
         alibi_slopes: ``(num_q_heads,)`` float32; None without ALiBi.
         kv_sharing_target: The name of the layer whose KV cache it reads; None with a KV cache for itself.
+        k_scale: Scale of the keys in an FP8 KV cache, ``(1,)`` or per KV head; None for 1.
+        v_scale: The same for values.
     """
 
     name: str
@@ -68,6 +70,8 @@ class LayerSpec:
     takes_mask: bool
     alibi_slopes: Tensor | None = None
     kv_sharing_target: str | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def cache_name(self) -> str:
@@ -212,6 +216,8 @@ def _make_layer(spec: LayerSpec, backend: LoadedBackend, group: int) -> PagedLay
         sinks=None if sinks is None else sinks.detach(),
         alibi_slopes=spec.alibi_slopes,
         kv_sharing_target=spec.kv_sharing_target,
+        k_scale_tensor=spec.k_scale,
+        v_scale_tensor=spec.v_scale,
     )
     return PagedLayer(spec, backend.make_impl(layer), group)
 

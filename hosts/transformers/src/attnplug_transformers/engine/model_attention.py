@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.contract import KVCache, Metadata
     from attnplug_transformers.engine.layers import PagedLayer
     from attnplug_transformers.engine.runner import Runner
+    from attnplug_transformers.engine.scales import RangeCheck
 
 KEY: Final = "attnplug_engine"
 """The attention implementation's name in transformers."""
@@ -185,6 +186,7 @@ class StepAttention:
         caches: The KV cache of each layer that has its own, by name; empty for a profile run.
         metadata: The metadata of each group; empty for a profile run.
         mask: What the model is called with for a mask.
+        ranges: Records the keys and values of the step; None does not.
     """
 
     def __init__(
@@ -193,7 +195,9 @@ class StepAttention:
         caches: Mapping[str, KVCache],
         metadata: Sequence[Metadata],
         mask: Tensor | None,
+        ranges: RangeCheck | None = None,
     ) -> None:
+        self._ranges = ranges
         self._pending = dict(layers)
         self._caches = caches
         self._metadata = metadata
@@ -219,6 +223,8 @@ class StepAttention:
         key = value = None
         if layer.spec.kv_sharing_target is None:
             key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
+            if self._ranges is not None:
+                self._ranges.record(layer, key, value)
         output = query.new_empty(query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
         layer.impl.forward(query, key, value, self._caches.get(layer.spec.cache_name), metadata, output)

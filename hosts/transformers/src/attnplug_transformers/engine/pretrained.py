@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from attnplug.errors import RequirementsError
+from attnplug_transformers.engine.scales import attach_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +59,7 @@ def load_pretrained(
         ) from error
     if tokenizer is None and _has_tokenizer(model, how):
         tokenizer = _load_tokenizer(model, how)
+    attach_scales(made, model, how)
     return made.to(where).eval(), tokenizer
 
 

@@ -15,6 +15,7 @@ from attnplug.contract import Batch, upload
 from attnplug.dense import use_device
 from attnplug_transformers.engine.graphs import DecodeGraphs
 from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask, serving
+from attnplug_transformers.engine.scales import RangeCheck
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,6 +96,7 @@ class Runner:
         self._weakest = groups.plan.weakest.selection
         self._layers = {layer.spec.module: layer for layer in groups.layers}
         self._groups = groups
+        self._ranges = RangeCheck(self._layers)
         self._assembler: BatchAssembler | None = None
         self._mask = placeholder_mask(
             self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
@@ -140,12 +142,24 @@ class Runner:
                 self.num_replays += 1
                 return self._graphs.replay(captured, inputs)
             metadata = tuple(builder.build(inputs.batch) for builder in self._builders)
-            return self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata)
+            # It waits for the device: decode steps, which are many, are not checked.
+            ranges = self._ranges if self._ranges and any(one.num_new_tokens > 1 for one in step) else None
+            logits = self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata, ranges)
+            if ranges is not None:
+                ranges.finish()
+            return logits
 
     def _new_assembler(self) -> BatchAssembler:
         return BatchAssembler(self._groups.block_size, device=self.device, **self._groups.window)
 
-    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor | None, metadata: Sequence[Metadata]) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor | None,
+        metadata: Sequence[Metadata],
+        ranges: RangeCheck | None = None,
+    ) -> Tensor:
         """
         Call the model.
 
@@ -154,11 +168,12 @@ class Runner:
             positions: ``(1, tokens)`` int64.
             rows: The tokens whose logits are returned; None for all.
             metadata: The metadata of each group; empty without KV caches.
+            ranges: Records the keys and values of the step; None does not.
 
         Returns:
             ``(rows, vocabulary)`` logits.
         """
-        step = StepAttention(self._layers, self._caches, metadata, self._mask)
+        step = StepAttention(self._layers, self._caches, metadata, self._mask, ranges)
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._takes_rows else {}
         with serving(step):
             output = self._model(
