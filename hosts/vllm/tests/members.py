@@ -47,6 +47,7 @@ _FURTHER: Final = {"use_adaptive_verification": "0.28", "use_dcp": "0.29", "use_
 
 _REGISTRATION: Final = (
     *read(f"{_REGISTRY}:AttentionBackendEnum", "CUSTOM", "CPU_ATTN"),
+    *read(f"{_REGISTRY}:AttentionBackendEnum", "CPU_MLA", "AMX_MLA", versions=">=0.32"),
     *called(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
     *called(f"{_REGISTRY}:AttentionBackendEnum.get_class"),
     *called(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
@@ -61,7 +62,7 @@ _PLATFORM: Final = (
     *called("vllm.platforms:current_platform.is_rocm"),
     *called("vllm.platforms:current_platform.get_device_capability"),
     *called("vllm.platforms:current_platform.get_device_name"),
-    # It returns CPU_ATTN whatever was chosen, which is why that member is ours.
+    # It returns CPU_ATTN, CPU_MLA or AMX_MLA whatever was chosen, which is why these members are ours.
     *called("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "selected_backend", "attn_selector_config"),
 )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 cpu = pytest.importorskip("vllm.platforms.cpu")
 
+from vllm.v1.attention.backends.registry import register_backend  # noqa: E402 - see above
+
 from attnplug_vllm import backend, facts, names, registration  # noqa: E402 - it needs vLLM
 from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
 
@@ -41,10 +43,11 @@ def choose(monkeypatch: pytest.MonkeyPatch, member: Any, kinds: Any = None, **mo
         speculative_config=None,
     )
     monkeypatch.setattr(facts, "current_config", lambda: current)
-    asked = SimpleNamespace(use_mla=False, use_sparse=False, kv_cache_dtype="auto")
-    path = cpu.CpuPlatform.get_attn_backend_cls(member, asked)
-    assert path == f"{names.CLASSES}.{names.CPU}"
-    return getattr(backend, names.CPU)
+    asked = SimpleNamespace(use_mla=known.use_mla, use_sparse=False, kv_cache_dtype="auto")
+    module, _, name = cpu.CpuPlatform.get_attn_backend_cls(member, asked).rpartition(".")
+    assert module == names.CLASSES
+    assert name in (names.MLA_ON_CPU if known.use_mla else (names.CPU,))
+    return getattr(backend, name)
 
 
 def test_another_choice_gets_vllms_own(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
@@ -82,7 +85,6 @@ def test_kinds_of_layers_cannot_differ(monkeypatch: pytest.MonkeyPatch, enum: An
         for name, model, word in (
             ("mm_prefix", {"is_mm_prefix_lm": True}, "mm_prefix"),
             ("R-SWA", {"rswa_window": 128}, "R-SWA"),
-            ("MLA", {"use_mla": True}, "latent"),
             ("PCP", {"ranks": 2}, "PCP"),
         )
     ],
@@ -93,6 +95,54 @@ def test_what_is_not_served_is_refused_there_too(
     with pytest.raises(NoBackendError, match=word) as error:
         choose(monkeypatch, enum[names.own_name(())], **model)
     assert "leave --attention-backend out" in error.value.fix
+
+
+@pytest.fixture(params=[False, True], ids=["without AMX", "with AMX"])
+def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose tiles vLLM uses for latent attention, or does not."""
+    monkeypatch.setattr(cpu.CpuPlatform, "get_cpu_architecture", classmethod(lambda _: cpu.CpuArchEnum.X86))
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: request.param)
+
+
+@pytest.mark.feature("MLA", kind="refused")
+@pytest.mark.needs_vllm(">=0.32")
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("name", ["ATTNPLUG", "ATTNPLUG_TORCH_SDPA"])
+def test_latent_attention_is_refused(monkeypatch: pytest.MonkeyPatch, enum: Any, name: str) -> None:
+    with pytest.raises(NoBackendError, match="latent") as error:
+        choose(monkeypatch, enum[name], use_mla=True)
+    assert error.value.problem == f"the attention backend {name!r} was requested of vLLM"
+    assert "leave --attention-backend out" in error.value.fix
+
+
+@pytest.mark.needs_vllm(">=0.32")
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("name", [None, "CPU_ATTN", "FLASH_ATTN"])
+def test_latent_attention_on_another_choice_is_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, enum: Any, name: str | None
+) -> None:
+    asked = SimpleNamespace(use_mla=True, use_sparse=False, kv_cache_dtype="auto")
+    path = cpu.CpuPlatform.get_attn_backend_cls(None, asked).rpartition(".")
+    own = enum[path[2]].value.rpartition(".")
+    monkeypatch.setattr(backend, "import_module", lambda module: SimpleNamespace(**{own[2]: module}))
+    assert choose(monkeypatch, name and enum[name], use_mla=True) == own[0]
+
+
+@pytest.mark.feature("MLA", kind="refused")
+@pytest.mark.needs_vllm("<0.32")
+def test_vllm_itself_has_no_latent_attention_there(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    with pytest.raises(NotImplementedError, match="MLA is not supported on CPU"):
+        choose(monkeypatch, enum[names.own_name(())], use_mla=True)
+
+
+@pytest.mark.needs_vllm(">=0.32")
+def test_an_empty_slot_is_refused(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
+    for kinds in ({}, {"sliding_window": enum.CPU_ATTN}):
+        with pytest.raises(NoBackendError, match="no plugin has registered it") as error:
+            choose(monkeypatch, enum.CUSTOM, kinds)
+        assert error.value.fix == "pass --attention-backend ATTNPLUG"
+    register_backend(enum.CUSTOM, "theirs.Backend")  # vLLM's CPU platform ignores it, and attnplug does too
+    assert choose(monkeypatch, enum.CUSTOM).__module__.startswith("vllm.")
 
 
 @pytest.mark.skipif(not names.takes_names(), reason="this version of vLLM takes no names as strings")

@@ -187,7 +187,7 @@ def test_registering_again_adds_what_is_new(enum: Any, tmp_path: Path) -> None:
 def test_what_another_plugin_registered_stays(enum: Any, caplog: pytest.LogCaptureFixture) -> None:
     log = registration._log
     log.addHandler(caplog.handler)
-    slots = [names.CPU] if names.takes_names() else [names.CPU, names.SLOT]
+    slots = [names.CPU, *names.MLA_ON_CPU] if names.takes_names() else [names.CPU, names.SLOT]
     try:
         for slot in slots:
             registry.register_backend(enum[slot], "theirs.Backend")

@@ -14,7 +14,7 @@ from attnplug_vllm import facts, registration, selector
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.cache import CacheMembers
 from attnplug_vllm.impl import make_impl_class
-from attnplug_vllm.names import CPU, SLOT, is_own_name, own_name
+from attnplug_vllm.names import CPU, MLA_ON_CPU, SLOT, is_own_name, own_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,23 +179,22 @@ def backend_class(choice: facts.Choice = ()) -> type[AttnplugBackend]:
 
 def __getattr__(name: str) -> Any:
     """Return the class of a name that vLLM knows."""
-    if name == CPU:
-        return _of_cpu_platform()
+    if name == CPU or name in MLA_ON_CPU:
+        return _of_cpu_platform(name)
     if name == SLOT or is_own_name(name):
         return backend_class(registration.choice_of(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _of_cpu_platform() -> Any:
+def _of_cpu_platform(name: str) -> Any:
     """Return what vLLM's CPU platform gets for its own backend: ours where the current configuration has chosen one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415 - as in the registration
 
     chosen = selector.chosen_by_config()
     if chosen is None:
-        path = AttentionBackendEnum.CPU_ATTN.value
-        module, _, name = path.rpartition(".")
-        return getattr(import_module(module), name)
-    selector.check_model(chosen)
+        module, _, class_name = AttentionBackendEnum[name].value.rpartition(".")
+        return getattr(import_module(module), class_name)
+    selector.check_model(chosen, use_mla=name in MLA_ON_CPU)
     found = backend_class(chosen)
     # vLLM has just written that it cannot use this name on a CPU.
     _log.info("attnplug runs %s in the place of vLLM's own CPU backend", found.get_name())

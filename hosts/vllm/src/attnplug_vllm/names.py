@@ -13,6 +13,9 @@ SLOT: Final = "CUSTOM"
 CPU: Final = "CPU_ATTN"
 """The backend that vLLM's CPU platform returns, whatever was chosen."""
 
+MLA_ON_CPU: Final = ("CPU_MLA", "AMX_MLA")
+"""Those that it returns for multi-head latent attention. vLLM 0.26 has neither, and refuses such models on a CPU."""
+
 CLASSES: Final = "attnplug_vllm.backend"
 """The module that vLLM gets the classes from."""
 

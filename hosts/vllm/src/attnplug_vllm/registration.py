@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any, Final
 import attnplug
 from attnplug.errors import SettingsError, UnknownBackendError
 from attnplug_vllm import facts
-from attnplug_vllm.names import AUTO, CLASSES, CPU, SLOT, is_own_name, members, name_of, own_name, takes_names
+from attnplug_vllm.names import (
+    AUTO,
+    CLASSES,
+    CPU,
+    MLA_ON_CPU,
+    SLOT,
+    is_own_name,
+    members,
+    name_of,
+    own_name,
+    takes_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +67,9 @@ def register() -> None:
     """
     enum = members()
     copyreg.pickle(enum, _reduce)
-    _claim(enum, CPU)
+    for name in (CPU, *MLA_ON_CPU):
+        if name in enum.__members__:
+            _claim(enum, name)
     if takes_names():
         for name in choices():
             _add(enum, name)

@@ -9,7 +9,7 @@ from attnplug.errors import AttnplugError, NoBackendError
 from attnplug.manifest import Constraint, Exact, Range
 from attnplug_vllm import advice, facts, model, registration
 from attnplug_vllm.cache import layers_of
-from attnplug_vllm.names import is_own, own_name
+from attnplug_vllm.names import AUTO, SLOT, is_own, own_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -105,11 +105,18 @@ def chosen_by_config() -> facts.Choice | None:
     Return the choice that the current configuration of vLLM names; None where it names no backend of attnplug.
 
     Raises:
-        NoBackendError: It names one for some kinds of layers only, and the platform does not say which kind is meant.
+        NoBackendError: It names one for some kinds of layers only, and the platform does not say which kind is meant;
+            or it names vLLM's slot, which no plugin has filled.
     """
     attention = getattr(facts.current_config(), "attention_config", None)
     named = getattr(attention, "backend", None)
     kinds = list((getattr(attention, "backend_per_kind", None) or {}).values())
+    if any(member is not None and member.name == SLOT and not member.is_overridden() for member in (named, *kinds)):
+        raise NoBackendError(
+            f"the attention backend {SLOT!r} was requested of vLLM",
+            "no plugin has registered it, and vLLM's CPU platform would run its own backend instead",
+            f"pass --attention-backend {AUTO}",
+        )
     ours = {registration.choice_of(member.name) for member in (named, *kinds) if is_own(member)}
     if not ours:
         return None
@@ -122,17 +129,18 @@ def chosen_by_config() -> facts.Choice | None:
     return ours.pop()
 
 
-def check_model(choice: facts.Choice) -> None:
+def check_model(choice: facts.Choice, *, use_mla: bool) -> None:
     """
     Check that a choice can serve the current model, for platforms whose selector does not validate it.
+
+    Args:
+        choice: The candidates that may be chosen.
+        use_mla: Whether the platform requests a backend for multi-head latent attention.
 
     Raises:
         NoBackendError: It cannot.
     """
-    model = facts.current_config().model_config
-    if model is None:
-        return
-    asked = {"use_mla": model.use_mla} | _of_model()
+    asked = {"use_mla": use_mla} | _of_model()
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
     if not found:
         return

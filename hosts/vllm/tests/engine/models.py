@@ -59,6 +59,17 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(
         **{name: SIZES[name] for name in _BLOOM}, n_layer=SIZES["num_hidden_layers"], n_head=4
     ),
+    # Multi-head latent attention.
+    "deepseek": lambda: transformers.DeepseekV2Config(
+        **{name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=SIZES["num_hidden_layers"],
+    ),
     "bert": lambda: transformers.BertConfig(
         **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512
     ),

@@ -42,6 +42,14 @@ TOKENS = (16, 100, 4, 4, 16)
 TEXTS = harness.prompts(1, 5, 40, 17, 150, 1)
 
 
+@pytest.mark.feature("MLA", kind="refused")
+def test_latent_attention_is_refused(server, folder):
+    found = server.run(folder("deepseek"), [], attention_backend=PLUGGED, environment={"VLLM_PLUGINS": "attnplug"})
+
+    assert "multi-head latent attention is not served by attnplug" in found["error"]
+    assert "leave --attention-backend out" in found["error"]
+
+
 @pytest.fixture(scope="module")
 def results(server, folder):
     """Return a function that runs an engine on a model, once for all tests."""
