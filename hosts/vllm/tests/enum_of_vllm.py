@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def restored() -> Iterator[Any]:
     before = {name: getattr(enum, name) for name in _TABLES}
     overrides, reduce = dict(registry._ATTN_OVERRIDES), copyreg.dispatch_table.get(enum)
     for name, value in before.items():
-        setattr(enum, name, type(value)(value))
+        setattr(enum, name, copy.copy(value))
     try:
         yield enum
     finally:

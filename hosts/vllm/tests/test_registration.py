@@ -24,7 +24,8 @@ registry = pytest.importorskip(
     "vllm.v1.attention.backends.registry", reason="vLLM is not installed here; `make test-hosts` runs these"
 )
 
-from attnplug_vllm import facts, names, registration  # noqa: E402 - it needs vLLM to do anything
+import attnplug_vllm  # noqa: E402 - it needs vLLM to do anything
+from attnplug_vllm import facts, int8, names, registration  # noqa: E402 - likewise
 from hosts.vllm.tests.backends import ACME, CONTESTED, fresh_process, offer  # noqa: E402 - see above
 from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
 
@@ -213,7 +214,9 @@ def test_wrong_settings_leave_vllm_its_own(enum: Any, monkeypatch: pytest.Monkey
     assert "ATTNPLUG_STRICT='perhaps' is set" in reason
 
 
-def test_a_broken_plugin_hides_no_other(enum: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed plugin whose manifest does not parse, beside one without a problem."""
     folder = tmp_path / "site" / "broken_acme-1.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-acme\nVersion: 1.0\n")
@@ -225,15 +228,76 @@ def test_a_broken_plugin_hides_no_other(enum: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ATTNPLUG_ALLOW", "acme,torch,broken_acme")
     attnplug.refresh()
     offer(tmp_path)
+
+
+@takes_names
+def test_a_broken_plugin_hides_no_other(enum: Any, broken: None) -> None:
     registration.register()
+    assert own_names(enum) == {"ATTNPLUG", "ATTNPLUG_ACME_HOST", "ATTNPLUG_TORCH_SDPA"}
+    with pytest.raises(UnknownBackendError, match="TOML"):
+        enum["ATTNPLUG_BROKEN_ACME_FAST"]
+
+
+def test_a_broken_plugin_is_refused_under_the_strict_setting(
+    enum: Any, broken: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(registration._log, "error", lambda text, *values: said.append(text % values))
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+    attnplug.refresh()
+    registration.register()  # vLLM may run on its own backends
     if names.takes_names():
-        assert own_names(enum) == {"ATTNPLUG", "ATTNPLUG_ACME_HOST", "ATTNPLUG_TORCH_SDPA"}
-        with pytest.raises(UnknownBackendError, match="TOML"):
-            enum["ATTNPLUG_BROKEN_ACME_FAST"]
-        monkeypatch.setenv("ATTNPLUG_STRICT", "1")
-        attnplug.refresh()
-        with pytest.raises(ManifestError):
-            registration.register()
+        assert "TOML" in said[0]
+        assert own_names(enum) == {"ATTNPLUG"}
+        with pytest.raises(ManifestError, match="TOML"):
+            enum["ATTNPLUG_TORCH_SDPA"]
+    asked = {"head_size": 64, "dtype": "bfloat16", "kv_cache_dtype": "auto", "block_size": None}
+    (reason,) = enum[names.own_name(())].get_class().validate_configuration(**asked)
+    assert "TOML" in reason
+
+
+def test_vllm_starts_where_attnplug_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its core is missing in this process: what asks for no name of attnplug goes on."""
+    found = run(
+        """
+        import importlib.abc, logging, sys
+
+        class Missing(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.partition(".")[0] == "attnplug":
+                    raise ModuleNotFoundError("No module named 'attnplug'")
+
+        sys.meta_path.insert(0, Missing())
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as enum
+        said = []
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = said.append
+        logging.getLogger("vllm").addHandler(handler)
+        import attnplug_vllm
+        attnplug_vllm.register()
+        assert enum["FLASH_ATTN"] is enum.FLASH_ATTN
+        assert [record.name for record in said] == ["vllm.attnplug"]
+        assert said[0].exc_info
+        try:
+            enum["ATTNPLUG"]
+        except AttributeError as error:
+            print(str(error).splitlines())
+        """
+    )
+    assert found.startswith("[\"the attention backend 'ATTNPLUG' was requested of vLLM\"")
+    assert "No module named 'attnplug'" in found.replace("\\", "")
+    assert "leave --attention-backend out" in found
+
+
+def test_a_failure_beside_the_names_leaves_them(enum: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(attnplug_vllm._log, "exception", said.append)
+    monkeypatch.setattr(int8, "register_dtypes", lambda: 1 / 0)
+    attnplug_vllm.register()
+    assert len(said) == 1
+    assert enum[names.own_name(())].get_class().choice == ()
+    with pytest.raises(UnknownBackendError):
+        enum["ATTNPLUG_NOPE"]
 
 
 def test_members_travel_by_name(enum: Any) -> None:

@@ -9,10 +9,14 @@ module imports neither torch nor anything of vLLM.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from attnplug.contract import Attention
+
+_log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
 
 def register() -> None:
@@ -21,16 +25,36 @@ def register() -> None:
     one for each candidate; the names of int8 KV caches; and Phi-3-small. No plugin is imported. Calling it again adds
     what is new. A vLLM outside of the tested range is warned of in its log, once in a process.
 
-    Raises:
-        AttnplugError: Under attnplug's strict setting, a plugin that may be used has a problem.
+    It does not raise, since that would stop a vLLM that runs on its own backends. A failure is in vLLM's log, and a
+    name of attnplug that vLLM lacks for it is an error with the reason.
     """
-    # vLLM's registries are imported by whoever registers, not here.
-    from attnplug_vllm import int8, phi3_small_config, registration, versions  # noqa: PLC0415
+    try:
+        # vLLM's registries are imported by whoever registers, not here.
+        from attnplug_vllm import int8, phi3_small_config, registration, versions  # noqa: PLC0415
 
-    versions.warn_if_untested()
-    registration.register()
-    int8.register_dtypes()
-    phi3_small_config.register_model()
+        versions.warn_if_untested()
+        registration.register()
+        int8.register_dtypes()
+        phi3_small_config.register_model()
+    except Exception as error:  # noqa: BLE001 - vLLM runs on its own backends, whatever fails here
+        _log.exception("attnplug-vllm could not register all that it has; vLLM goes on without")
+        with contextlib.suppress(ImportError):  # of a vLLM without such an enum
+            _refuse(f"{type(error).__name__}: {error}")
+
+
+def _refuse(why: str) -> None:
+    """Let vLLM refuse the names of attnplug with the reason, where it has none. attnplug itself may be missing."""
+    from attnplug_vllm.names import explain_missing, is_own, members  # noqa: PLC0415 - they import vLLM
+
+    def error_of(name: str) -> AttributeError:
+        return AttributeError(
+            f"the attention backend {name!r} was requested of vLLM\n"
+            f"  expected: attnplug-vllm could not register it: {why}\n"
+            "  fix: run `pip check` in the environment of vLLM, or leave --attention-backend out"
+        )
+
+    if not any(map(is_own, members().__members__.values())):
+        explain_missing(members(), error_of)
 
 
 def implementations(worker: Any) -> dict[str, Attention]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AUTO: Final = "ATTNPLUG"
 """The name that leaves the choice to attnplug."""
@@ -30,6 +34,30 @@ def members() -> Any:
 def takes_names() -> bool:
     """Whether this version of vLLM takes the names of foreign backends as strings."""
     return hasattr(members(), "register")
+
+
+class _Names(dict[str, Any]):
+    """The members of vLLM's enum, by name. A name of ours that is not among them is an error with the reason."""
+
+    error_of: Callable[[str], Exception]
+
+    def __missing__(self, name: str) -> Any:
+        if isinstance(name, str) and is_own_name(name):
+            raise self.error_of(name)
+        raise KeyError(name)
+
+
+def explain_missing(enum: Any, error_of: Callable[[str], Exception]) -> None:
+    """Let the lookup of a name of ours that vLLM's enum lacks raise this error, which is an AttributeError too."""
+    # Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is
+    # Python's own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.
+    table = getattr(enum, "_member_map_", None)
+    if isinstance(table, dict) and not isinstance(table, _Names):
+        table = _Names(table)
+        with contextlib.suppress(AttributeError, TypeError):
+            enum._member_map_ = table
+    if isinstance(table, _Names):
+        table.error_of = error_of
 
 
 def own_name(choice: tuple[str, ...]) -> str:

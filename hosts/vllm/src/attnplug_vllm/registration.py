@@ -10,14 +10,13 @@ A candidate that cannot run here has no name, so that vLLM does not offer it. Na
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
-from attnplug.errors import SettingsError, UnknownBackendError
+from attnplug.errors import AttnplugError, UnknownBackendError
 from attnplug_vllm import facts
 from attnplug_vllm.names import (
     AUTO,
@@ -25,6 +24,7 @@ from attnplug_vllm.names import (
     CPU,
     MLA_ON_CPU,
     SLOT,
+    explain_missing,
     is_own_name,
     members,
     name_of,
@@ -62,8 +62,8 @@ def register() -> None:
     """
     Add the names to vLLM's enum, or fill its slot. Calling it again adds what is new.
 
-    Raises:
-        AttnplugError: Under the strict setting, a plugin that may be used has a problem.
+    Where attnplug's settings are wrong, or a plugin has a problem under the strict setting, it has no other name than
+    ``ATTNPLUG``, whose choice is an error with the reason.
     """
     enum = members()
     copyreg.pickle(enum, _reduce)
@@ -75,7 +75,7 @@ def register() -> None:
             _add(enum, name)
     else:
         _claim(enum, SLOT)
-    _explain_missing(enum)
+    explain_missing(enum, _error_of)
     _warn_of_platform(facts.platform_name())
 
 
@@ -84,8 +84,8 @@ def choices() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {AUTO: ()}
     try:
         candidates = attnplug.registry().candidates()
-    except SettingsError as error:  # vLLM may run on its own backends; the choice of one of these raises it again
-        _log.error("attnplug's settings are wrong, and its backends have no names. %s", error)
+    except AttnplugError as error:  # vLLM may run on its own backends; the choice of one of these raises it again
+        _log.error("The attention backends of attnplug have no names in vLLM. %s", error)
         return found
     contested = _contested(candidates)
     for candidate in candidates:
@@ -147,24 +147,9 @@ class UnknownNameError(UnknownBackendError, AttributeError):
     """A name of ours that has no member. An enum finds its attributes among its members, and `hasattr` expects this."""
 
 
-class _Names(dict[str, Any]):
-    """The members of vLLM's enum, by name. A name of ours that is not among them is an error with the reason."""
-
-    def __missing__(self, name: str) -> Any:
-        if isinstance(name, str) and is_own_name(name):
-            error = refusal(name)
-            raise UnknownNameError(error.problem, error.expected, error.fix)
-        raise KeyError(name)
-
-
-def _explain_missing(enum: Any) -> None:
-    """Let the lookup of a name without a backend say why it has no backend."""
-    # Neither vLLM nor Python's enums have a public hook for names that are not members: the table of members is
-    # Python's own. Where an enum has another, or does not let it be replaced, vLLM's own error remains.
-    table = getattr(enum, "_member_map_", None)
-    if isinstance(table, dict) and not isinstance(table, _Names):
-        with contextlib.suppress(AttributeError, TypeError):
-            enum._member_map_ = _Names(table)
+def _error_of(name: str) -> UnknownNameError:
+    error = refusal(name)
+    return UnknownNameError(error.problem, error.expected, error.fix)
 
 
 @cache
