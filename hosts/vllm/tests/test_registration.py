@@ -75,7 +75,6 @@ def test_what_can_run_here_has_a_name(enum: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ATTNPLUG_ACME_LIBRARY", "acme-kernels-of-no-index >=1 is required and not installed"),
         ("ATTNPLUG_ACME_HOPPER", "requires device type cuda; the device is cpu"),
         ("ATTNPLUG_FLASH_ATTN_FA2", "not in ATTNPLUG_ALLOW|not installed|allow"),
         ("ATTNPLUG_NOPE", "the names of attnplug's backends are ATTNPLUG, ATTNPLUG_ACME_HOST, ATTNPLUG_TORCH_SDPA"),
@@ -88,6 +87,25 @@ def test_naming_what_cannot_run_says_why(enum: Any, name: str, reason: str) -> N
         enum[name]
     assert repr(name) in error.value.problem
     assert error.value.fix
+
+
+@takes_names
+def test_the_kind_of_the_device_comes_before_an_installation(enum: Any) -> None:
+    registration.register()
+    with pytest.raises(UnknownBackendError) as error:
+        enum["ATTNPLUG_ACME_LIBRARY"]
+    assert error.value.expected == "'acme/library' cannot run here: requires device type cuda; the device is cpu"
+    assert error.value.fix == "name another backend, or ATTNPLUG"
+
+
+@takes_names
+def test_on_the_device_an_installation_is_the_reason(enum: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "device_kind", lambda: (("device_type", "cuda"), ("vendor", "nvidia")))
+    with pytest.raises(
+        UnknownBackendError, match="acme-kernels-of-no-index >=1 is required and not installed"
+    ) as error:
+        raise registration.refusal("ATTNPLUG_ACME_LIBRARY")
+    assert "install acme-kernels-of-no-index >=1" in error.value.fix
 
 
 @takes_names

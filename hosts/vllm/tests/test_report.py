@@ -204,14 +204,38 @@ def test_doctor_finds_the_plugin_without_starting_vllm(entry_point, monkeypatch)
     assert (found.lines, found.problems, found.warnings) == (("vLLM 0.32.0", "its plugins include attnplug"), (), ())
 
 
-@pytest.mark.parametrize(("listed", "fix"), [("other", "other,attnplug"), ("", "attnplug")])
+@pytest.mark.parametrize(
+    ("listed", "fix"),
+    [
+        ("other", "other,attnplug"),
+        ("", "attnplug"),
+        ("foo, attnplug", "foo,attnplug"),
+        ("attnplug ,foo ", "attnplug,foo"),
+        ("foo bar", "'foo bar,attnplug'"),
+    ],
+)
 def test_plugins_that_leave_attnplug_out_are_a_problem(entry_point, monkeypatch, listed, fix):
     monkeypatch.setenv("VLLM_PLUGINS", listed)
 
     ((what, how),) = report.diagnose(load=True).problems
 
     assert f"VLLM_PLUGINS={listed!r} leaves attnplug out" in what
-    assert f"VLLM_PLUGINS={fix}," in how
+    assert how == f"set VLLM_PLUGINS={fix}, or unset it"
+    assert ("does not strip the space around 'attnplug'" in what) is ("attnplug" in listed)
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "ATTNPLUG", "", None])
+def test_the_variable_that_vllm_does_not_read_is_named(entry_point, monkeypatch, name):
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    if name is not None:
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
+
+    warnings = report.diagnose(load=False).warnings
+
+    assert len(warnings) == bool(name)
+    for text in warnings:
+        assert f"VLLM_ATTENTION_BACKEND='{name}' is set" in text
+        assert f"pass --attention-backend {name}," in text
 
 
 def test_plugins_that_include_attnplug_are_no_problem(entry_point, monkeypatch):

@@ -57,6 +57,9 @@ _log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of lo
 _PLATFORMS: Final = frozenset({"", "cpu", "cuda"})
 """vLLM's device types whose selectors take a foreign backend; ROCm's is cuda, and without a device it is empty."""
 
+_INSTALLATION: Final = frozenset({"absent", "missing", "version"})
+"""Codes of reasons that an installation mends; where the device is of another kind, it mends nothing."""
+
 
 def register() -> None:
     """
@@ -205,13 +208,20 @@ def _contested(candidates: tuple[Candidate, ...]) -> set[str]:
 
 
 def _obstacles(candidate: Candidate) -> tuple[Reason, ...]:
-    """Return why a candidate can serve no request here: of its installation, or of the kind of the device."""
-    if candidate.availability != "ready":
+    """Return why a candidate can serve no request here: the kind of the device, then its installation."""
+    of_device = _of_device(candidate)
+    if not of_device:
         return candidate.reasons
-    return tuple(candidate.objections(facts.device_kind()))
+    return *of_device, *(reason for reason in candidate.reasons if reason.code not in _INSTALLATION)
+
+
+def _of_device(candidate: Candidate) -> tuple[Reason, ...]:
+    return () if candidate.variant is None else tuple(candidate.objections(facts.device_kind()))
 
 
 def _fix(candidate: Candidate) -> str:
+    if _of_device(candidate):
+        return f"name another backend, or {AUTO}"
     steps: Iterator[str] = filter(None, (candidate.fix, _install(candidate)))
     return "; ".join(steps) or f"name another backend, or {AUTO}"
 

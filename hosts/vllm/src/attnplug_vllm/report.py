@@ -9,6 +9,7 @@ vLLM is imported here, and nothing of vLLM is changed for good.
 from __future__ import annotations
 
 import os
+import shlex
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -58,6 +59,7 @@ _BY_ITSELF: Final = {
 }
 _GROUP: Final = "vllm.general_plugins"
 _NAME: Final = "attnplug"
+_VARIABLE: Final = "VLLM_ATTENTION_BACKEND"
 
 
 def choose(requirements: Sequence[Requirements], device: Device, *, assume_installed: bool) -> EngineAnswer:
@@ -113,8 +115,7 @@ def diagnose(*, load: bool) -> EngineDiagnosis:
             text, failures = _names()
             lines += text
             problems += failures
-    warning = versions.untested(version)
-    return EngineDiagnosis(lines, [warning] if warning else (), problems)
+    return EngineDiagnosis(lines, [*filter(None, (versions.untested(version), _unread()))], problems)
 
 
 def _check_installed() -> None:
@@ -179,11 +180,24 @@ def _obstacles() -> Iterator[tuple[str, str]]:
         yield f"no entry point of the group {_GROUP} names attnplug_vllm", "reinstall attnplug-vllm"
     listed = os.environ.get("VLLM_PLUGINS")
     if listed is not None and _NAME not in listed.split(","):
-        wanted = ",".join([*filter(None, listed.split(",")), _NAME])
+        names = list(filter(None, map(str.strip, listed.split(","))))
+        why = f": vLLM does not strip the space around {_NAME!r}" if _NAME in names else ""
+        wanted = ",".join(dict.fromkeys([*names, _NAME]))
         yield (
-            f"VLLM_PLUGINS={listed!r} leaves attnplug out, so that vLLM sees none of its backends",
-            f"set VLLM_PLUGINS={wanted}, or unset it",
+            f"VLLM_PLUGINS={listed!r} leaves attnplug out, so that vLLM sees none of its backends{why}",
+            f"set VLLM_PLUGINS={shlex.quote(wanted)}, or unset it",
         )
+
+
+def _unread() -> str | None:
+    """Return what is to be said of the variable that named a backend for versions before the tested ones."""
+    name = os.environ.get(_VARIABLE)
+    if not name:
+        return None
+    return (
+        f"{_VARIABLE}={name!r} is set, which the tested versions of vLLM do not read: "
+        f"pass --attention-backend {shlex.quote(name)}, and unset it"
+    )
 
 
 def _names() -> tuple[list[str], list[tuple[str, str]]]:
