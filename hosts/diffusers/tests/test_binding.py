@@ -12,7 +12,7 @@ from torch import nn
 
 import attnplug
 from attnplug import torch_backend
-from attnplug.errors import NoBackendError, NotNegotiatedError, RequestError, SettingsError
+from attnplug.errors import NoBackendError, NotNegotiatedError, RequestError, SettingsError, UnknownBackendError
 from hosts.diffusers.tests.models import flux, sd3, vae, wan
 
 
@@ -68,9 +68,9 @@ def test_two_models_have_different_backends_at_once(pair, bind, runs) -> None:
     first, second = pair
     wanted = first()
 
-    with bind(first.model, "torch/sdpa"), bind(second.model, "flashinfer"):
+    with bind(first.model, "torch/sdpa"), bind(second.model, "torch/flex"):
         found = first()
-        with pytest.raises(NoBackendError, match="flashinfer"):
+        with pytest.raises(NoBackendError, match="torch/flex"):
             second()
         torch.testing.assert_close(first(), wanted, rtol=1e-5, atol=1e-5)
     assert len(runs) == 2 * first.calls
@@ -132,7 +132,7 @@ def test_blocks_are_nested(diffusers, bind, runs) -> None:
 
     with bind(small.model, "torch/sdpa") as outer:
         within = state(small.model)
-        with bind(small.model, "flashinfer"), pytest.raises(NoBackendError):
+        with bind(small.model, "torch/flex"), pytest.raises(NoBackendError):
             small()
         assert state(small.model) == within
         small()
@@ -291,6 +291,44 @@ def test_context_parallelism_is_refused_by_name(diffusers, bind) -> None:
     with pytest.raises(NotNegotiatedError, match=r"context parallelism .* blocks\.1\.attn1"):
         bind(small.model)
     assert state(small.model) == before
+
+
+@pytest.mark.parametrize("name", ["no_such_backend", "torch/no_such_variant", ("auto", "no_such_backend")])
+@pytest.mark.parametrize("native_fallback", [False, True])
+def test_a_name_of_nothing_is_refused_at_once(name, native_fallback, diffusers, bind) -> None:
+    small = wan(diffusers)
+    before = state(small.model)
+
+    with pytest.raises(UnknownBackendError, match="no_such"):
+        bind(small.model, name, native_fallback=native_fallback)
+    assert state(small.model) == before
+
+
+LACKING = """
+api = "1.0"
+backend = { name = "lacking", summary = "A backend whose library no index has" }
+supports = { device_type = "cpu", dtype = "float32", head_size = { max = 256 } }
+[variants.kernels]
+requires = ["no-such-kernels >=2"]
+[variants.other]
+requires = ["no-such-kernels >=3"]
+"""
+
+
+def test_a_name_that_cannot_run_here_is_refused_at_once(diffusers, bind, tmp_path, monkeypatch) -> None:
+    (tmp_path / "attnplug.toml").write_text(LACKING, "utf-8")
+    attnplug.register("attnplug.torch_backend.plugin", manifest=tmp_path / "attnplug.toml")
+    small = wan(diffusers)
+    before, wanted = state(small.model), small()
+
+    for names in ("lacking", "lacking/kernels", ["lacking/other", "lacking"]):
+        with pytest.raises(NoBackendError, match="no-such-kernels >=2 is required and not installed") as caught:
+            bind(small.model, names)
+        assert "no-such-kernels >=2" in caught.value.fix
+        assert state(small.model) == before
+    for names, native in ((["lacking", "auto"], False), (["lacking", "torch"], False), ("lacking", True)):
+        with bind(small.model, names, native_fallback=native):
+            torch.testing.assert_close(small(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", [{"backend": 3}, {"options": {"torch": 3}}])

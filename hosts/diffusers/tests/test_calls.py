@@ -112,7 +112,7 @@ REFUSED = {
     "an argument of nobody": ({"attention_kwargs": {"chunk": 8}}, NotNegotiatedError, "'chunk'"),
     "both": ({"is_causal": True, "attn_mask": MASK.bool()}, NotNegotiatedError, "is_causal=True and an attn_mask"),
     "a mask of numbers": ({"attn_mask": MASK}, TensorError, "an attn_mask of"),
-    "a backend": ({"backend": "flashinfer"}, NoBackendError, "flashinfer"),
+    "a backend": ({"backend": "torch/flex"}, NoBackendError, "torch/flex"),
 }
 
 

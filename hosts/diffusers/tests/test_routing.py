@@ -230,7 +230,7 @@ def test_direct_calls_have_the_results_of_the_oracle(queries, keys, arguments, f
     [
         ((2, 4, 9, 16), None, {"dropout_p": 0.2}, NotNegotiatedError, "dropout_p=0.2"),
         ((2, 2, 9, 16), None, {}, TensorError, "without enable_gqa"),
-        ((2, 4, 9, 16), "flashinfer", {}, NoBackendError, "flashinfer"),
+        ((2, 4, 9, 16), "torch/flex", {}, NoBackendError, "torch/flex"),
         ((2, 4, 9, 16), None, {"attn_mask": torch.ones(9, 9).double()}, NotNegotiatedError, "an added mask of"),
     ],
 )

@@ -54,6 +54,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(report, "find_spec", find_spec)
     monkeypatch.setattr(versions, "installed_version", lambda: versions.Version("0.32.0"))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
 
 
 @pytest.fixture
@@ -226,7 +227,6 @@ def test_plugins_that_leave_attnplug_out_are_a_problem(entry_point, monkeypatch,
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "ATTNPLUG", "", None])
 def test_the_variable_that_vllm_does_not_read_is_named(entry_point, monkeypatch, name):
-    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
     if name is not None:
         monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
 

@@ -10,12 +10,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+import attnplug
 from attnplug import using
-from attnplug.errors import NotNegotiatedError, RequestError
+from attnplug.errors import NoBackendError, NotNegotiatedError, RequestError
+from attnplug.negotiation import AUTO
 from attnplug_diffusers.backend import Attention, attention_for
 from attnplug_diffusers.rerouting import demands, direct_methods, dispatches, original
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -176,11 +179,14 @@ def bind(
     Raises:
         RequestError: It is not a model, or has no attention that can be bound.
         SettingsError: A backend or an option is no such thing.
+        UnknownBackendError: A name is neither installed nor known.
+        NoBackendError: No backend of these names can run in this environment, and `native_fallback` is False.
         NotNegotiatedError: Context parallelism is enabled for the model, or a hook has replaced the forward of a module
             that calls torch's function.
     """
     _check_model(model)
     with using(backend=backend, options=options):  # which checks them
+        _check_names([backend] if isinstance(backend, str) else backend or (), native_fallback=native_fallback)
         attention = attention_for(backend, options, native_fallback=native_fallback)
     binding = _prepare(model, attention)
     if not binding.modules:
@@ -208,6 +214,26 @@ def _check_model(model: object) -> None:
         if models
         else "pass a model, such as pipe.transformer",
     )
+
+
+def _check_names(names: Sequence[str], *, native_fallback: bool) -> None:
+    """Check that a call may find a backend by one of these names; its shapes and device are not known yet."""
+    found = attnplug.registry()
+    for name in names:
+        found.check_name(name)
+    if native_fallback or AUTO in names:
+        return
+    named = [each for each in found.candidates() if not {each.id, each.backend, *each.aliases}.isdisjoint(names)]
+    if any(each.availability == "ready" for each in named):
+        return
+    for first in named[:1]:
+        listed = (f"{each.id}: {'; '.join(map(str, each.reasons))}" for each in named)
+        raise NoBackendError(
+            f"a model was bound to {', '.join(map(repr, names))}",
+            "\n    ".join(["a backend that can run in this environment", *listed]),
+            "; ".join(filter(None, (first.fix, ", ".join(f"install {each}" for each in first.install))))
+            or "name another backend, or 'auto' after it",
+        )
 
 
 def _prepare(model: nn.Module, attention: Attention) -> Binding:
