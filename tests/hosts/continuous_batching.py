@@ -1,5 +1,5 @@
 """
-transformers' continuous batching (5.23) on attnplug, as a host would write it: `generate_batch` on its own KV cache.
+transformers' continuous batching (5.23, 5.24) on attnplug, as a host would write it: `generate_batch` on its KV cache.
 
 The manager owns the KV cache: one tensor, in which a block has the pages of all layers, and each page its keys, then
 its values. Seen from one layer that is the form ``interleaved``, with the other layers between its blocks, so the pages
@@ -14,6 +14,8 @@ What the host cannot say, since the library has no public name for it, and what 
   so, and each build reads them.
 * That it reads no mask. Only implementations with "flash" in their name get none, and these are imported by that name.
   The function is registered in place of the manager's own paged one, and does not read the masks that come with it.
+* That the backend writes the KV cache. Since 5.24 the model's layer does, and its keys are copies. Meanwhile
+  `PagedAttentionCache.update` writes nothing, and leaves the cache in the arguments of the attention function.
 * Scopes: the manager runs the model in a thread, which `attnplug.using` around `generate_batch` does not reach. The
   context in which the function was registered is copied, and decisions are made in the copy.
 """
@@ -27,6 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnplug
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor, nn
-    from transformers.generation.continuous_batching import PagedAttentionCache
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator
 
     from attnplug.contract import Metadata
@@ -53,14 +55,25 @@ def registered() -> Iterator[str]:
 
     Backends are chosen in the scope of the caller, whichever thread runs the model.
     """
-    own = ALL_ATTENTION_FUNCTIONS[NAME]
+    own, update = ALL_ATTENTION_FUNCTIONS[NAME], PagedAttentionCache.update
     _contexts.append(copy_context())
     AttentionInterface.register(NAME, attend)
+    PagedAttentionCache.update = _keep
     try:
         yield NAME
     finally:
         AttentionInterface.register(NAME, own)
+        PagedAttentionCache.update = update
         _contexts.pop()
+
+
+def _keep(
+    cache: PagedAttentionCache, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Leave writing and reading to `attend`, which 5.23 passes the cache itself."""
+    del layer_idx  # modules have it
+    kwargs["cache"] = cache
+    return key_states, value_states
 
 
 class Host:

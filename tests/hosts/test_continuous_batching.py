@@ -22,7 +22,7 @@ MODELS = {"Llama": {}, "Qwen3": {"head_dim": 32}}
 @pytest.fixture
 def transformers():
     """Return the package, which takes seconds to import."""
-    package = pytest.importorskip("transformers", minversion="5.23", reason="the adapter is for transformers 5.23")
+    package = pytest.importorskip("transformers", minversion="5.23", reason="the adapter is for 5.23 and 5.24")
     verbosity = package.logging.get_verbosity()
     package.logging.set_verbosity_error()
     yield package

@@ -308,6 +308,10 @@ def test_a_call_outside_of_continuous_batching_is_refused(host):
     with continuous_batching(made), pytest.raises(NotNegotiatedError, match="not by continuous batching"):
         made(torch.tensor([[1, 2, 3]]))
 
+    rows, starts = torch.zeros(1, 4, 3, 8), torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NotNegotiatedError, match="not by continuous batching"):  # a step's arguments, and no handle
+        continuous.attend(made.model.layers[0].self_attn, *[rows] * 3, None, write_index=[], cu_seq_lens_k=starts)
+
 
 def test_a_model_is_entered_once(host):
     made = eager("llama")
@@ -328,7 +332,7 @@ def test_other_models_are_refused(name, words, host):
 def test_another_version_of_transformers_is_refused(host, monkeypatch):
     monkeypatch.setattr(continuous, "_UPDATE", ("self", "keys"))
 
-    with pytest.raises(AttnplugError, match=r"5\.17 and 5\.23"), continuous_batching(eager("llama")):
+    with pytest.raises(AttnplugError, match=r"5\.17, 5\.23 and 5\.24"), continuous_batching(eager("llama")):
         pass
 
 
@@ -351,8 +355,9 @@ def test_arguments_that_change_the_attention_are_refused(arguments, words, host)
         continuous.attend(layer, rows, rows, rows, **{"attention_mask": None, "cache": cache, **arguments})
 
 
-def test_padding_of_a_step_is_zero(host):
-    """A compiled model has steps of more rows than the requests have tokens."""
+@pytest.mark.parametrize("writer", ["layer", "function"])
+def test_padding_of_a_step_is_zero(writer, host):
+    """A compiled model has steps of more rows than the requests have tokens, whoever writes the KV cache."""
 
     class Cache(continuous.PagedAttentionCache):
         def __init__(self):
@@ -366,14 +371,15 @@ def test_padding_of_a_step_is_zero(host):
 
     made = eager("llama")
     query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
-    step = {"cu_seq_lens_q": torch.tensor([0, 2, 5, 5], dtype=torch.int32), "read_index": [], "write_index": []}
-    step["cu_seq_lens_k"] = {"full_attention": step["cu_seq_lens_q"]}
+    starts = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    step = {"cu_seq_lens_q": starts, "read_index": [], "write_index": []}
+    by_type = {"full_attention": starts}
+    step |= {"cu_seq_lens_k": starts} if writer == "layer" else {"cu_seq_lens_k": by_type, "cache": Cache()}
 
     with continuous_batching(made):
         layer = made.model.layers[0].self_attn
-        output, _ = continuous.attend(layer, query, key, key, None, cache=Cache(), **step)
+        output, _ = continuous.attend(layer, query, key, key, None, **step)
 
-    starts = step["cu_seq_lens_q"]
     wanted = attnplug.attention_varlen(
         query[0].transpose(0, 1)[:5], *[key[0].transpose(0, 1)[:5]] * 2, starts, causal=True
     )

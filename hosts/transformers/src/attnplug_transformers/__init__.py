@@ -83,7 +83,7 @@ def continuous_batching(
     continuous batching is refused meanwhile.
 
     Args:
-        model: A decoder of transformers 5.17 or 5.23 whose attention is replaceable.
+        model: A decoder of transformers 5.17, 5.23 or 5.24 whose attention is replaceable.
         backend: As for `attnplug.select`; None is the scope's choice.
         options: As for `attnplug.select`.
 

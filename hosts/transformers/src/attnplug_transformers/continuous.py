@@ -1,8 +1,9 @@
 """
 transformers' continuous batching on attnplug: the attention of one model's `generate_batch`.
 
-The manager keeps its own KV cache. Each call updates that through `PagedAttentionCache.update`, as the library's own
-flash functions do, and attends by `attnplug.dense.flash_attn_varlen_func` to the keys that this returns.
+The manager keeps its own KV cache, which is updated by `PagedAttentionCache.update`: by the model's layer before it
+attends (since 5.24), or by the attention function, as the library's own flash functions do (before). Calls attend by
+`attnplug.dense.flash_attn_varlen_func` to the keys that this returns.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def check_model(model: Any) -> None:
     if _UPDATE not in (_BY_INDICES, _BY_KEYWORDS):
         raise AttnplugError(
             f"transformers {__version__} was found, whose PagedAttentionCache.update takes {_UPDATE[1:]}",
-            "continuous batching is known for transformers 5.17 and 5.23",
+            "continuous batching is known for transformers 5.17, 5.23 and 5.24",
             "install one of these, or use attnplug_transformers.engine",
         )
     kind = type(model).__name__
@@ -270,12 +271,12 @@ def attend(  # noqa: PLR0913 - the library's signature
     Args:
         module: The attention module.
         query: ``(1, num_q_heads, tokens, head_size)``, the requests' new tokens one after another.
-        key: ``(1, num_kv_heads, tokens, head_size)``.
-        value: ``(1, num_kv_heads, tokens, head_size_v)``.
+        key: ``(1, num_kv_heads, tokens, head_size)``; or packed, all to attend to, where the layer wrote them.
+        value: ``(1, num_kv_heads, tokens, head_size_v)``, as the keys.
         attention_mask: None: a request's new tokens attend to its own tokens, causally.
         scaling: Factor of the scores.
         dropout: 0.
-        cache: The manager's KV cache.
+        cache: The manager's KV cache; None where the layer wrote it.
         sliding_window: Tokens that a token attends to, itself included; None for all.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
         s_aux: ``(num_q_heads,)``, sinks.
@@ -290,7 +291,8 @@ def attend(  # noqa: PLR0913 - the library's signature
         NoBackendError: Nothing can serve the layer.
     """
     layer, handle = module_name(module), _handles.get(module)
-    if handle is None or not isinstance(cache, PagedAttentionCache):
+    written = cache is None and "write_index" in step and isinstance(step.get("cu_seq_lens_k"), torch.Tensor)
+    if handle is None or not (written or isinstance(cache, PagedAttentionCache)):
         raise NotNegotiatedError(
             f"{layer} was called with attn_implementation={NAME!r}, and not by continuous batching on attnplug",
             "inside of continuous_batching(model) that model generates by generate_batch",
@@ -320,7 +322,10 @@ def attend(  # noqa: PLR0913 - the library's signature
         "s_aux": None if s_aux is None else s_aux.to(query.dtype),
     }
     rows = query[0].transpose(0, 1)
-    keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
+    if written:
+        keys, values, key_starts = key[0].transpose(0, 1), value[0].transpose(0, 1), kwargs["cu_seq_lens_k"]
+    else:
+        keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
     starts = kwargs["cu_seq_lens_q"]
     handle.begin(module)
     starts_cpu, key_starts_cpu = handle.on_cpu(starts), handle.on_cpu(key_starts)

@@ -3,7 +3,7 @@ Attention modules that compute their attention themselves, instead of calling tr
 
 While an engine owns such a model, one method of each attention module is replaced by a function of this file, which
 projects as the module does and leaves the attention to the engine. Each follows the class that it is named for, as of
-transformers 5.17 to 5.23.
+transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
