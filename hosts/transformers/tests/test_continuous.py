@@ -13,7 +13,7 @@ import attnplug_transformers
 from attnplug.errors import AttnplugError, NotNegotiatedError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_transformers import continuous, continuous_batching
-from hosts.transformers.tests.models import PAD, model
+from hosts.transformers.tests.models import PAD, SIZES, model
 
 NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
 LENGTHS = (5, 33, 50, 12, 1, 40, 9)
@@ -327,6 +327,39 @@ def test_a_model_is_entered_once(host):
 def test_other_models_are_refused(name, words, host):
     with pytest.raises(AttnplugError, match=words), continuous_batching(model(name)):
         pass
+
+
+def causal(name):
+    """Return a tiny decoder of a class that `models.model` does not make."""
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    made = getattr(transformers, name)
+    return transformers.AutoModelForCausalLM.from_config(made(**sizes, is_encoder_decoder=False, is_decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, "takes no position_ids") for name in ("BartConfig", "MBartConfig", "PegasusConfig")),
+        *((name, "does not pass the arguments of a step") for name in ("StableLmConfig", "NemotronConfig")),
+    ],
+)
+def test_models_that_a_step_does_not_reach_are_refused(name, words, host):
+    """The first would compute positions from the row of a step, and the others have no KV cache to write."""
+    made = causal(name)
+    before = made.config._attn_implementation
+
+    with pytest.raises(AttnplugError, match=words), continuous_batching(made):
+        pass
+
+    assert made.config._attn_implementation == before
+    assert "init_continuous_batching" not in vars(made)
+
+
+def test_entering_leaves_random_numbers_alone(host):
+    made, before = eager("gpt2").train(), torch.get_rng_state()  # it drops embeddings before the first attention
+
+    with continuous_batching(made):
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_version_of_transformers_is_refused(host, monkeypatch):

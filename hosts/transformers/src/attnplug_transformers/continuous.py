@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from transformers import AttentionInterface, ContinuousBatchingConfig, __version__
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel, __version__
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from attnplug.dense import flash_attn_varlen_func
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
     from typing_extensions import Self
 
     from attnplug.request import BackendNames, Options
@@ -104,6 +104,11 @@ class ContinuousBatching:
                 config._attn_implementation_internal = NAME  # noqa: SLF001 - the public setter sets sub-configurations too
             # The name on the instance hides the method of its class, for this model alone.
             self.model.init_continuous_batching = self._init_continuous_batching
+        try:
+            copy_context().run(_check_layers, self.model)
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -236,6 +241,63 @@ def check_model(model: Any) -> None:
         raise AttnplugError(
             f"{kind} is an encoder-decoder", "continuous batching generates with decoders", "use generate()"
         )
+    parts = (type(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+    if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
+        raise AttnplugError(
+            f"{kind}: its forward takes no position_ids",
+            "requests of one step are at different positions",
+            "use generate() of this model",
+        )
+
+
+class _FirstCall(Exception):  # noqa: N818 - it ends a run that went well
+    """The first layer called its attention function with the arguments of a step."""
+
+
+class _NoCache(PagedAttentionCache):
+    """A KV cache without memory, for `_check_layers`."""
+
+    def __init__(self) -> None:
+        """Allocate nothing."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any = ()) -> Any:
+        """Return the keys and values as they are, to a layer that has the arguments of a step."""
+        if "write_index" not in kwargs:
+            raise NotNegotiatedError(
+                f"layer {layer_idx} updates the KV cache without write_index",
+                "the arguments of a step say where to write",
+                "pass kwargs of the layer to update",
+            )
+        return key_states, value_states
+
+
+_CHECK: Final[list[Tensor]] = []
+"""The write_index of `_check_layers`, which is known by its identity."""
+
+
+@torch.no_grad()
+def _check_layers(model: Any) -> None:
+    """
+    Run a model up to its first attention, with the arguments of a step.
+
+    Raises:
+        AttnplugError: They do not arrive there.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    devices = [token.device] if token.is_cuda else []
+    # In training mode there may be dropout before the first attention.
+    with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices):
+        try:
+            model(input_ids=token, position_ids=token, cache=_NoCache(), write_index=_CHECK, use_cache=False)
+        except NotNegotiatedError:
+            raise AttnplugError(
+                f"{type(model).__name__} of transformers {__version__} does not pass the arguments of a step through"
+                " its layers",
+                "their attention needs the lengths and the KV cache of the step",
+                "use generate() of this model, or attnplug_transformers.engine",
+            ) from None
+        except Exception:  # noqa: BLE001, S110 - `_FirstCall`; any other error is one of the steps, which report it
+            pass
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
@@ -291,6 +353,8 @@ def attend(  # noqa: PLR0913 - the library's signature
         NoBackendError: Nothing can serve the layer.
     """
     layer, handle = module_name(module), _handles.get(module)
+    if handle is not None and step.get("write_index") is _CHECK:
+        raise _FirstCall
     written = cache is None and "write_index" in step and isinstance(step.get("cu_seq_lens_k"), torch.Tensor)
     if handle is None or not (written or isinstance(cache, PagedAttentionCache)):
         raise NotNegotiatedError(
