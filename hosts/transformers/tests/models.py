@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,8 @@ ENCODER_SIZES: dict[str, Any] = {
     name: SIZES[name]
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 }
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""What models call their KV cache: another name since transformers 5.24."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from attnplug.errors import NoBackendError, NotNegotiatedError
-from hosts.transformers.tests.models import PAD, generate, model, prompts, sharpen
+from hosts.transformers.tests.models import CACHE, PAD, generate, model, prompts, sharpen
 
 LENGTHS = (19, 1, 12)
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"]
@@ -95,8 +95,8 @@ def test_chunked_prefill_through_a_kv_cache(host, name):
         cache, found = None, []
         for start, end in ((0, 9), (9, 10), (10, 21)):
             with torch.no_grad():
-                out = made(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+                out = made(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
+            cache = out[CACHE]
             found.append(out.logits)
         return torch.cat(found, 1)
 

@@ -12,7 +12,7 @@ from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, Req
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.model_attention import serving
 from core.tests.models import published
-from hosts.transformers.tests.models import SIZES, model, sharpen
+from hosts.transformers.tests.models import CACHE, SIZES, model, sharpen
 
 
 @pytest.fixture(autouse=True)
@@ -288,7 +288,7 @@ def test_calls_without_a_step():
         with torch.no_grad(), pytest.raises(TensorError, match="has one row of tokens"):
             engine.model(input_ids=rows, use_cache=False)
         with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
-            engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model))
+            engine.model(input_ids=rows[:1], **{CACHE: _cached(engine.model)})
         with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
             engine.model(input_ids=rows[:1], use_cache=False)
 

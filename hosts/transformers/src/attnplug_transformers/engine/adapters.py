@@ -137,7 +137,9 @@ def _adapted_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Adapter]]:
     for module in model.modules():
         cls = type(module)
         if cls.__module__.startswith("transformers.models.") and cls.__name__ in ADAPTERS:
-            yield module, ADAPTERS[cls.__name__]
+            adapter = ADAPTERS[cls.__name__]
+            if hasattr(cls, adapter.method):  # GPT-J and CodeGen call the AttentionInterface since 5.24
+                yield module, adapter
 
 
 def make_mask(*_: Any, device: torch.device | str = "cpu", **__: Any) -> Tensor:
