@@ -77,11 +77,9 @@ def attach_scales(made: Any, model: str | PathLike[str], how: Mapping[str, Any])
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - likewise
 
     options: dict[str, Any] = {name: value for name, value in how.items() if name != "trust_remote_code"}
-    folder = (
-        Path(model) if Path(model).is_dir() else Path(str(cached_file(str(model), "config.json", **options))).parent
-    )
+    config = Path(model) / "config.json" if Path(model).is_dir() else cached_file(str(model), "config.json", **options)
     modules = dict(made.named_modules())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(Path(config).parent.glob("*.safetensors")) if config else ():
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 path, _, name = key.rpartition(".")
