@@ -162,7 +162,9 @@ def _write_padding(padded: Tensor, packing: Packing, call: AttentionCall, mask: 
     for start, attends in mask.rows():
         rows = packing.padding[:, start : start + attends.shape[1]]
         for sequence in rows.any(1).nonzero()[:, 0].tolist():
-            for queries in rows[sequence].nonzero()[:, 0].split(step):
+            every = rows[sequence].nonzero()[:, 0]
+            for at in range(0, len(every), step):
+                queries = every[at : at + step]
                 columns, seen = (queries + start).to(padded.device), attends[sequence, queries].to(padded.device)
                 padded[sequence, columns] = _attend_in_torch(call, sequence, columns, seen).to(padded.dtype)
 
@@ -170,7 +172,7 @@ def _write_padding(padded: Tensor, packing: Packing, call: AttentionCall, mask: 
 def _attend_in_torch(call: AttentionCall, sequence: int, columns: Tensor, seen: Tensor) -> Tensor:
     """Return ``(queries, heads, size)`` of some queries of a sequence under a ``(queries, keys)`` mask."""
     query, key, value = call.query[sequence, :, columns].float(), call.key[sequence].float(), call.value[sequence]
-    grouped = query.unflatten(0, (len(key), -1))  # query heads that share a key and value head are neighbors
+    grouped = query.reshape(len(key), -1, *query.shape[1:])  # query heads that share a key and value head are neighbors
     scores = torch.einsum("hgqd,hkd->hgqk", grouped, key) * (
         query.shape[-1] ** -0.5 if call.scale is None else call.scale
     )
@@ -179,5 +181,5 @@ def _attend_in_torch(call: AttentionCall, sequence: int, columns: Tensor, seen: 
     scores = scores.flatten(0, 1).masked_fill(~seen, -torch.inf)
     if call.sinks is not None:
         scores = torch.cat([scores, call.sinks.float()[:, None, None].expand(-1, len(columns), 1)], -1)
-    weights = scores.softmax(-1)[..., : key.shape[1]].unflatten(0, grouped.shape[:2])
+    weights = scores.softmax(-1)[..., : key.shape[1]].reshape(*grouped.shape[:3], -1)
     return torch.einsum("hgqk,hkd->qhgd", weights, value.float()).flatten(1, 2)
