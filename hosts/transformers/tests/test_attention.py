@@ -154,6 +154,12 @@ class TestArguments:
 
         torch.testing.assert_close(found, expected(query, key, value, is_causal=False))
 
+    def test_positions_that_restart_behind_cached_keys_are_refused(self):
+        mask, positions = make_mask(1, 4, 9, q_offset=5), torch.tensor([[0, 1, 0, 1]])
+
+        with pytest.raises(NotNegotiatedError, match="position_ids of 4 queries restart at 2, and there are 9 keys"):
+            attend(Module(), *tensors(4, keys=9, batch=1), mask, position_ids=positions)
+
     def test_sinks_of_another_shape_are_refused(self, mirror):
         with pytest.raises((LayerError, TensorError), match="sinks"):
             attend(Module(), *tensors(), None, s_aux=torch.ones(3))

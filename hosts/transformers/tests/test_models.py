@@ -161,17 +161,6 @@ def test_samples_packed_by_their_positions(host, name, masked):
     assert_close(found, alone)
 
 
-def test_positions_that_restart_behind_cached_keys_are_refused(host):
-    made = model("llama", num_hidden_layers=1)
-    made.set_attn_implementation("attnplug")
-    ids, mask = prompts(9)
-
-    with torch.no_grad():
-        cache = made(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
-    with pytest.raises(NotNegotiatedError, match="position_ids of 4 queries restart at 2, and there are 9 keys"):
-        logits(made, ids[:, 5:], mask, past_key_values=cache, position_ids=torch.tensor([[0, 1, 0, 1]]))
-
-
 @pytest.mark.parametrize("positions", [[[0, 1, 2, 2, 2, 3]], [[3, 4, 5, 6, 7, 8]], [[0, 0, 0, 1, 2, 3]]])
 def test_other_positions_are_those_of_one_sample(host, positions):
     made = model("llama", num_hidden_layers=2)
