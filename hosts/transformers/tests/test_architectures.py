@@ -63,6 +63,11 @@ SIZES = {
 _THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 MORE = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+    "beam": {"n_group": 1, "topk_group": 1},
+    "laguna": {"num_attention_heads_per_layer": [4, 2, 4, 8]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16},
@@ -84,6 +89,9 @@ MORE = {
     "qwen2_5_omni_text": _THREE_AXES,
     "qwen2_5_vl_text": _THREE_AXES,
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "step3p5": {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 6},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2, "mamba_dt_rank": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 4},
 }
 """Fields beyond `SIZES` that a small configuration has to set."""
@@ -92,7 +100,7 @@ DECODERS = [
     *("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "ministral", "cwm"),
     *("cohere2", "olmo3", "exaone4", "smollm3", "afmoe", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
     *("granite_swa", "llama4_text", "modernbert-decoder", "lfm2", "qwen3_next", "olmo_hybrid"),
-    *("dbrx", "jamba", "nemotron"),
+    *("dbrx", "jamba", "nemotron", "beam", "laguna", "lfm3", "gemma4_unified_text", "zaya", "zamba"),
 ]
 ADAPTED = ["bloom", "codegen", "falcon", "gptj", "mpt", "xglm"]
 ENCODERS = ["bert", "roberta", "electra", "distilbert", "eurobert", "modernbert", "nomic_bert", "clip_text_model"]
