@@ -236,6 +236,8 @@ def test_an_unknown_type_is_refused_by_name() -> None:
         ({"model_type": "mistral_next", "sliding_window": 8}, "; did you mean 'mistral'", "assume='mistral'"),
         ({"model_type": "published_yesterday", "sliding_window": 8}, "", None),
         ({"model_type": "llama_next", "attn_windows": [1]}, "", None),
+        ({"model_type": "mimo"}, "", "assume='llama'"),
+        ({"model_type": "llama_next", "gizmo": 1}, "; did you mean 'llama'", "assume='llama'"),
     ],
 )
 def test_a_type_is_suggested_where_its_fields_fit(config, word: str, fix: str | None) -> None:

@@ -387,7 +387,7 @@ REFUSED: Final[dict[str, str]] = {
 FORBIDDEN_FIELDS: Final[dict[str, str]] = {
     "kv_lora_rank": "multi-head latent attention (MLA) has a compressed KV cache, which contract 1.0 does not express",
     **_because("index_topk indexer_budget indexer_n_heads sparse_attention_config", _INDEXER),
-    "dual_chunk_attention_config": "dual chunk attention rotates the keys of other chunks differently, which no request says",
+    "dual_chunk_attention_config": "dual chunk attention rotates the keys of other chunks in another way",
     **_because("sparse_config moba_topk nsa_config", "each query reads blocks of keys that a score chooses"),
     **_because("num_query_heads", "the number of query heads differs by layer"),
     "prefix_lm": _PREFIX,

@@ -271,7 +271,7 @@ def _suggested(fields: Fields) -> list[str]:
             found = list(attention_layers(trial, ARCHITECTURES[name], {"paged": False, "dtype": "bfloat16"}))
         except RequirementsError:
             continue
-        if found and dropped(trial, name) is None and not any(unknown(trial)):
+        if found and dropped(trial, name) is None and not any(unknown(trial, by_name=True)):
             fitting.append(name)
     return fitting
 

@@ -88,10 +88,16 @@ def dropped(fields: Fields, name: str) -> str | None:
     return None
 
 
-def unknown(fields: Fields) -> Iterator[str]:
-    """Yield the names of fields that are set, and of which it is not known whether they change attention."""
+def unknown(fields: Fields, *, by_name: bool = False) -> Iterator[str]:
+    """
+    Yield the names of fields that are set, and of which it is not known whether they change attention.
+
+    Args:
+        fields: The configuration.
+        by_name: Those alone whose name has a word of attention.
+    """
     for name, value in fields.data.items():
         words = set(name.lower().strip("_").split("_"))
-        is_elsewhere = bool(words & _WORDS) and not words & _ABOUT_ATTENTION
+        is_elsewhere = (by_name or bool(words & _WORDS)) and not words & _ABOUT_ATTENTION
         if value and name not in _EXACT and not is_elsewhere:
             yield name

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def of_close_name(name: str) -> list[str]:
     """Return the known types whose name an unknown one begins with, the longest first, then others of a close name."""
     begins = sorted((known for known in ARCHITECTURES if name.startswith(known)), key=len, reverse=True)
-    return list(dict.fromkeys([*begins, *close(name, ARCHITECTURES)]))
+    alike = [known for known in close(name, ARCHITECTURES) if known[0] == name[0]]  # phimoe is no mimo
+    return list(dict.fromkeys([*begins, *alike]))
 
 
 def unknown_type(fields: Fields, name: str, fitting: Sequence[str]) -> RequirementsError:
