@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import evolve
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from attnplug.contract import GraphShape
 from attnplug.errors import NoBackendError, NotNegotiatedError
 from attnplug_sglang.batches import has_tree, lengths_of
-from attnplug_sglang.layers import OWN, layers_of
+from attnplug_sglang.layers import OWN, HostLayer, check_layer, layers_of
 from attnplug_sglang.options import check_options, limits_of, options_of
 from attnplug_sglang.pools import pools_of
 from attnplug_sglang.steps import Engine, Kind, Step
@@ -33,6 +34,8 @@ _VERIFY: Final = "verify"
 class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
     """
     Steps of SGLang as batches of attnplug, and its pools as KV caches.
+
+    Where the model has no modules yet, a layer is decided at its first call in a step that runs eagerly.
 
     Args:
         model_runner: SGLang's model runner, with its weights and its pools.
@@ -67,7 +70,10 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
         self._kv_in_cache = True
         self.forward_metadata: Step | None = None
-        self._kind(_EXTEND)
+        self._is_late = not self._engine.layers
+        self._pending: tuple[Any, Lengths] | None = None  # the step in which late layers may be called first
+        if not self._is_late:
+            self._kind(_EXTEND)
 
     def explain(self) -> str:
         """Return the decisions of the kinds of steps that there were, as text."""
@@ -75,6 +81,12 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
 
     def _kind(self, name: str, drafts: int = 0) -> Kind:
         """Return what carries out a kind of step. It is decided once, and again when SGLang says that it has graphs."""
+        if not self._engine.layers:
+            raise NotNegotiatedError(
+                "a graph was requested before any layer of the model was there",
+                "attnplug decides for the layers that the model has, or at the first call of a layer in an eager step",
+                "make the backend after the model, or run an eager step first",
+            )
         if (name, drafts) not in self._kinds:
             self._kinds[name, drafts] = self._decided(_requested(name, drafts, has_graphs=self._max_batch_size > 0))
         return self._kinds[name, drafts]
@@ -105,12 +117,30 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: Its mode is not served.
             BatchError: A sequence is longer than SGLang's table of slots has room for.
         """
+        self.forward_metadata = self._pending = None
         if _is_idle(forward_batch):
-            self.forward_metadata = None
             return
         lengths = lengths_of(forward_batch)
-        attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
-        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if attends else None
+        if not lengths.queries or self._is_made_up(forward_batch, lengths):
+            return
+        if self._is_late:
+            self._pending = forward_batch, lengths
+        if self._engine.layers:
+            self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths)
+
+    def _bind_late(self, layer: Any, step: Any, lengths: Lengths, *, has_sinks: bool) -> None:
+        """Decide again, with a layer that is called for the first time, and build the step for it too."""
+        found = HostLayer(f"layers.{len(self._engine.layers)}", layer, has_sinks)
+        check_layer(found)
+        self._release()
+        self._engine = evolve(self._engine, layers=(*self._engine.layers, found))
+        self.forward_metadata = self._kind_of(lengths).build(step, lengths)
+
+    def _release(self) -> None:
+        for kind in self._kinds.values():
+            kind.release()
+        self._kinds.clear()
+        self.forward_metadata = None
 
     def _is_made_up(self, forward_batch: Any, lengths: Lengths) -> bool:
         """
@@ -150,8 +180,10 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: The call has what was not negotiated.
         """
         del forward_batch
-        step = self.forward_metadata
         sinks = kwargs.pop("sinks", None)
+        if self._pending is not None and all(known.module is not layer for known in self._engine.layers):
+            self._bind_late(layer, *self._pending, has_sinks=sinks is not None)
+        step = self.forward_metadata
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         width = layer.tp_q_head_num * layer.v_head_dim
         if step is None:
@@ -189,12 +221,11 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             max_num_tokens: The most tokens of a graph.
         """
         del max_num_tokens
-        for kind in self._kinds.values():
-            kind.release()
-        self._kinds.clear()
-        self.forward_metadata = None
+        self._release()
+        self._pending = None
         self._max_batch_size = max_bs
-        self._kind(_EXTEND)
+        if self._engine.layers:
+            self._kind(_EXTEND)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002
         """
@@ -207,6 +238,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         Raises:
             NotNegotiatedError: SGLang captures a step of other than decodes and drafts.
         """
+        self._pending = None
         mode, size = forward_batch.forward_mode, len(forward_batch.seq_lens)
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise NotNegotiatedError(

@@ -38,20 +38,30 @@ class HostLayer:
 
 def layers_of(model: nn.Module) -> tuple[HostLayer, ...]:
     """
-    Return the attention layers of a model, in the model's order.
+    Return the attention layers of a model, in the model's order; nothing of a model that has no modules yet.
 
     Raises:
         NotNegotiatedError: It has no such layer, or one with what the contract has no word for.
     """
     found = tuple(_layers_in(model))
-    if not found:
+    if not found and (model.state_dict() or any(True for _ in model.children())):
         raise NotNegotiatedError(
             f"{type(model).__name__} has no RadixAttention", "attnplug serves the layers that SGLang calls by it", OWN
         )
     for layer in found:
-        for reason in reasons(layer.module):
-            raise NotNegotiatedError(f"the layer {layer.name!r} has {reason}", "attnplug does not serve it", OWN)
+        check_layer(layer)
     return found
+
+
+def check_layer(layer: HostLayer) -> None:
+    """
+    Check that a layer has nothing that the contract has no word for.
+
+    Raises:
+        NotNegotiatedError: It has.
+    """
+    for reason in reasons(layer.module):
+        raise NotNegotiatedError(f"the layer {layer.name!r} has {reason}", "attnplug does not serve it", OWN)
 
 
 def _layers_in(model: nn.Module) -> Iterator[HostLayer]:

@@ -1,0 +1,107 @@
+"""SGLang's own tests of attention backends, from its wheel: they make a backend before the model has a layer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+from unittest import TestCase
+
+import pytest
+import torch
+
+from attnplug.errors import CacheError, NotNegotiatedError
+from attnplug_sglang.registration import register
+from hosts.sglang.tests.rig import ForwardMode, World, worst
+
+kit: Any = pytest.importorskip("sglang.test.kits.attention_unittest.attention_methods.dense_attention")
+verify: Any = pytest.importorskip("sglang.test.kits.attention_unittest.runner_modes.speculative_target_verify_runner")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "attnplug"
+CASES = [
+    *kit.make_dense_cases(NAME),
+    *kit.make_swa_no_prefix_input_config_cases(NAME),
+    *kit.make_swa_prefix_input_config_cases(NAME),
+]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The name, among those whose windows the kit knows: of attnplug, as of most, a token has its window besides."""
+    monkeypatch.setattr(kit, "_SWA_DECODE_EXTEND_WINDOW", kit._SWA_DECODE_EXTEND_WINDOW | {NAME})
+    register()
+    with torch.no_grad():  # on a CPU the kit writes K/V of weights by indexing
+        yield
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "shuffled_pages", "interleaved_pages"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sglangs_own_cases(case: Any, layout: str) -> None:
+    kit.run_dense_attention_case(TestCase(), case, device="cpu", loc_layout=layout)
+
+
+# The kit's shuffle of two tokens may change nothing.
+@pytest.mark.parametrize("case", [each for each in CASES if max(each.input_lens) != 2], ids=lambda case: case.name)
+def test_tokens_out_of_order_within_a_page_are_refused(case: Any) -> None:
+    """SGLang's allocator of pages makes no such slots: with pages of 1 token, every order is served."""
+    scattered = case.page_size > 1 and max(case.input_lens) > 2
+    with pytest.raises(CacheError, match="where attention reads it") if scattered else nullcontext():
+        kit.run_dense_attention_case(TestCase(), case, device="cpu", loc_layout="non_monotonic_extend")
+
+
+@pytest.mark.parametrize(("topk", "drafts"), [(1, (4, 4)), (2, (3, 3))])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sglangs_own_drafts(topk: int, drafts: tuple[int, ...], page_size: int) -> None:
+    case = kit.DenseAttentionCase(
+        name="verify",
+        backend=NAME,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=page_size,
+        prefix_lens=(7, 18),
+        extend_lens=drafts,
+    )
+    verify.run_dense_spec_verify_case(TestCase(), case, topk=topk, device="cpu")
+
+
+def late(**options: Any) -> tuple[World, Any]:
+    """Return layers, and a backend that was made before the model had them."""
+    world = World(**options)
+    world.runner.model = torch.nn.Module()
+    return world, world.backend()
+
+
+@pytest.mark.parametrize("options", [{}, {"page": 16, "swa": True}, {"sinks": True}])
+def test_layers_are_decided_at_their_first_call(options: dict[str, Any]) -> None:
+    world, backend = late(**options)
+    assert backend.explain() == ""
+    first, second = world.new(), world.new()
+    assert world.step(backend, [first, second], [9, 20], ForwardMode.EXTEND) < 1e-5
+    assert world.step(backend, [first, second], [1, 1], ForwardMode.DECODE) < 1e-5
+    assert world.step(backend, [second], [30], ForwardMode.EXTEND) < 1e-5
+    assert "layers.1" in backend.explain()
+
+
+def test_late_layers_are_checked() -> None:
+    world, backend = late()
+    world.layers[1].attn.use_irope = True
+    with pytest.raises(NotNegotiatedError, match="irope"):
+        world.step(backend, [world.new()], [3], ForwardMode.EXTEND)
+
+
+def test_late_layers_are_in_graphs_after_an_eager_step() -> None:
+    world, backend = late()
+    request = world.new()
+    backend.init_cuda_graph_state(4, 4)
+    dummy = world.batch([], [], ForwardMode.DECODE, pad=1)
+    with pytest.raises(NotNegotiatedError, match="before any layer of the model was there"):
+        backend.init_forward_metadata_out_graph(dummy, in_capture=True)
+    assert world.step(backend, [request], [9], ForwardMode.EXTEND) < 1e-5
+    backend.init_forward_metadata_out_graph(dummy, in_capture=True)
+    backend.init_forward_metadata_in_graph(dummy)
+    step, data = world.batch([request], [1], ForwardMode.DECODE), world.qkv(1)
+    backend.init_forward_metadata_out_graph(step)
+    assert worst(world.run(backend, step, data), world.expected([request], [1], data)) < 1e-5
