@@ -117,16 +117,14 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: Its mode is not served.
             BatchError: A sequence is longer than SGLang's table of slots has room for.
         """
-        self.forward_metadata = self._pending = None
         if _is_idle(forward_batch):
+            self.forward_metadata = self._pending = None
             return
         lengths = lengths_of(forward_batch)
-        if not lengths.queries or self._is_made_up(forward_batch, lengths):
-            return
-        if self._is_late:
-            self._pending = forward_batch, lengths
-        if self._engine.layers:
-            self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths)
+        attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
+        self._pending = (forward_batch, lengths) if attends and self._is_late else None
+        is_ready = attends and self._engine.layers
+        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if is_ready else None
 
     def _bind_late(self, layer: Any, step: Any, lengths: Lengths, *, has_sinks: bool) -> None:
         """Decide again, with a layer that is called for the first time, and build the step for it too."""
