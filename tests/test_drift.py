@@ -56,7 +56,7 @@ def test_a_release_that_the_index_lacks(listing: str) -> None:
     ("output", "status", "verdict"),
     [
         ("3 passed, 1 skipped in 2.1s", 0, "passed (3 tests)"),
-        ("FAILED a.py::test_a - x\nERROR a.py::test_b\n1 failed, 3 passed", 1, "failed: a.py::test_a (and 1 more)"),
+        ("FAILED a.py::test_a[x y] - x\nERROR a.py::test_b\n1 failed", 1, "failed: a.py::test_a[x y] (and 1 more)"),
         ("ERROR a.py - ImportError\n1 error in 0.1s", 2, "failed: a.py"),
         ("5 deselected in 0.1s", 5, "failed: status 5, 5 deselected in 0.1s"),
         ("", 0, "failed: status 0, no output"),

@@ -117,7 +117,7 @@ def newest(listing: str, releases: str = "") -> str:
 
 def verdict_of(output: str, status: int) -> str:
     """Return the verdict of a run of pytest: the number that passed, or what failed first."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     passed = re.search(r"(\d+) passed", output)
     if status == 0 and passed:
         return f"{PASSED} ({passed[1]} tests)"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnplug
@@ -208,8 +209,9 @@ def test_what_is_kept_of_calls_is_bounded(active) -> None:
 OWN = {
     "more causal queries than keys": ((1, 2, 9, 64), (1, 2, 5, 64), {"is_causal": True}, "more queries than keys"),
     "dropout": ((1, 2, 9, 64), (1, 2, 9, 64), {"dropout_p": 1.0}, "dropout_p=1.0"),
-    "no batch axis": ((2, 9, 64), (2, 9, 64), {}, "a query of 3 axes"),
 }
+if Version(torch.__version__) < Version("2.15"):  # which adds one
+    OWN["no batch axis"] = ((2, 9, 64), (2, 9, 64), {}, "a query of 3 axes")
 
 
 @pytest.mark.parametrize(("queries", "keys", "arguments", "reason"), OWN.values(), ids=OWN)

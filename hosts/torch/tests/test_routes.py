@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.torch_version import TorchVersion
 
 import attnplug
 import attnplug_torch
@@ -65,6 +66,14 @@ def test_a_forecast_is_what_happens(arguments, axes, active) -> None:
 
     assert counted() == {(forecast.backend, forecast.reason): 1}
     assert forecast.calls == 0
+
+
+def test_a_forecast_adds_the_batch_axis_that_torch_adds(active, monkeypatch) -> None:
+    """In torch 2.15 calls without one reach flash attention."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
+    query = torch.randn(2, 9, 64)
+
+    assert attnplug_torch.explain(query, query, query).backend == "torch/sdpa"
 
 
 def test_values_of_another_size_are_left_to_torch(active) -> None:
