@@ -210,7 +210,7 @@ OWN = {
     "more causal queries than keys": ((1, 2, 9, 64), (1, 2, 5, 64), {"is_causal": True}, "more queries than keys"),
     "dropout": ((1, 2, 9, 64), (1, 2, 9, 64), {"dropout_p": 1.0}, "dropout_p=1.0"),
 }
-if Version(torch.__version__) < Version("2.15"):  # which adds one
+if Version(torch.__version__) < Version("2.14"):  # which adds one
     OWN["no batch axis"] = ((2, 9, 64), (2, 9, 64), {}, "a query of 3 axes")
 
 

@@ -69,8 +69,8 @@ def test_a_forecast_is_what_happens(arguments, axes, active) -> None:
 
 
 def test_a_forecast_adds_the_batch_axis_that_torch_adds(active, monkeypatch) -> None:
-    """In torch 2.15 calls without one reach flash attention."""
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
+    """In torch 2.14 calls without one reach flash attention."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     query = torch.randn(2, 9, 64)
 
     assert attnplug_torch.explain(query, query, query).backend == "torch/sdpa"

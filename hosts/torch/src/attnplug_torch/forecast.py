@@ -51,7 +51,7 @@ def explain(
         NoBackendError: A setting or a scope names the backend, and it does not serve this.
         RuntimeError: torch refuses the tensors.
     """
-    if torch.__version__ >= "2.15":  # it adds a missing batch axis before it chooses
+    if torch.__version__ >= "2.14":  # it adds a missing batch axis before it chooses
         query, key, value = (each.unsqueeze(0) if each.ndim == 3 else each for each in (query, key, value))
     options = {"scale": scale, "enable_gqa": enable_gqa}
     chosen = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[arg-type] # noqa: SLF001 - torch has no public name for its choice
