@@ -166,7 +166,7 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         if split == num_splits - 1:
             new = tl.arange(0, news)
             key_position = length - count + new
-            is_new = (new < count) & (length > 0)  # padding in a graph has rows, and no key
+            is_new = new < tl.where(length > 0, count, 0)  # padding in a graph has rows, and no key
             new_mask = is_new[:, None] & column_mask[None, :]
             page = tl.load(page_ptrs + key_position // page_size, mask=is_new, other=0).to(tl.int64)
             slot = key_position % page_size
