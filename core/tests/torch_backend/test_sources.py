@@ -179,7 +179,12 @@ def test_packed_keys_and_values_are_gathered_at_once(form: str, gathers: int, la
 
     def counted(name: str) -> Callable[..., torch.Tensor]:
         gather = getattr(sources, name)
-        return lambda *args, **kwargs: gathered.append(name) or gather(*args, **kwargs)
+
+        def count_and_gather(*args: object, **kwargs: object) -> torch.Tensor:
+            gathered.append(name)
+            return gather(*args, **kwargs)  # type: ignore[no-any-return]
+
+        return count_and_gather
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gather_blocks", "gather_slots"):
