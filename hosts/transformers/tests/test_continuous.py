@@ -388,6 +388,41 @@ def test_arguments_that_change_the_attention_are_refused(arguments, words, host)
         continuous.attend(layer, rows, rows, rows, **{"attention_mask": None, "cache": cache, **arguments})
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decodes_read_the_pages_of_the_manager(compiled, host, monkeypatch):
+    """The last prompt outgrows the block table: its steps are gathered from then on."""
+    if continuous._UPDATE != continuous._BY_KEYWORDS:
+        pytest.skip("this release has block tables for its own flash implementations only")
+    made, prompts, paged, read = eager("llama"), prompts_of((5, 15, 20, 40)), [], continuous.flash_attn_with_kvcache
+
+    def recorded(*given, **more):
+        paged.append(more["block_table"].shape)
+        return read(*given, **more)
+
+    monkeypatch.setattr(continuous, "flash_attn_with_kvcache", recorded)
+    wanted = by_generate(made, prompts)
+    compile_config = transformers.CompileConfig(backend="eager", fullgraph=False) if compiled else None
+
+    with continuous_batching(made) as handle:
+        more = {"varlen_compile_config": compile_config} if compiled else {}
+        found = tokens_of(in_batches(made, prompts, max_batch_tokens=96, max_blocks_per_request=3, **more))
+
+    layers = made.config.num_hidden_layers
+    assert found == wanted
+    assert layers < len(paged) < handle.calls - layers
+    assert {table[1] for table in paged} == {3}
+    assert max(table[0] for table in paged) > 1
+
+
+def test_sliding_layers_have_no_block_table(host, monkeypatch):
+    monkeypatch.setattr(continuous, "flash_attn_with_kvcache", None)
+    made, prompts = eager("mistral"), prompts_of((5, 9))
+    wanted = by_generate(made, prompts)
+
+    with continuous_batching(made):
+        assert tokens_of(in_batches(made, prompts, max_blocks_per_request=3)) == wanted
+
+
 @pytest.mark.parametrize("writer", ["layer", "function"])
 def test_padding_of_a_step_is_zero(writer, host):
     """A compiled model has steps of more rows than the requests have tokens, whoever writes the KV cache."""

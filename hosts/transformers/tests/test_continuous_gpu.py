@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnplug_transformers
+from attnplug_transformers import continuous
 from hosts.transformers.tests.models import PAD, generate, model, prompts
 from hosts.transformers.tests.test_continuous import NAMES, NEW, in_batches, tokens_of
 
@@ -36,6 +37,19 @@ def test_the_tokens_are_those_of_generate(host, name, backend):
     assert found == wanted
     assert handle.calls > NEW
     assert made.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("backend", [["torch/sdpa"], ["auto"]])
+def test_decodes_on_pages_have_the_tokens_of_generate(host, backend, monkeypatch):
+    made, wanted = on_gpu("llama")
+    calls, read = [], continuous.flash_attn_with_kvcache
+    monkeypatch.setattr(continuous, "flash_attn_with_kvcache", lambda *a, **b: calls.append(a) or read(*a, **b))
+
+    with attnplug_transformers.continuous_batching(made, backend=backend):
+        found = tokens_of(in_batches(made, [list(one) for one in wanted], max_blocks_per_request=4))
+
+    assert found == wanted
+    assert calls
 
 
 def test_requests_in_bfloat16_are_served_by_the_chosen_backend(host):

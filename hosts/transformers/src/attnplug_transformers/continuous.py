@@ -3,7 +3,8 @@ transformers' continuous batching on attnplug: the attention of one model's `gen
 
 The manager keeps its own KV cache, which is updated by `PagedAttentionCache.update`: by the model's layer before it
 attends (since 5.24), or by the attention function, as the library's own flash functions do (before). Calls attend by
-`attnplug.dense.flash_attn_varlen_func` to the keys that this returns.
+`attnplug.dense.flash_attn_varlen_func` to the keys that this returns. Steps of decodes may have a block table instead:
+nothing is updated then, and `attnplug.dense.flash_attn_with_kvcache` writes and reads the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel, __version__
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
-from attnplug.dense import flash_attn_varlen_func
+from attnplug.dense import flash_attn_varlen_func, flash_attn_with_kvcache
 from attnplug.errors import AttnplugError, NotNegotiatedError
 from attnplug_transformers.call import check_arguments, check_outputs, module_name, uncompiled
 
@@ -38,11 +39,17 @@ _UPDATE: Final = tuple(inspect.signature(PagedAttentionCache.update).parameters)
 _BY_INDICES: Final = ("self", "key_states", "value_states", "layer_idx", "read_index", "write_index")
 _BY_KEYWORDS: Final = ("self", "key_states", "value_states", "layer_idx", "kwargs")
 
+if _UPDATE == _BY_KEYWORDS:
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, group_layers_by_attn_type
+
 NAME: Final = "attnplug_flash" if _UPDATE == _BY_KEYWORDS else "paged|attnplug_flash"
 """The attention implementation's name: the manager makes no masks for one with "flash" (5.23) or "paged|" (5.17)."""
 
-_STEP: Final = frozenset({"read_index", "write_index", "logits_indices", "logits_processor_args", "input_ids"})
-"""Arguments of a step that the KV cache and the model use."""
+_STEP: Final = (
+    *("read_index", "write_index", "logits_indices", "logits_processor_args", "input_ids"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "block_table", "k_cache", "v_cache"),
+)
+"""Arguments of a step, which the KV cache, the model and `attend` use."""
 
 
 class _Thread(threading.local):
@@ -64,6 +71,7 @@ class ContinuousBatching:
         model: The model.
         name: The name of its attention implementation meanwhile.
         calls: How many calls of attention it has served.
+        pages_per_block: Pages of a layer's keys or values in a block of its managers; 0 where it has no block tables.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class ContinuousBatching:
         self.model: Any = getattr(model, "_orig_mod", model)
         self.name = NAME
         self.calls = 0
+        self.pages_per_block = 0
         self._keywords: dict[str, Any] = {"backend": backend, "options": options}
         self._before: list[tuple[PretrainedConfig, str | None]] = []
         self._managers: WeakSet[Any] = WeakSet()
@@ -157,8 +166,14 @@ class ContinuousBatching:
                 "pass ContinuousBatchingConfig(use_cuda_graph=False), or use the engine of attnplug, which has graphs",
             )
         config.use_cuda_graph = False
+        self.pages_per_block = _pages_of_block(self.model)
+        blocks = (config.max_blocks_per_request or 0) if self.pages_per_block else 0
+        if blocks:
+            config.max_blocks_per_request = 0  # the manager would look for a function of its own flash implementations
         made = type(self.model).init_continuous_batching
         manager = made(self.model, generation_config, config, *rest, **more)
+        if blocks:  # read when it makes its KV cache, as it starts
+            manager.continuous_batching_config.max_blocks_per_request = blocks
         self._managers.add(manager)
         return manager
 
@@ -190,6 +205,21 @@ class ContinuousBatching:
         if self._thread is None:
             raise NotNegotiatedError("the context was left", "attention runs inside of it", "enter it again")
         return self._thread
+
+
+def _pages_of_block(model: Any) -> int:
+    """
+    Return how many pages a block of the manager has, each of a layer's keys or values: its block tables count these.
+
+    It is 0 where there are no block tables: with sliding layers, and in transformers 5.17.
+    """
+    if _UPDATE != _BY_KEYWORDS:
+        return 0
+    layers = group_layers_by_attn_type(model.config.get_text_config())
+    allocators = [ATTN_TYPE_TO_ALLOCATOR[kind] for kind in layers]
+    if len(allocators) != 1 or not allocators[0].supports_block_table:
+        return 0
+    return int(allocators[0].rows_per_token) * sum(map(len, layers.values()))
 
 
 _AT_ONCE: Final = (
@@ -368,15 +398,15 @@ def attend(  # noqa: PLR0913 - the library's signature
             "in continuous batching a token attends to the earlier ones of its request",
             "leave the mask out",
         )
-    if step.get("block_table") is not None:
+    if step.get("block_table") is not None and not handle.pages_per_block:
         raise NotNegotiatedError(
             f"{layer}: a block_table was given",
-            "the manager has one for its own flash implementations only",
+            "it is known of transformers 5.23 and 5.24, for models without sliding windows",
             "pass ContinuousBatchingConfig(max_blocks_per_request=0)",
         )
     check_outputs(module)
-    kwargs = {name: step.pop(name) for name in (*_STEP, "cu_seq_lens_q", "cu_seq_lens_k") if name in step}
-    bounds = {name: step.pop(name) for name in list(step) if name.startswith(("max_length_", "max_seqlen_"))}
+    bounds = [name for name in step if name.startswith(("max_length_", "max_seqlen_"))]
+    kwargs = {name: step.pop(name) for name in (*_STEP, *bounds) if name in step}
     check_arguments(dropout, step, layer)
     common = {
         "softmax_scale": scaling,
@@ -389,22 +419,36 @@ def attend(  # noqa: PLR0913 - the library's signature
     if written:
         keys, values, key_starts = key[0].transpose(0, 1), value[0].transpose(0, 1), kwargs["cu_seq_lens_k"]
     else:
-        keys, values, key_starts = _updated(module, cache, key, value, {**kwargs, **bounds}, sliding_window)
+        keys, values, key_starts = _updated(module, cache, key, value, kwargs, sliding_window)
     starts = kwargs["cu_seq_lens_q"]
     handle.begin(module)
     starts_cpu, key_starts_cpu = handle.on_cpu(starts), handle.on_cpu(key_starts)
     tokens, used = int(starts_cpu[-1]), int(key_starts_cpu[-1])  # the rest is padding of a compiled model
-    output = handle.run(
-        flash_attn_varlen_func,
-        rows[:tokens],
-        keys[:used],
-        values[:used],
-        starts,
-        key_starts,
-        cu_seqlens_q_cpu=starts_cpu,
-        cu_seqlens_k_cpu=key_starts_cpu,
-        **common,
-    )
+    if kwargs.get("block_table") is not None:  # one token of each request
+        output = handle.run(
+            flash_attn_with_kvcache,
+            rows[:tokens, None],
+            kwargs["k_cache"][:: handle.pages_per_block],
+            kwargs["v_cache"][:: handle.pages_per_block],
+            keys[:tokens, None],
+            values[:tokens, None],
+            cache_seqlens=key_starts.diff()[:tokens] - 1,
+            block_table=kwargs["block_table"][:tokens] // handle.pages_per_block,
+            max_seqlen_k=int(key_starts_cpu.diff().max()),
+            **common,
+        )[:, 0]
+    else:
+        output = handle.run(
+            flash_attn_varlen_func,
+            rows[:tokens],
+            keys[:used],
+            values[:used],
+            starts,
+            key_starts,
+            cu_seqlens_q_cpu=starts_cpu,
+            cu_seqlens_k_cpu=key_starts_cpu,
+            **common,
+        )
     if tokens < rows.shape[0]:
         output = torch.cat([output, output.new_zeros(rows.shape[0] - tokens, *output.shape[1:])])
     return output.unsqueeze(0), None
@@ -413,7 +457,11 @@ def attend(  # noqa: PLR0913 - the library's signature
 def _updated(
     module: nn.Module, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any], window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the step's keys and values; return all that the requests attend to, packed, and their start locations."""
+    """
+    Write the step's keys and values; return all that the requests attend to, packed, and their start locations.
+
+    In a step with a block table nothing is written; then the arguments get the pages, and the new keys are returned.
+    """
     index: Any = module.layer_idx
     if _UPDATE == _BY_KEYWORDS:
         keys, values = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
