@@ -149,10 +149,11 @@ _MODERN_BERT: Final = Architecture(
 
 _PLAIN: Final = (
     _each(
-        "apertus arcee aria_text biogpt bitnet cohere emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text"
-        " flex_olmo gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text helium hunyuan_v1_dense hunyuan_v1_moe hy_v3"
+        "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere emu3_text_model ernie4_5 ernie4_5_moe"
+        " ernie4_5_vl_moe_text exaone flex_olmo gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text helium"
+        " hunyuan_v1_dense hunyuan_v1_moe hy_v3"
         " internlm3 iquestcoder jais2 llama minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi"
-        " qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text seed_oss solar_open stablelm xglm",
+        " qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text sarvam_moe seed_oss solar_open stablelm xglm",
         _decoder(),
     )
     | _each("granite granitemoe granitemoeshared hyperclovax", _decoder(scale=granite))
@@ -232,10 +233,7 @@ REMOTE: Final = (
     | _each("chatglm", _decoder(path="encoder.layers.{}.self_attention", kv_heads=chatglm_kv_heads))
     | _each("baichuan", _decoder(alibi="linear", has_alibi=baichuan_has_alibi))
     | _each("qwen", _decoder(path="h.{}.attn"))
-    | _each("apertus1p5_text sarvam_moe", _decoder())
-    | _each("lara_mini", _decoder(listed(lara_mini)))
     | _each("bailing_moe bailing_moe_v2", _decoder(path=_BAILING))
-    | _each("exaone", _decoder(path="h.{}.attn.attention"))
     | _each("nemotron-nas", _decoder(nas_blocks, layer=nas))
 )
 """Model types that transformers has no class for: no default of theirs is known."""
@@ -249,6 +247,7 @@ _HYBRID: Final = (
     )
     | _each("lfm2", _decoder(listed(at("full_attn_idxs", other="conv"))))
     | _each("lfm2_moe", _decoder(listed()))
+    | _each("lara_mini", _decoder(listed(lara_mini)))
     | _each("lfm3", _decoder(listed(lfm3)))
     | _each("zaya", _decoder(zaya, beside="a convolution over queries and keys"))
     | _each("granitemoehybrid", _decoder(listed(), scale=granite))

@@ -151,7 +151,7 @@ class Fields:
         return self if part is None else self.part(part).text()
 
 
-LIBRARY: Final = "transformers 5.23"
+LIBRARY: Final = "transformers 5.24"
 """Whose classes ``defaults.json`` was made from, by ``python -m tools.model_defaults --write``."""
 
 

@@ -164,7 +164,7 @@ class Fa3Vllm(Kernels):
         scheduled: Tensor = self._get_scheduler_metadata(
             call.seqused_k.shape[0],
             call.max_seqlen_q,
-            call.max_seqlen_k,
+            self.longest_scheduled(call),
             num_heads_q,
             required.num_kv_heads,
             required.head_size,
@@ -188,6 +188,10 @@ class Fa3Vllm(Kernels):
         )
         return scheduled
 
+    def longest_scheduled(self, call: VarlenCall) -> int | None:
+        """Return the maximum number of keys that the kernel itself assumes in a call."""
+        return call.max_seqlen_k
+
 
 class Fa3Tokenspeed(Fa3Vllm):
     """``flash_attn_3`` of ``tokenspeed-fa3``: as ``_vllm_fa3_C``, without soft-capping."""
@@ -195,3 +199,8 @@ class Fa3Tokenspeed(Fa3Vllm):
     library = "flash_attn_3"
     local = (0,)  # attention_chunk
     after_sinks = ()
+
+    def longest_scheduled(self, call: VarlenCall) -> int | None:  # noqa: D102
+        # With pages the kernel counts those of the table: whether a window hides a key decides the schedule's size.
+        size = self.agreement.block_size
+        return call.max_seqlen_k if call.block_table is None or size is None else call.block_table.shape[1] * size
