@@ -256,10 +256,17 @@ class Fa3(Calls):
 
 
 class Fa3Vllm(Calls):
-    """The ops `fwd` and `get_scheduler_metadata`."""
+    """The ops `fwd` and `get_scheduler_metadata` of the wheels of vLLM."""
 
     fills_output = True
     schedules = True
+    library: ClassVar[str] = "_vllm_fa3_C"
+    windows: ClassVar[tuple[int, ...]] = (-1, -1)
+    after_sinks: ClassVar[tuple[int | None, ...]] = (1, 0, None)
+
+    def longest_scheduled(self, rows: PhaseRows) -> int:
+        """Return the maximum number of keys that the kernel assumes."""
+        return rows.max_keys
 
     def schedule(self, rows: PhaseRows) -> Tensor | None:
         """Return the schedule of a call with pages."""
@@ -267,9 +274,9 @@ class Fa3Vllm(Calls):
             return None
         sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size, rows.dtype)
         lengths = (rows.keys, rows.query_starts, None, None, None, None, rows.block_size, 0)
-        schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata.default  # noqa: SLF001 - the op's name
-        scalars = (True, -1, -1, False, 0, None, 0)
-        metadata: Tensor = schedule(len(rows.keys), rows.max_query, rows.max_keys, *sizes, *lengths, *scalars)
+        schedule = getattr(torch.ops, self.library).get_scheduler_metadata.default
+        longest, scalars = self.longest_scheduled(rows), (True, *self.windows, False, 0, None, 0)
+        metadata: Tensor = schedule(len(rows.keys), rows.max_query, longest, *sizes, *lengths, *scalars)
         return metadata
 
     def bind(
@@ -279,10 +286,22 @@ class Fa3Vllm(Calls):
         none = (None,) * 3
         starts, keys, table = (None, rows.keys, rows.table) if rows.has_cached else (rows.key_starts, None, None)
         lengths = (rows.query_starts, starts, None, None, keys, rows.max_query, rows.max_keys, table)
-        scalars = (rows.scale, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None)
-        fwd = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001 - the op's name
+        scalars = (rows.scale, True, *self.windows, 0.0, True, schedule, 0, None, 0, None, *self.after_sinks)
+        fwd = getattr(torch.ops, self.library).fwd.default
         # key_new, value_new, query_value; batch indices, padding, rotary embedding (3); descales
         return partial(fwd, query, key, value, *none, out, *lengths, None, None, *none, *none, *scalars)
+
+
+class Fa3Tokenspeed(Fa3Vllm):
+    """The same ops of `tokenspeed-fa3`, whose windows have an attention chunk behind them."""
+
+    library = "flash_attn_3"
+    windows = (-1, -1, 0)
+    after_sinks = ()
+
+    def longest_scheduled(self, rows: PhaseRows) -> int:
+        """Return the slots of a row of the block table."""
+        return rows.table.shape[1] * rows.block_size
 
 
 class Fa4(Calls):
@@ -338,6 +357,14 @@ class Torch(Calls):
 
 
 CALLS: Final[Mapping[str, Calls]] = MappingProxyType(
-    {"fa2": Fa2(), "fa2_vllm": Fa2Vllm(), "fa3": Fa3(), "fa3_vllm": Fa3Vllm(), "fa4": Fa4(), "torch": Torch()}
+    {
+        "fa2": Fa2(),
+        "fa2_vllm": Fa2Vllm(),
+        "fa3": Fa3(),
+        "fa3_vllm": Fa3Vllm(),
+        "fa3_tokenspeed": Fa3Tokenspeed(),
+        "fa4": Fa4(),
+        "torch": Torch(),
+    }
 )
 """The calls of each variant."""
