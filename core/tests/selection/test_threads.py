@@ -251,6 +251,7 @@ def test_a_history_of_everything_at_once(installed, manifest_of, request_of) -> 
         done.set()
 
     def refresh() -> None:
+        record("refresh", "", attnplug.refresh)  # at least one, however busy the machine is
         while not done.wait(0.001):  # locks are unfair: without a pause it could keep the registrations waiting
             record("refresh", "", attnplug.refresh)
 
