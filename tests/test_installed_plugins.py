@@ -312,7 +312,9 @@ print(json.dumps(found))
     broken = status_reason_and_fix("malformed")
     other = status_reason_and_fix("api_major")
 
-    assert (absent[0], absent[2]) == ("absent", "pip install ./plugins/blocksparse, in a checkout")
+    assert absent[0] == "absent"
+    assert absent[2].startswith("pip install ")
+    assert absent[2].endswith("/plugins/blocksparse")  # of the checkout that core runs from
     assert lacking == (
         "missing_dependency",
         "acme-flash-attn >=2.7.1,<2.9 is required and not installed",

@@ -176,12 +176,12 @@ def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp
         return {name: [item["because"] for item in v["unverified"]] for name, v in ours.items()}
 
     shown, between = unverified("128"), unverified("112")
-    for variant in ("fa3_vllm", "fa4", "torch"):
+    for variant in ("fa3_vllm", "fa3_tokenspeed", "fa4", "torch"):
         assert shown[variant] == []
         (because,) = between[variant]
         assert because.startswith("verified are 8, ")
         assert "112" not in because
-    for variant in ("fa2_vllm", "fa3", "fa3_tokenspeed"):
+    for variant in ("fa2_vllm", "fa3"):
         assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
 
 

@@ -211,7 +211,7 @@ def test_a_cancelled_request_keeps_its_tokens(open_engine):
 
 
 def test_requests_that_never_fit_are_refused(open_engine):
-    engine = open_engine(num_blocks=4, block_size=8, max_seq_len=64)
+    engine = open_engine("llama", num_blocks=4, block_size=8, max_seq_len=64)
 
     with pytest.raises(CacheError, match="3 of the cache's 4 blocks"):
         engine.submit([1] * 20, max_new_tokens=10)

@@ -20,14 +20,16 @@ NEW = 10
 PROMPTS = [[5, 9, 20, 33, 7, 101, 64, 3, 250, 18, 77], [12, 4, 199]]
 RECURRENT = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid", "jamba"),
-    *("bamba", "falcon_h1", "minimax", "nemotron_h", "recurrent_gemma", "zamba2"),
+    *("bamba", "falcon_h1", "minimax", "nemotron_h", "recurrent_gemma", "zamba2", "zamba", "zaya", "lfm3", "lara_mini"),
 }
+OWN = {"ctrl", "gpt_neox_japanese", "openai-gpt"}
+"""Families whose classes in transformers do not go through the AttentionInterface."""
 CAUSAL = sorted(
     name
     for name in set(ARCHITECTURES) & set(CONFIG_MAPPING)
     if ARCHITECTURES[name].family == "decoder"
     and CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    and name not in RECURRENT
+    and name not in RECURRENT | OWN
 )
 
 
@@ -78,6 +80,12 @@ def test_tokens_are_those_of_generate(host, model_type):
 @pytest.mark.parametrize("model_type", sorted(RECURRENT))
 def test_recurrent_layers_are_refused(host, model_type):
     with pytest.raises(RequirementsError, match="not attention over keys"):
+        Engine(made_of(tiny(model_type)), max_seq_len=32)
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN))
+def test_classes_with_their_own_attention_are_refused(host, model_type):
+    with pytest.raises(RequirementsError, match="does not take an attention implementation"):
         Engine(made_of(tiny(model_type)), max_seq_len=32)
 
 

@@ -47,7 +47,7 @@ class Workload:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self.host = fake.Host(9 if window is None else 7, 2, max_num_reqs=3, max_num_tokens=6, sliding_window=window)
+        self.host = fake.Host(9 if window is None else 5, 2, max_num_reqs=3, max_num_tokens=6, sliding_window=window)
         self.requests = [
             Request(id=number, tokens=prompt, max_new_tokens=length)
             for number, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from attrs import evolve
 
+from attnplug.batching import num_unpadded_tokens
 from attnplug.contract import MetadataBuilder
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.cascade import after_prefix, prefix_rows
@@ -79,9 +80,15 @@ class FlashAttentionBuilder(MetadataBuilder):
         return {"plans": self._scheduled(plan, graph, schedules=graph is not None or not fast)}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
-        """Write the cumulative lengths of keys, where the library reads those."""
+        """Write the cumulative lengths of keys, where the library reads those, and the rows that have keys."""
+        plan = next(iter(metadata.plans.values()))  # plan keys differ in their schedules alone
+        for part in plan.parts:
+            if part.padding is not None and part.call.seqused_k is not None:
+                starts = metadata.batch.query_start_loc  # of this phase, which is the only one in a graph
+                used = num_unpadded_tokens(starts, part.call.seqused_k)
+                part.call.cu_seqlens_q.copy_(starts.minimum(used))
+                part.padding.copy_(torch.arange(part.last, device=starts.device) >= used)
         if self._kernels.cumulative_keys:
-            plan = next(iter(metadata.plans.values()))  # plan keys differ in their schedules alone
             for _, call in calls_of(plan):
                 if call.seqused_k is not None and call.cu_seqlens_k is not None:
                     write_cumulative(call.seqused_k, call.cu_seqlens_k)
@@ -189,7 +196,12 @@ class FlashAttentionBuilder(MetadataBuilder):
         call = self._with_fixed_sizes(call_of(rows, splits), name)
         if not self._kernels.paged:
             return packed(rows, call, self.state.workspace, self.agreement)
-        return KernelPass(self._adapted(call, graph, name), rows.first, rows.last)
+        padding = None
+        if graph is not None and self._kernels.needs_keys:
+            count, starts = rows.last - rows.first, call.cu_seqlens_q
+            padding = self.per_graph(graph, (name, "padding"), lambda: starts.new_zeros(count, dtype=torch.bool))
+            call = evolve(call, cu_seqlens_q=self.per_graph(graph, (name, "cu_seqlens_q"), starts.clone))
+        return KernelPass(self._adapted(call, graph, name), rows.first, rows.last, padding=padding)
 
     def _adapted(self, call: VarlenCall, graph: GraphBuffers | None, name: str) -> VarlenCall:
         if graph is None:

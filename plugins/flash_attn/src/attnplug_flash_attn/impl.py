@@ -151,6 +151,10 @@ class FlashAttentionImpl(AttentionImpl):
         if part.slots is not None:
             keys, values = packed_rows(part, keys, values)
         self.kernels.attend(query, keys, values, out, part.call, params, lse)
+        if part.padding is not None:
+            out.masked_fill_(part.padding.view(-1, 1, 1), 0)
+            if lse is not None:
+                lse.masked_fill_(part.padding.view(-1, 1), -torch.inf)
 
     def _attend_with_prefix(
         self,

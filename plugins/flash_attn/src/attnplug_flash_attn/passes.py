@@ -63,6 +63,7 @@ class KernelPass:
             has cached keys.
         buffers: The memory of the packed K/V, ``(keys, kv_heads, size)`` each. The next pass reuses it.
         rest: Further passes of other requests, whose keys do not fit into the buffers together with these.
+        padding: ``(last - first,)`` bool in a graph: rows that the call leaves out; None where it writes all.
     """
 
     call: VarlenCall
@@ -72,6 +73,7 @@ class KernelPass:
     reads_new_kv: bool = False
     buffers: tuple[Tensor, Tensor] | None = None
     rest: tuple[KernelPass, ...] = ()
+    padding: Tensor | None = None
 
     @property
     def calls(self) -> tuple[KernelPass, ...]:

@@ -53,6 +53,7 @@ class Fa2(Kernels):
     """``flash_attn``: pages of multiples of 256 tokens, and ALiBi; no sinks."""
 
     cumulative_keys = True
+    needs_keys = True  # of a request without one, the LSE is written to a wrong address
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
@@ -94,6 +95,7 @@ class Fa2Vllm(Kernels):
     """``_vllm_fa2_C``: pages of multiples of 16 tokens, and ALiBi; no sinks."""
 
     fills_output = True
+    needs_keys = True
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)

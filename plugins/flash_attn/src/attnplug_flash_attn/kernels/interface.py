@@ -87,6 +87,7 @@ class Kernels(ABC):
         paged: Whether it reads pages of the agreed size. Otherwise the builder packs the pages in use, and calls have
             no block table.
         cumulative_keys: Whether calls with a block table need ``cu_seqlens_k``.
+        needs_keys: Whether requests with rows and pages need a key: in a graph, calls have no rows of padding then.
         wants_leftpad: Whether calls with a block table have `VarlenCall.leftpad_k`.
         schedules: Whether `schedule` may return a schedule.
         fills_output: Whether it writes into `out`; otherwise its new tensors are copied. An instance sets it if it
@@ -98,6 +99,7 @@ class Kernels(ABC):
 
     paged: ClassVar[bool] = True
     cumulative_keys: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = False
     wants_leftpad: bool = False
     schedules: ClassVar[bool] = False
     fills_output: bool = False
