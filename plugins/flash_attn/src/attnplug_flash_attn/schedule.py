@@ -223,7 +223,7 @@ def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_context: in
         else:
             old: KernelPass = made[name]
             made[name] = KernelPass(
-                change(name, call), old.first, old.last, old.slots, old.reads_new_kv, old.buffers, old.rest
+                change(name, call), old.first, old.last, old.slots, old.reads_new_kv, old.buffers, old.rest, old.padding
             )
     return Plan(**made)
 
