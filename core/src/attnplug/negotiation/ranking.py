@@ -114,8 +114,8 @@ class Ranked:
     Attributes:
         evaluations: The order.
         decided_by: The criterion that put the first before the runner-up; empty with fewer than two.
-        runner_up: The best one of another plugin; the second where there is none, so that the built-in backend is the
-            runner-up of one without variants. None with fewer than two.
+        runner_up: The best evaluation of another plugin; the second evaluation if no other plugin can serve, so that
+            the built-in backend may be the runner-up. None with fewer than two.
         because: The source of the default order that applies.
     """
 

@@ -43,9 +43,9 @@ class Explanation:
         origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
         with_auto: The candidates that could serve and are not permitted: those that ``"auto"`` in the list would add.
         named: The candidates that the list names, by id, backend or alias; empty where all are permitted.
-        behind: The id of the best permitted candidate of another plugin, of the next candidate where there is none;
-            empty where no other can serve.
-        order_because: The source of the default order for this device; empty where there is none.
+        behind: The id of the runner-up: the best permitted candidate of another plugin, or the next candidate if no
+            other plugin can serve; empty where no other can.
+        order_because: The source of the default order for this device; empty for a device without a default order.
         needs: The steps that install what the chosen candidate was supposed to have.
         least: The candidate that can serve with the least to install, where that is not the chosen one, and its steps.
     """

@@ -10,6 +10,7 @@ nothing is updated then, and `attnplug.dense.flash_attn_with_kvcache` writes and
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from contextvars import copy_context
 from copy import copy
@@ -169,7 +170,7 @@ class ContinuousBatching:
         self.pages_per_block = _pages_of_block(self.model)
         blocks = (config.max_blocks_per_request or 0) if self.pages_per_block else 0
         if blocks:
-            config.max_blocks_per_request = 0  # the manager would look for a function of its own flash implementations
+            config.max_blocks_per_request = 0  # the manager would look among its flash implementations
         made = type(self.model).init_continuous_batching
         manager = made(self.model, generation_config, config, *rest, **more)
         if blocks:  # read when it makes its KV cache, as it starts
@@ -301,6 +302,8 @@ class _NoCache(PagedAttentionCache):
         return key_states, value_states
 
 
+_log = logging.getLogger(__name__)
+
 _CHECK: Final[list[Tensor]] = []
 """The write_index of `_check_layers`, which is known by its identity."""
 
@@ -326,8 +329,10 @@ def _check_layers(model: Any) -> None:
                 "their attention needs the lengths and the KV cache of the step",
                 "use generate() of this model, or attnplug_transformers.engine",
             ) from None
-        except Exception:  # noqa: BLE001, S110 - `_FirstCall`; any other error is one of the steps, which report it
-            pass
+        except _FirstCall:
+            return
+        except Exception:  # noqa: BLE001 - the steps meet it again, and report it
+            _log.debug("%s does not run up to its first attention", type(model).__name__, exc_info=True)
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:

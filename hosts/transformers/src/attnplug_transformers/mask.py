@@ -99,7 +99,7 @@ class LazyMask:
         return not bool(attends[0, 0, 1])
 
     def reaches(self, distance: int) -> bool:
-        """Return whether the token at this distance from the first one attends to it; False where there is none."""
+        """Return whether the token at this distance from the first one attends to it; False for no such token."""
         if min(self.q_offset + self.q_length, self.kv_offset + self.kv_length) <= distance:
             return False
         one = attrs.evolve(self, q_length=1, kv_length=1, q_offset=distance, kv_offset=0, padding=None, packings={})
