@@ -113,8 +113,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give torch the seed of the run, as pytest-randomly does for random and numpy; import nothing for it."""
+    """
+    Give torch the seed of the run, as pytest-randomly does for random and numpy, and nothing that was compiled before:
+    a frame that another test left uncompiled stays so, also with `fullgraph=True`. Import nothing for it.
+    """
     torch = sys.modules.get("torch")
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
     seed = item.config.getoption("randomly_seed", default=0)
     if torch is not None and isinstance(seed, int):
         torch.manual_seed(seed)

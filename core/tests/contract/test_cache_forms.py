@@ -337,7 +337,6 @@ def test_a_graph_writes_every_form(form, compiler):
             query = query + output.view(query.shape)
         return query * 2
 
-    torch.compiler.reset()
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     with forward_context({"layers.0": metadata, "layers.1": metadata}), torch.no_grad():
         wanted = model(query, key, value, copies, expected)

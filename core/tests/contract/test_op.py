@@ -60,7 +60,6 @@ def test_a_compiled_model_serves_every_step(compiler):
     builder = make_builder(backend, impl)
     pages = random_cache(backend, 32)
     model = Model(impl, pages, lse=True)
-    torch.compiler.reset()
     graphs = []
 
     def counting(graph, inputs):
@@ -189,7 +188,6 @@ def test_the_write_is_an_op_too(phases):
         impl.forward_op(query, key, value, pages, output)
         return output + 1
 
-    torch.compiler.reset()
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     with forward_context({"layers.0": metadata}), torch.no_grad():
         found = compiled(query, key, value)

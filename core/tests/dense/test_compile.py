@@ -14,11 +14,6 @@ from attnplug.errors import NoBackendError, TensorError
 from core.tests.dense.flash_reference import HEADS, KV_HEADS, SIZE, cached, starts_of
 
 
-@pytest.fixture(autouse=True)
-def _afresh():
-    torch._dynamo.reset()
-
-
 def tensors(batch=2, queries=7, keys=7, heads=4, kv_heads=2, size=16):
     return (
         torch.randn(batch, queries, heads, size),

@@ -190,7 +190,6 @@ def test_a_meta_tensor_has_no_autocast() -> None:
 
 
 def test_a_compiled_graph_has_no_break(runs) -> None:
-    torch._dynamo.reset()
     inputs, mask = tensors((2, 4, 9, 16), (2, 4, 5, 16)), torch.rand(2, 4, 9, 5) > 0.3
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -150,7 +150,6 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
     """The compiler traces, and generates no code: graphs are the same for every device."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     flex.compiled.cache_clear()
-    torch._dynamo.reset()
     generator, kinds = random.Random(3), set()
     kind_of = flex._kind
     monkeypatch.setattr(flex, "_kind", lambda *args: kinds.add(kind_of(*args)) or kind_of(*args))

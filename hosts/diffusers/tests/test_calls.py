@@ -212,7 +212,6 @@ def test_keys_that_a_mask_hides_are_left_out(mask, mode, dispatch, dispatched, r
 def test_keys_are_left_out_in_a_compiled_graph(learns, dispatch, runs) -> None:
     from attnplug_diffusers.backend import attention_for  # noqa: PLC0415 - imports diffusers
 
-    torch._dynamo.reset()
     inputs, mask = tensors((2, 30, 4, 64), (2, 12, 4, 64)), MASK.bool()[:, None, None, :]
     inputs[0].requires_grad_(learns)
     member = attention_for("torch/sdpa", None, native_fallback=True).member
@@ -306,7 +305,6 @@ def test_options_reach_the_backend(mask, dispatched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["flashinfer", None])
 def test_a_fallback_is_decided_when_a_graph_is_traced(backend, dispatch, runs) -> None:
-    torch._dynamo.reset()
     inputs = tensors((2, 12, 4, 64))
     from attnplug_diffusers.backend import attention_for  # noqa: PLC0415 - imports diffusers
 

@@ -33,7 +33,6 @@ def test_a_model_computes_what_it_does_by_itself(make, mode, diffusers, bind, ru
 @pytest.mark.parametrize("make", [flux, wan, hunyuan, sd3, vae])
 def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
     small = make(diffusers)
-    torch._dynamo.reset()
     compiled = torch.compile(small.model, fullgraph=True, backend="aot_eager" if make is wan else "eager")
 
     with torch.no_grad():
@@ -51,7 +50,6 @@ def test_a_model_compiles_without_a_break(make, diffusers, bind, runs) -> None:
 @pytest.mark.slow
 def test_blocks_that_are_compiled_alone_follow_a_binding(diffusers, bind, runs) -> None:
     small = flux(diffusers)
-    torch._dynamo.reset()
 
     with torch.no_grad():
         wanted = small()
@@ -68,7 +66,6 @@ def test_blocks_that_are_compiled_alone_follow_a_binding(diffusers, bind, runs) 
 @pytest.mark.slow
 def test_graphs_are_found_again_when_a_model_is_bound_again(diffusers, bind, runs) -> None:
     small = wan(diffusers)
-    torch._dynamo.reset()
     compiled, counters = torch.compile(small.model, fullgraph=True, backend="eager"), torch._dynamo.utils.counters
 
     with torch.no_grad():

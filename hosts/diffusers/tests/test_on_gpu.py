@@ -110,7 +110,6 @@ def _as_float32(arguments):
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # QwenImage has some
 @pytest.mark.parametrize("make", [flux, sd3, qwen])
 def test_the_inductor_compiles_a_bound_model(make, diffusers, bind, forwards) -> None:
-    torch._dynamo.reset()
     small = on_gpu(make(diffusers), torch.bfloat16)
 
     with torch.no_grad():

@@ -10,14 +10,6 @@ import attnplug_torch
 from hosts.torch.tests.reference import counted, gradients, native, natively, served, tensors
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Compile everything anew, and keep nothing for other tests."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def causal(query, key, value):
     return sdpa(query, key, value, is_causal=True) * 2
 
