@@ -8,6 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 
 import torch
 
+from attnplug.errors import LayerError
 from hosts.vllm.tests.rig import ORDERS, Rig
 
 SLOPES = [2.0 ** -(head + 1) for head in range(4)]
@@ -80,6 +81,25 @@ def test_orders_of_memory(order, block_size, kv_heads):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps(seed):
     assert walk(Rig([{}, {"sliding_window": 12, "logits_soft_cap": 4.0}], seed=seed), steps=12) < 1e-5
+
+
+@pytest.mark.parametrize("given", [{}, {"sliding_window": 8, "sinks": torch.ones(4)}])
+def test_a_builder_before_its_layer(given):
+    """As vLLM's own tests make them: the layer is in no model, and was made with another default dtype."""
+    rig = Rig([given], dtype=torch.bfloat16)
+    layer = rig.layers.pop("layers.0")
+    rig.builder = rig.make_builder(["layers.0"])
+    assert not rig.builder.parts
+    layer.impl = impl = rig.make_layer(given, {}).impl
+    assert impl.requirements.dtype == "float32"
+    rig.layers["layers.0"] = layer
+    rig.add(2)
+    assert rig.run([(0, 5), (1, 20)]) < 2e-2
+    assert rig.run([(0, 1), (1, 1)]) < 2e-2
+    assert impl.requirements.dtype == "bfloat16"
+    layer.impl = rig.make_layer(given, {}).impl
+    with pytest.raises(LayerError, match="metadata of a step"):
+        rig.run([(0, 1), (1, 1)])
 
 
 def test_layers_of_one_agreement_share_a_builder():

@@ -391,24 +391,8 @@ def attend(  # noqa: PLR0913 - the library's signature
     if handle is not None and step.get("write_index") is _CHECK:
         raise _FirstCall
     written = cache is None and "write_index" in step and isinstance(step.get("cu_seq_lens_k"), torch.Tensor)
-    if handle is None or not (written or isinstance(cache, PagedAttentionCache)):
-        raise NotNegotiatedError(
-            f"{layer} was called with attn_implementation={NAME!r}, and not by continuous batching on attnplug",
-            "inside of continuous_batching(model) that model generates by generate_batch",
-            "call the model after the context was left",
-        )
-    if attention_mask is not None or is_causal is False:
-        raise NotNegotiatedError(
-            f"{layer}: a mask or is_causal=False was given",
-            "in continuous batching a token attends to the earlier ones of its request",
-            "leave the mask out",
-        )
-    if step.get("block_table") is not None and not handle.pages_per_block:
-        raise NotNegotiatedError(
-            f"{layer}: a block_table was given",
-            "it is known of transformers 5.23 and 5.24, for models without sliding windows",
-            "pass ContinuousBatchingConfig(max_blocks_per_request=0)",
-        )
+    is_step = written or isinstance(cache, PagedAttentionCache)
+    handle = _checked(handle, layer, step, attention_mask, is_causal=is_causal, is_step=is_step)
     check_outputs(module)
     bounds = [name for name in step if name.startswith(("max_length_", "max_seqlen_"))]
     kwargs = {name: step.pop(name) for name in (*_STEP, *bounds) if name in step}
@@ -457,6 +441,37 @@ def attend(  # noqa: PLR0913 - the library's signature
     if tokens < rows.shape[0]:
         output = torch.cat([output, output.new_zeros(rows.shape[0] - tokens, *output.shape[1:])])
     return output.unsqueeze(0), None
+
+
+def _checked(
+    handle: ContinuousBatching | None,
+    layer: str,
+    step: dict[str, Any],
+    mask: Tensor | None,
+    *,
+    is_causal: bool | None,
+    is_step: bool,
+) -> ContinuousBatching:
+    """Return the handle of a call of continuous batching, or refuse the call."""
+    if handle is None or not is_step:
+        raise NotNegotiatedError(
+            f"{layer} was called with attn_implementation={NAME!r}, and not by continuous batching on attnplug",
+            "inside of continuous_batching(model) that model generates by generate_batch",
+            "call the model after the context was left",
+        )
+    if mask is not None or is_causal is False:
+        raise NotNegotiatedError(
+            f"{layer}: a mask or is_causal=False was given",
+            "in continuous batching a token attends to the earlier ones of its request",
+            "leave the mask out",
+        )
+    if step.get("block_table") is not None and not handle.pages_per_block:
+        raise NotNegotiatedError(
+            f"{layer}: a block_table was given",
+            "it is known of transformers 5.23 and 5.24, for models without sliding windows",
+            "pass ContinuousBatchingConfig(max_blocks_per_request=0)",
+        )
+    return handle
 
 
 def _updated(

@@ -74,12 +74,12 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
     if not impl.requirements.paged:
         return impl.selection
     _check_kind(spec)
-    terms = terms_of(layers_of(impl.choice, config))
+    terms = terms_of(layers_of(impl.choice, config) or [impl])
     form, kv_layout = resolved_terms(order_of(config, terms), terms)
     changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
     if getattr(spec, "non_causal", False):  # vLLM says so in each batch, too
         changes["causal"] = False
-    if layer.head_size_v != impl.head_size:
+    if getattr(layer, "head_size_v", impl.head_size) != impl.head_size:
         changes["head_size_v"] = layer.head_size_v
     if layer._k_scale.numel() > 1:  # noqa: SLF001 - vLLM keeps a layer's scales there
         changes["per_head_scales"] = True
@@ -153,24 +153,23 @@ def impls_of(config: Any) -> list[LayerImpl]:
     return [impl for impl in impls if isinstance(impl, LayerImpl)]
 
 
-def share_state(backend: LoadedBackend, names: list[str], spec: Any, config: Any) -> Captures:
+def share_state(backend: LoadedBackend, impls: Mapping[str, LayerImpl], spec: Any, config: Any) -> Captures:
     """
-    Return the state for a builder of these layers: that of builders of other layers, or a new one.
+    Return the state for a builder of these layers, by name: that of builders of other layers, or a new one.
 
     Raises:
         LimitsError: The limits contradict the agreement.
     """
     limits = limits_of(backend, spec, config)
-    layers = config.compilation_config.static_forward_context
     for shared in dict.fromkeys(impl.shared for impl in impls_of(config) if impl.shared is not None):
         state = shared.state
-        if state.backend.id == backend.id and state.limits == limits and not shared.layers.intersection(names):
+        if state.backend.id == backend.id and state.limits == limits and shared.layers.isdisjoint(impls):
             break
     else:
-        shared = SharedState(backend.make_state(limits, parallel_of(config, layers[names[0]].impl)))
-    shared.layers.update(names)
-    for name in names:
-        layers[name].impl.shared = shared
+        shared = SharedState(backend.make_state(limits, parallel_of(config, next(iter(impls.values())))))
+    shared.layers.update(impls)
+    for impl in impls.values():
+        impl.shared = shared
     return shared.state
 
 

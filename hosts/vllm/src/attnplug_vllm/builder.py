@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import finalize, ref
@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape
 from attnplug.errors import BatchError
+from attnplug_vllm import facts
 from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
 
 if TYPE_CHECKING:
@@ -47,12 +48,31 @@ class StepMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM is no depen
         common: What vLLM gave.
         num_actual_tokens: Query tokens, padding included.
         slot_mapping: The slots of the step's K/V. KV connectors read it.
+        late: The builder, where its layer was not made yet; None once there are parts.
     """
 
     parts: Any
     common: Any
     num_actual_tokens: int
     slot_mapping: Any
+    late: GroupBuilder | None = None
+
+    def bind(self, impl: LayerImpl, layer: Any, query: Tensor, pool: Tensor) -> None:
+        """
+        Bind a layer that was made after its builder, and build the step for it.
+
+        Args:
+            impl: The layer's implementation, which nothing has bound yet.
+            layer: What vLLM passes with a call, its quantization scales.
+            query: The queries. They have the layer's dtype, which outside of a model is not the default dtype.
+            pool: The layer's KV cache, likewise.
+
+        Raises:
+            ContractError: The step has no builder that waits for a layer.
+            NoBackendError: What was decided on cannot serve the dtype, or the flag `causal` of the step.
+        """
+        if self.late is not None:
+            self.parts, self.late = self.late.build_for(impl, layer, query, pool, self.common), None
 
 
 @frozen(eq=False)
@@ -123,7 +143,17 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **further)
         context = vllm_config.compilation_config.static_forward_context
-        self._layers = {name: context[name] for name in layer_names}
+        # vLLM's own tests make a builder before its layer, which is in no model: it is bound in its first step.
+        self._awaited = layer_names[0] if len(layer_names) == 1 and layer_names[0] not in context else None
+        self._layers = {} if self._awaited else {name: context[name] for name in layer_names}
+        self.parts: tuple[Part, ...] = ()
+        self._lacks_pools = False
+        if self._layers:
+            self._bind_layers()
+
+    def _bind_layers(self) -> None:
+        """Settle, load and bind the layers; from then on steps are built for them."""
+        vllm_config = self.vllm_config
         self.parts = tuple(self._make_parts())
         # Memory that vLLM 0.26 discards while it sleeps: it makes builders where it allocates KV caches.
         in_pool = bool(vllm_config.model_config.enable_cumem_allocator)
@@ -162,6 +192,8 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         Raises:
             ContractError: The batch contradicts the agreement, the limits or a captured graph.
         """
+        if self._awaited:
+            return replace(self._metadata({}, common_attn_metadata), late=self)
         if self._lacks_pools:
             self._take_pools()
         batch = self._batch(common_attn_metadata, common_prefix_len)
@@ -220,6 +252,22 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
 
     # --- machinery ---
 
+    def build_for(self, impl: LayerImpl, layer: Any, query: Tensor, pool: Tensor, common: Any) -> Any:
+        """Bind the layer that was waited for, and return the parts of its step; see `StepMetadata.bind`."""
+        if self._awaited:
+            requested = impl.selection.requirements.evolve(
+                dtype=str(query.dtype).removeprefix("torch."), causal=bool(common.causal)
+            )
+            impl.selection = facts.select(requested, (impl.selection.id,))
+            impl.requirements = impl.selection.requirements
+            layer.impl = impl
+            if requested.paged:
+                self.kv_cache_spec: Any = replace(self.kv_cache_spec, dtype=pool.dtype)
+            self._layers, self._awaited = {self._awaited: layer}, None
+            self._bind_layers()
+            self._lacks_pools = False  # the call that binds the layer has its pool
+        return GroupBuilder.build(self, 0, common).parts
+
     def _make_parts(self) -> Iterator[Part]:
         spec, config, layers = self.kv_cache_spec, self.vllm_config, self._layers
         groups: dict[tuple[str, Requirements], tuple[Selection, list[str]]] = {}
@@ -228,8 +276,9 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             groups.setdefault((selection.id, selection.requirements), (selection, []))[1].append(name)
         for selection, names in groups.values():
             backend = load(selection, spec, config)
-            impls = [bind(layers[name].impl, layers[name], name, backend) for name in names]
-            yield Part(backend, backend.make_builder(impls, share_state(backend, names, spec, config)))
+            attns = [bind(layers[name].impl, layers[name], name, backend) for name in names]
+            state = share_state(backend, {name: layers[name].impl for name in names}, spec, config)
+            yield Part(backend, backend.make_builder(attns, state))
 
     def _take_pools(self) -> None:
         """Bind the pools with the first step, which vLLM runs after it has made them, and outside of their memory."""
