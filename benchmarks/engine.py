@@ -11,6 +11,9 @@ the last token; models, KV caches, graphs and a warm-up generation come before. 
 the ratio, and the share of equal tokens: with random weights rounding may decide between two tokens. With few requests
 of a small model the time is host time. A failure of one configuration is reported, and the others go on.
 
+On a GPU each configuration generates once more, under torch's profiler: `busy` is the share of its decode steps in
+which the GPU works. What is missing from 1 is host time that no kernel hides.
+
 With --also the engine runs on another backend too, in the same turns. With --through transformers' continuous batching
 runs on a backend of attnplug too, or on an attention of transformers (sdpa, paged|eager, flash_attention_3). With --out
 the result is written into that folder after each comparison, as engine.json and engine.md.
@@ -103,6 +106,7 @@ class Timed:
     seconds: tuple[float, ...]
     tokens_per_second: float
     about: dict[str, Any]
+    busy: float | None
 
 
 @frozen(eq=False)
@@ -223,8 +227,12 @@ def _compare(options: Any, preset: Preset, device: str) -> dict[str, Any]:
                     print(f"round {turn}, {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
                     if turn:  # the first round warms up
                         runs.setdefault(name, []).append(seconds)
+        busy: dict[str, float | None] = {}
+        for name in runs if device == "cuda" else ():
+            with _reported(name, failures):
+                busy[name] = busy_share(_kernels(ready[name].generate))
     about = {name: one.about for name, one in ready.items()}
-    return _found(options, preset, device, about, runs, tokens) | {"failures": failures}
+    return _found(options, preset, device, about, runs, tokens, busy) | {"failures": failures}
 
 
 def _configurations(options: Any, preset: Preset, device: str) -> dict[str, AbstractContextManager[Configuration]]:
@@ -254,10 +262,41 @@ def _time(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, 
     return time.perf_counter() - start, tokens
 
 
-def _found(options: Any, preset: Preset, device: str, about: Any, runs: Any, tokens: Any) -> dict[str, Any]:
+def _kernels(generate: Callable[[], list[list[int]]]) -> list[tuple[float, float]]:
+    """Return when each kernel and copy of a generation began and ended, in microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        generate()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.time_range.start, event.time_range.end) for event in events]
+
+
+def busy_share(kernels: list[tuple[float, float]]) -> float | None:
+    """
+    Return the share of the time from half to nine tenths of a generation, decodes alone, that kernels cover.
+
+    Args:
+        kernels: When each began and ended, in any order; they may overlap. None of them gives None.
+    """
+    if not kernels:
+        return None
+    first, last = min(start for start, _ in kernels), max(end for _, end in kernels)
+    begin, end = first + 0.5 * (last - first), first + 0.9 * (last - first)
+    covered, place = 0.0, begin
+    for start, stop in sorted(kernels):
+        covered += max(0.0, min(stop, end) - max(start, place))
+        place = max(place, min(stop, end))
+    return covered / (end - begin)
+
+
+def _found(
+    options: Any, preset: Preset, device: str, about: Any, runs: Any, tokens: Any, busy: dict[str, float | None]
+) -> dict[str, Any]:
     """Return the result as plain JSON values; ratio and equal tokens compare the first configuration with the last."""
     total = preset.requests * preset.new
-    timed = [Timed(name, tuple(times), total / median(times), about[name]) for name, times in runs.items()]
+    timed = [
+        Timed(name, tuple(times), total / median(times), about[name], busy.get(name)) for name, times in runs.items()
+    ]
     machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -287,7 +326,8 @@ def _text(found: dict[str, Any]) -> str:
     lines.append(f"{found['name']}: {what}")
     for one in found["runs"]:
         spread = f"{min(one['seconds']):.2f} to {max(one['seconds']):.2f} s"
-        lines.append(f"  {one['name']:20} {one['tokens_per_second']:8.0f} tokens/s  ({spread})  {one['about']}")
+        busy = "" if one["busy"] is None else f"  GPU busy {one['busy']:.2f}"
+        lines.append(f"  {one['name']:20} {one['tokens_per_second']:8.0f} tokens/s  ({spread}){busy}  {one['about']}")
     if found["ratio"] is not None:
         lines.append(f"  ratio {found['ratio']:.2f}, {100 * found['same_tokens']:.1f} % of the tokens are equal")
     return "\n".join([*lines, *(f"  failed: {name}: {why}" for name, why in found["failures"].items())])

@@ -104,6 +104,18 @@ def test_the_reference_is_attention(masked, beside) -> None:
     assert rows[-1] == 69
 
 
+def test_the_share_in_which_a_gpu_works(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    engine = pytest.importorskip("engine", exc_type=ImportError)
+    decodes = [(50.0 + 10 * step, 54.0 + 10 * step) for step in range(5)]
+
+    assert engine.busy_share([]) is None
+    assert engine.busy_share([(0.0, 100.0)]) == pytest.approx(1)
+    assert engine.busy_share([(0.0, 1.0), (99.0, 100.0), *decodes]) == pytest.approx(0.4)
+    overlapping = [(start, end + 4) for start, end in decodes] + [(start + 2, end + 1) for start, end in decodes]
+    assert engine.busy_share([(99.0, 100.0), (0.0, 50.0), *overlapping]) == pytest.approx(0.8)
+
+
 @pytest.mark.slow
 def test_the_host_time_of_builds_is_measured_without_a_gpu(tmp_path) -> None:
     data = tmp_path / "data.json"
