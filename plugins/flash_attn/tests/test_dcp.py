@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnplug_flash_attn import builder
+from attnplug.contract import Layer
+from attnplug_flash_attn import builder, dcp, impl
+from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_mutants import MUTANTS
 from plugins.flash_attn.tests.dcp_steps import DcpStep
 from plugins.flash_attn.tests.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 from plugins.flash_attn.tests.real import DCP, SINKS
+from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,3 +211,99 @@ class TestOnProcesses:
         wrong = on_ranks(step, mutant)
         with pytest.raises(AssertionError):
             assert_as_one_rank(step, wrong)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel: all but views and new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if not (is_view or "empty" in func.name() or "_unsafe_view" in func.name()):
+            self.found[func.name().partition("::")[2].partition(".")[0]] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def fake_group() -> Iterator[Any]:
+    """A group of two ranks, of which this process is one, and whose exchanges move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_lse):
+    launches = Launches()
+
+    def one(name: str) -> Callable[..., None]:
+        def launch(*given: Any) -> None:
+            launches.found[name] += 1
+
+        return launch
+
+    class Hollow(Kernels):
+        fills_output = True
+
+        def attend(self, query, key, value, out, call, params, lse):
+            launches.found["attend"] += 1
+            write_lse(lse, torch.empty(lse.T.shape))
+
+    for module, name in ((dcp, "merge_into"), (dcp, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
+        monkeypatch.setattr(module, name, one(name))
+    step = DcpStep(ranks=2, interleave=4, new=(1, 1), cached=(9, 14), group=4, return_lse=return_lse, padding=1)
+    backend = dcp_steps.backend_of(step, replayed=is_replayed)
+    backend.wrapped.kernels = Hollow(backend.agreement)
+    attn, pages = backend.make_impl(Layer(name="layer")), dcp_steps.RankPages(step, 0)
+    state = backend.make_state(dcp_steps.limits_of(step, pages), dcp_steps.parallel_of(step, 0, fake_group))
+    prepared = backend.make_builder([attn], state)
+    cache = pages.fill(backend, dcp_steps.StepTensors(step), state.device)
+    query, new = (torch.zeros(3, heads, step.head_size) for heads in (step.q_heads, step.kv_heads))
+    output, lse = torch.empty(query.shape).flatten(1), torch.empty(query.shape[:2]) if return_lse else None
+
+    def forward(metadata: Any) -> None:
+        with launches:
+            attn.forward(query, new, new, cache, metadata, output, lse=lse)
+
+    if is_replayed:
+        dcp_steps._captured(prepared, step, forward)
+    else:
+        forward(prepared.build(pages.batch(state.device)))
+
+    assert launches.found == {
+        "write_kv": 1,
+        **({"masked_fill": 1} if is_replayed else {}),  # the values of padding, which kernels multiply by 0
+        "_allgather_base_": 2,  # queries and LSEs
+        "clone": 1,  # the queries of all ranks, by KV head
+        "attend": 2,
+        "nan_to_num": 2,  # the LSE of each
+        "weigh": 1,
+        "_reduce_scatter_base_": 1,
+        "merge_into": 1,
+    }
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(Path(__file__).with_name("test_weigh_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_kernel_compiles(dtype: str, capability: int) -> None:
+    from attnplug_flash_attn.triton_dcp import _weigh  # noqa: PLC0415 - needs Triton
+
+    kinds = {"out": f"*{dtype}", "lses": "*fp32", "parts": f"*{dtype}", "total": "*fp32"}
+    sizes = {"rank": 1, "ranks": 2, "kv_heads": 1, "group": 16, "size": 128, "tile": 8, "width": 128}
+
+    code = compile_kernel(_weigh, kinds, sizes, unaligned=("tokens",), capability=capability, num_warps=4).asm["ptx"]
+
+    assert "ld.global.v4" in code  # 16 bytes at a time
+    assert "st.global.v4" in code

@@ -10,6 +10,8 @@ ALiBi. The sink is in the pass over new tokens only, since each rank would count
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from attnplug.batching import max_local_tokens_per_dcp_rank, num_unpadded_tokens
 from attnplug.contract import torch_dtype
-from attnplug.ops import merge_attention_states, quantize
+from attnplug.ops import merge_into, quantize
 from attnplug_flash_attn.dcp_shards import check_local_shard, local_lens
 from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
@@ -181,19 +183,15 @@ def attend(
     if not plan.has_context:
         run(query, key, value, output, plan.new, params, lse)
         return
-    out, sums = torch.empty_like(output), _empty_lse(query)
-    run(query, key, value, out, plan.new, params, sums)
-    cached = _attend_context(plan, query, pages, out, key.shape[1], run, params)
-    merged, total = merge_attention_states(*cached, out, sums, sink_in_b=params.sinks is not None)
-    output.copy_(merged)
-    if lse is not None:
-        lse.copy_(total)
+    sums = _empty_lse(query) if lse is None else lse
+    run(query, key, value, output, plan.new, params, sums)
+    merge_into(output, sums, *_attend_context(plan, query, pages, output, key.shape[1], run, params))
 
 
 def _attend_context(
     plan: DcpPlan, query: Tensor, pages: tuple[Any, Any], like: Tensor, kv_heads: int, run: Run, params: LayerParams
 ) -> tuple[Tensor, Tensor]:
-    """Return the float32 output and the LSE of this rank's heads over the cached tokens of all ranks."""
+    """Return the output and the LSE of this rank's heads over the cached tokens of all ranks."""
     all_heads = gather_heads(plan.ranks.all_gather(query), kv_heads)
     out, sums = like.new_empty((*all_heads.shape[:2], like.shape[2])), _empty_lse(all_heads)
     if plan.context is None:
@@ -205,21 +203,50 @@ def _attend_context(
 
 def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: bool) -> tuple[Tensor, Tensor]:
     """
-    Merge partial outputs of all ranks by LSE: return the float32 output and the LSE of this rank's heads.
+    Merge partial outputs of all ranks by LSE: return the output and the LSE of this rank's heads.
 
     Args:
-        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank; undefined in rows without keys.
+        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank, contiguous; undefined in rows without
+            keys.
         lse: ``(tokens, all q_heads)`` float32, -inf in rows without keys.
         ranks: The ranks.
         kv_heads: The number of KV heads, by which `gather_heads` orders the query heads.
         in_order: As in `Ranks.reduce_scatter`.
     """
-    total = ranks.all_gather(lse).logsumexp(0)
-    weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    tokens, heads, size = out.shape
+    parts = out.new_empty((ranks.size, tokens, heads // ranks.size, size))
+    total = lse.new_empty(parts.shape[1:3])
+    weigh(out, ranks.all_gather(lse), parts, total, ranks.rank, kv_heads)
+    return ranks.reduce_scatter(parts, in_order=in_order), total
+
+
+def weigh(out: Tensor, lses: Tensor, parts: Tensor, total: Tensor, rank: int, kv_heads: int) -> None:
+    """
+    Write this rank's part of the output for each rank, and the LSE of this rank's heads over the keys of all ranks.
+
+    Args:
+        out: ``(tokens, all q_heads, head_size_v)`` contiguous, undefined in rows without keys.
+        lses: ``(ranks, tokens, all q_heads)`` float32, contiguous.
+        parts: ``(ranks, tokens, q_heads, head_size_v)`` contiguous, in the dtype of `out`; written.
+        total: ``(tokens, q_heads)`` float32, contiguous; written.
+        rank: This rank.
+        kv_heads: The number of KV heads.
+    """
+    if out.is_cuda and _has_triton():
+        from attnplug_flash_attn.triton_dcp import weigh as launch  # noqa: PLC0415 - Triton is optional
+
+        launch(out, lses, parts, total, rank, kv_heads)
+        return
+    sums = lses.logsumexp(0)
+    weight = (lses[rank] - sums.masked_fill(sums == -torch.inf, 0.0)).exp().unsqueeze(-1)
     # Rows without keys are undefined, NaN included, and 0 * NaN is NaN. So they are replaced, not scaled.
-    weighted = torch.where(weight > 0, out * weight, 0.0)
-    mine = ranks.reduce_scatter(split_heads(weighted, ranks.size, kv_heads).contiguous(), in_order=in_order)
-    return mine, split_heads(total, ranks.size, kv_heads)[ranks.rank]
+    parts.copy_(split_heads(torch.where(weight > 0, out * weight, 0.0), parts.shape[0], kv_heads))
+    total.copy_(split_heads(sums, parts.shape[0], kv_heads)[rank])
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:

@@ -220,8 +220,6 @@ def _flat(scale: Tensor | None) -> Tensor | None:
 
 
 _FLOAT32: Final = torch.float32.itemsize
-_BUFFERS_OF_MERGE: Final = 3
-"""Float32 outputs for all ranks' heads that exist at once in `dcp.combine`: weighted, split by rank, and received."""
 
 
 def scratch_bytes(agreement: Agreement, kernels: Kernels, rows: int) -> int:
@@ -242,12 +240,15 @@ def scratch_bytes(agreement: Agreement, kernels: Kernels, rows: int) -> int:
     ranks = required.dcp_size
     total = of_query * cached if cached != width else 0
     result = of_output * width + required.num_q_heads * _FLOAT32
-    if not kernels.fills_output:
-        total += ranks * result
+    copied = 0 if kernels.fills_output else ranks * result
     if ranks > 1:
-        queries = 2 * ranks * of_query * cached  # gathered from all ranks, and ordered by KV head
-        sums = ranks * (ranks + 2) * required.num_q_heads * _FLOAT32
-        total += result + queries + ranks * result + sums + _BUFFERS_OF_MERGE * ranks * of_output * _FLOAT32
+        queries = ranks * of_query * cached
+        sums = (ranks * (ranks + 1) + 2) * required.num_q_heads * _FLOAT32
+        # The queries of all ranks are ordered by KV head; the outputs of their heads then become a part for each rank,
+        # and the parts of all ranks arrive at once where they are added in order.
+        exchanged = sums + 2 * ranks * of_output * width
+        total += queries + max(queries, ranks * result + max(copied, exchanged))
+        copied = 0
     elif required.cascade:
         total += result + required.num_q_heads * _FLOAT32
-    return rows * total
+    return rows * (total + copied)
