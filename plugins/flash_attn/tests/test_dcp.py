@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from attrs import evolve
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug.contract import Layer
 from attnplug_flash_attn import builder, dcp, impl
@@ -23,6 +21,7 @@ from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_mutants import MUTANTS
 from plugins.flash_attn.tests.dcp_steps import DcpStep
+from plugins.flash_attn.tests.launches import Launches
 from plugins.flash_attn.tests.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 from plugins.flash_attn.tests.real import DCP, SINKS
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
@@ -213,21 +212,6 @@ class TestOnProcesses:
             assert_as_one_rank(step, wrong)
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operations that launch a kernel: all but views and new memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        if not (is_view or "empty" in func.name() or "_unsafe_view" in func.name()):
-            self.found[func.name().partition("::")[2].partition(".")[0]] += 1
-        return func(*args, **kwargs or {})
-
-
 @pytest.fixture
 def fake_group() -> Iterator[Any]:
     """A group of two ranks, of which this process is one, and whose exchanges move nothing."""
@@ -241,12 +225,6 @@ def fake_group() -> Iterator[Any]:
 def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_lse):
     launches = Launches()
 
-    def one(name: str) -> Callable[..., None]:
-        def launch(*given: Any) -> None:
-            launches.found[name] += 1
-
-        return launch
-
     class Hollow(Kernels):
         fills_output = True
 
@@ -255,7 +233,7 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
             write_lse(lse, torch.empty(lse.T.shape))
 
     for module, name in ((dcp, "merge_into"), (dcp, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
-        monkeypatch.setattr(module, name, one(name))
+        monkeypatch.setattr(module, name, launches.one(name))
     step = DcpStep(ranks=2, interleave=4, new=(1, 1), cached=(9, 14), group=4, return_lse=return_lse, padding=1)
     backend = dcp_steps.backend_of(step, replayed=is_replayed)
     backend.wrapped.kernels = Hollow(backend.agreement)
