@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 
 import attrs
@@ -13,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.batching import num_local_tokens_per_dcp_rank, positions_of
-from attnplug.contract import GraphShape, Metadata, MetadataBuilder, Parallel
-from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError, TensorError
+from attnplug.contract import Batch, GraphShape, Metadata, MetadataBuilder, Parallel
+from attnplug.contract.graphs.repeat import repeat_of
+from attnplug.contract.inputs.exact import AS_GIVEN, exact_batch
+from attnplug.errors import BatchError, ContractError, LimitsError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
     NUM_BLOCKS,
@@ -185,6 +188,118 @@ def test_a_host_pads_the_inputs_that_it_owns():
         graph = builder.state.graph(GraphShape(4, 4, 1), host_owned_inputs=True)
         with refused(BatchError, problem="num_reqs=2", expected="the host pads"):
             builder.build(make_batch([1, 1], [5, 3]), graph=graph)
+
+
+def in_place(*, running=3):
+    """Return a builder with a captured graph of the host's own inputs on a device, and a step of so many requests."""
+    _, _, builder = world("single_token_decode", device="meta", seq_lens_cpu_kind="upper_bound")
+    lens = [6, 5, 9][:running] + [0] * (3 - running)
+    step = make_batch([1] * running + [0] * (3 - running), lens, width=16, device="meta")
+    slots = torch.empty(3, dtype=torch.int64, device="meta")
+    fields = {"num_actual_tokens": 3, "max_seq_len": 20, "slot_mapping": slots}
+    step = evolve(step, block_table_cpu=None, slot_mapping_cpu=None, **fields)
+    with builder.state.graph_capture(3):
+        graph = builder.state.graph(GraphShape(3, 3, 1), host_owned_inputs=True)
+        builder.build(evolve(step, dummy=True), graph=graph)
+    return builder, graph, step
+
+
+@pytest.mark.parametrize("running", [1, 3])
+def test_a_step_like_the_one_before_is_not_checked_from_the_start(monkeypatch, running):
+    builder, graph, step = in_place(running=running)
+    first = builder.build(step, graph=graph)
+    monkeypatch.setattr(builder._guard, "check", None)
+    lens = torch.tensor([20, 1, 7], dtype=torch.int32)
+    lens[running:] = 0
+
+    second = builder.build(evolve(step, seq_lens_cpu=lens, max_seq_len=21), graph=graph)
+
+    assert second.batch.seq_lens_cpu is lens
+    assert graph.is_outdated(first)
+    assert not graph.is_outdated(second)
+    for field in attrs.fields(type(first)):
+        if field.name not in {"batch", "plans"}:
+            assert getattr(second, field.name) == getattr(first, field.name), field.name
+    for field in attrs.fields(Batch):
+        if field.name not in {"seq_lens_cpu", "derived"}:
+            before, after = getattr(first.batch, field.name), getattr(second.batch, field.name)
+            is_same = torch.equal if isinstance(before, torch.Tensor) and before.is_cpu else operator.is_
+            assert is_same(before, after) or before == after, field.name
+
+
+CHANGES = {
+    "nothing": {},
+    "a sequence is longer than the longest": {"seq_lens_cpu": torch.tensor([6, 21, 9], dtype=torch.int32)},
+    "a sequence is shorter than its query": {"seq_lens_cpu": torch.tensor([6, 0, 9], dtype=torch.int32)},
+    "a length is negative": {"seq_lens_cpu": torch.tensor([6, 5, -1], dtype=torch.int32)},
+    "lengths of int64": {"seq_lens_cpu": torch.tensor([6, 5, 9])},
+    "too few lengths": {"seq_lens_cpu": torch.tensor([6, 5], dtype=torch.int32)},
+    "lengths on a device": {"seq_lens_cpu": torch.empty(3, dtype=torch.int32, device="meta")},
+    "no lengths": {"seq_lens_cpu": None},
+    "the longest is more than the limit": {"max_seq_len": 65},
+    "the longest is no int": {"max_seq_len": 20.0},
+    "the longest is less than a sequence": {"max_seq_len": 8},
+    "other starts": {"query_start_loc_cpu": torch.tensor([0, 1, 2, 2], dtype=torch.int32)},
+    "starts that fall": {"query_start_loc_cpu": torch.tensor([0, 2, 1, 3], dtype=torch.int32)},
+    "no starts": {"query_start_loc_cpu": None},
+    "starts of int64": {"query_start_loc_cpu": torch.arange(4)},
+    "fewer tokens": {"num_actual_tokens": 2},
+    "more tokens": {"num_actual_tokens": 4},
+    "fewer requests": {"num_reqs": 2},
+    "a longer query": {"max_query_len": 2},
+    "not causal": {"causal": False},
+    "a dummy": {"dummy": True},
+    "a shared prefix": {"common_prefix_len": 4},
+    "padded requests": {"num_padded_reqs": 1},
+    "computed tokens": {"num_computed_tokens_cpu": torch.tensor([9, 9, 9], dtype=torch.int32)},
+    "blocks": {"block_table_cpu": torch.full((3, 16), 99, dtype=torch.int32)},
+    "slots": {"slot_mapping_cpu": torch.full((3,), 4)},
+    "a table that is too narrow": {"block_table": torch.empty(3, 4, dtype=torch.int32, device="meta")},
+    "a table of other strides": {"block_table": torch.empty(16, 3, dtype=torch.int32, device="meta").T},
+    "no table": {"block_table": None},
+    "lengths of another dtype": {"seq_lens": torch.empty(3, dtype=torch.int64, device="meta")},
+    "more slots": {"slot_mapping": torch.empty(4, dtype=torch.int64, device="meta")},
+    "a mask": {"custom_mask": torch.ones(20, dtype=torch.bool, device="meta")},
+    "a feature": {"extra": {"colour": 1}},
+    "encoders": {"encoder_seq_lens": torch.empty(3, dtype=torch.int32, device="meta")},
+}
+
+
+TAKEN = {"nothing", "no lengths", "other starts", "a dummy", "padded requests", "a longer query", "blocks"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_after_another_is_refused_as_the_first_one_is(change):
+    builder, graph, step = in_place()
+    builder.build(step, graph=graph)
+    other = evolve(step, **CHANGES[change])
+    wanted = outcome(builder, graph, other, anew=True)
+
+    assert outcome(builder, graph, other) == wanted
+    assert (wanted is None) == (change in TAKEN)
+
+
+def outcome(builder, graph, batch, *, anew=False):
+    """Return the error of a build, or None; all checks are made again where it is anew."""
+    kept = graph._kept.pop(("repeat", builder)) if anew else None
+    try:
+        builder.build(batch, graph=graph)
+    except (ContractError, TypeError, RuntimeError) as error:
+        return type(error), str(error)
+    finally:
+        if anew:
+            graph._kept["repeat", builder] = kept
+    return None
+
+
+def test_a_step_in_other_memory_is_checked_again():
+    _, _, step = in_place()
+    lengths = exact_batch(step, AS_GIVEN)[1]
+    repeat = repeat_of(step, lengths, None, most_keys=64, block_size=4)
+    assert repeat.takes(step)
+    moved = evolve(step, seq_lens=torch.zeros(3, dtype=torch.int32))
+    assert not repeat.takes(moved)
+    assert repeat_of(moved, lengths, None, most_keys=64, block_size=4) is None
 
 
 # --- which graph ---------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.capture import is_capturing
 from attnplug.contract.graphs.shape import runs_at
 from attnplug.contract.guards.batch import BatchGuard, refuse_batch
+from attnplug.contract.guards.negotiated import requests_plain
 from attnplug.contract.inputs.batch import Batch, with_fields
 from attnplug.contract.inputs.exact import exact_batch, with_lengths
 from attnplug.contract.metadata import assemble
+from attnplug.contract.vendor import MetadataBuilder
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.exact import Lengths
     from attnplug.contract.inputs.limits import Limits, Parallel
+    from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.loaded import LoadedBackend
-    from attnplug.contract.vendor import AttentionImpl, Metadata, MetadataBuilder
+    from attnplug.contract.vendor import AttentionImpl, Metadata
     from attnplug.negotiation.agreement import Agreement
 
 
@@ -63,6 +66,12 @@ class StepBuilder(InProcess):
         self.graph_level: str = builder.graph_level
         self._guard = BatchGuard(
             self.agreement, self.limits, state.device, requires_uniform_decodes=self.requires_uniform_decodes
+        )
+        # What else a batch is checked for: other tensors, lengths on the device, and whatever the plugin looks at.
+        self._repeats = (
+            requests_plain(self.agreement.requirements)
+            and not self._guard.terms.read
+            and type(builder).can_capture is MetadataBuilder.can_capture
         )
 
     def __repr__(self) -> str:
@@ -120,16 +129,10 @@ class StepBuilder(InProcess):
             split = self._guard.check(batch)
             return assemble(self.wrapped, split, self.wrapped.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
-        # Before anything is written: a refused batch leaves the buffers as they were.
-        in_place = graph.host_owned_inputs
-        if in_place:
-            batch = with_fields(batch)  # the host may write its tensors again under one batch: nothing is kept with it
-        split = self._guard.check(batch, in_place=in_place)
-        exact, lengths = exact_batch(split.batch, self._guard.terms)
-        if not self.covers(exact, lengths):
-            _refuse_uncovered(self, graph, exact.max_query_len)
-        given = self.given_to_graphs(batch) if in_place else exact
-        split = graph.take(given, lengths, split, self)
+        given = batch
+        split = graph.repeated(batch, self) if graph.host_owned_inputs else None
+        if split is None:
+            split, given = self._take(batch, graph)
         fields = self.wrapped.plan_batch(split.batch, split, fast=fast, graph=graph)
         metadata = assemble(self.wrapped, split, fields, graph)
         graph.seal(metadata, self, given)
@@ -273,6 +276,22 @@ class StepBuilder(InProcess):
         return advanced
 
     # --- machinery ---
+
+    def _take(self, batch: Batch, graph: GraphBuffers) -> tuple[BatchSplit, Batch]:
+        """Return the split of a batch as the graph sees it, and the batch that it was made of."""
+        # Before anything is written: a refused batch leaves the buffers as they were.
+        in_place = graph.host_owned_inputs
+        if in_place:
+            batch = with_fields(batch)  # the host may write its tensors again under one batch: nothing is kept with it
+        split = self._guard.check(batch, in_place=in_place)
+        exact, lengths = exact_batch(split.batch, self._guard.terms)
+        if not self.covers(exact, lengths):
+            _refuse_uncovered(self, graph, exact.max_query_len)
+        given = self.given_to_graphs(batch) if in_place else exact
+        split = graph.take(given, lengths, split, self)
+        if in_place and self._repeats:
+            graph.keep_repeat(given, lengths, split, self)
+        return split, given
 
     def has_captured(self) -> bool:
         """Whether a graph that is held reads what this builder built."""

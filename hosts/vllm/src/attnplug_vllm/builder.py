@@ -335,6 +335,10 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             common_prefix_len=common_prefix_len,
             dcp_local_seq_lens=None if local is None else _first(local, reqs),
             dcp_local_seq_lens_cpu=None if local is None else _local_lens_cpu(common, reqs),
+            # Defaults of these are computed.
+            encoder_seq_lens_cpu=None,
+            max_encoder_seq_len=None,
+            key_start_loc_cpu=None,
             # A dummy run of vLLM names no slot. On the CPU its pages are looked at: they may be of requests that ended.
             dummy=dummy or (is_host and local is None and tokens > 0 and not bool((slots >= 0).any())),
         )

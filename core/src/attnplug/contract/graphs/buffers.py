@@ -10,6 +10,7 @@ from attrs import evolve
 from attnplug.contract.graphs.invariants import changed_fields, snapshots
 from attnplug.contract.graphs.masks import GraphMask
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
+from attnplug.contract.graphs.repeat import repeat_of
 from attnplug.contract.graphs.shape import split_of_shape
 from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.inputs.exact import AS_GIVEN, exact_batch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnplug.contract.graphs.persistent import PersistentInputs
+    from attnplug.contract.graphs.repeat import Repeat
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.exact import Lengths
@@ -172,6 +174,24 @@ class GraphBuffers:
         self._outdate(builder)
         seen = self._as_seen(batch, builder)
         return split_of_shape(self.key, split, seen, builder.agreement.requirements)
+
+    def repeated(self, batch: Batch, builder: Builder) -> BatchSplit | None:
+        """
+        Return what `take` would, where all checks of the builder's last batch hold for this one too; None where they
+        are made again.
+        """
+        kept: Repeat | None = self._kept.get(("repeat", builder))
+        if kept is None or not kept.takes(batch):
+            return None
+        self._outdate(builder)
+        before = kept.split.batch  # its tensors on the device are those of this batch, and its numbers the graph's
+        seen = with_fields(before, query_start_loc_cpu=batch.query_start_loc_cpu, seq_lens_cpu=batch.seq_lens_cpu)
+        return split_of_shape(self.key, kept.split, seen, builder.agreement.requirements)
+
+    def keep_repeat(self, batch: Batch, lengths: Lengths, split: BatchSplit, builder: Builder) -> None:
+        """Keep what `repeated` compares: what `take` was given, and what it returned."""
+        most = min(self.max_seq_len, self.state.limits.max_seq_len)
+        self._kept["repeat", builder] = repeat_of(batch, lengths, split, most, builder.agreement.block_size or 1)
 
     def mark(self) -> frozenset[Hashable]:
         """Return the names of what is kept here now, for `roll_back`."""
