@@ -167,7 +167,12 @@ _METADATA: Final = (
         *("use_local_attention", "num_sms", "dcp_world_size"),
         versions="<0.32",
     ),
-    *called(f"{_BUILDER}._init_reorder_batch_threshold", "reorder_batch_threshold", "supports_spec_as_decode"),
+    *called(
+        f"{_BUILDER}._init_reorder_batch_threshold",
+        "reorder_batch_threshold",
+        "supports_spec_as_decode",
+        "supports_dcp_with_varlen",
+    ),
     *read(_BUILDER, "supports_update_block_table", "kv_cache_spec", "vllm_config"),
     *read(f"{_CONTRACT}:AttentionCGSupport", "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"),
     *read(f"{_CONTRACT}:AttentionMetadata"),

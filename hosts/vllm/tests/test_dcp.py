@@ -126,6 +126,7 @@ def test_ranks_share_the_keys_of_a_request(group, interleave, order):
     impl = type(ranks[0].layer.impl)
     assert impl.supports_dcp
     assert impl.can_return_lse_for_decode  # vLLM refuses layers that do not
+    assert ranks[0].rig.builder.reorder_batch_threshold is None  # one call for requests in any order
     parallel = ranks[1].rig.builder.parts[0].builder.parallel
     assert (parallel.dcp_rank, parallel.dcp_size, parallel.dcp_interleave) == (1, RANKS, interleave)
     keys, values = [torch.empty(0, 2, 16)] * 2, [torch.empty(0, 2, 16)] * 2

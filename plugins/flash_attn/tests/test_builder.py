@@ -35,6 +35,11 @@ def test_decodes_and_prefills_are_separate_calls() -> None:
     assert decode.slots is prefill.slots is plan.prefix is plan.dcp is None
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decodes_go_first_where_results_may_not_depend_on_the_batch(batch_invariant) -> None:
+    assert Harness(load, batch_invariant=batch_invariant).builder.decodes_first is batch_invariant
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 9]])
 def test_a_batch_of_one_phase_is_one_call_on_the_tensors_of_the_batch(query_lens) -> None:
     harness = Harness(load)

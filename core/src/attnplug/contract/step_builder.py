@@ -49,6 +49,7 @@ class StepBuilder(InProcess):
         limits: The state's: the most that batches need.
         parallel: The state's: the ranks that share the model.
         requires_uniform_decodes: Whether all decodes of a batch have one query length, as the vendor's builder says.
+        decodes_first: Whether a host should move decodes to the front of a batch; see `MetadataBuilder`.
         graph_level: The highest kind of batch that can be replayed from a graph.
     """
 
@@ -63,6 +64,7 @@ class StepBuilder(InProcess):
         self.limits: Limits = state.limits
         self.parallel: Parallel = state.parallel
         self.requires_uniform_decodes: bool = builder.requires_uniform_decodes
+        self.decodes_first: bool = builder.decodes_first
         self.graph_level: str = builder.graph_level
         self._guard = BatchGuard(
             self.agreement, self.limits, state.device, requires_uniform_decodes=self.requires_uniform_decodes

@@ -162,7 +162,12 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         self._is_paged, self._causal = bool(requested[0].paged), bool(requested[0].causal)
         self._is_exact = all(one.seq_lens_cpu_kind == "exact" for one in requested)
         self._is_local = requested[0].dcp_size > 1
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=min(r.decode_query_len for r in requested) > 1)
+        decodes_first = any(part.builder.decodes_first for part in self.parts)
+        self._init_reorder_batch_threshold(  # without one, vLLM leaves requests where they are
+            1 if decodes_first else None,
+            supports_spec_as_decode=min(r.decode_query_len for r in requested) > 1,
+            supports_dcp_with_varlen=not decodes_first,
+        )
         # A microbatch is cut out of a step into new tensors; all other steps are in the runner's own, which never move.
         self._owns_inputs = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
         self._lacks_pools = self._is_paged or in_pool

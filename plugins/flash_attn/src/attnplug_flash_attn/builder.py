@@ -68,6 +68,8 @@ class FlashAttentionBuilder(MetadataBuilder):
             and all(impl.layer.kv_sharing_target is None for impl in impls)
         )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
+        # One call computes decodes behind prefills as well. Only their results depend on the call, by its tiles.
+        self.decodes_first = self.batch_invariant and self._ranks is None
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         # A schedule depends on the plan key alone, so that scales and sinks of these may be former ones.
         self._params = {key: group[0].params for key, group in groups.items()}
