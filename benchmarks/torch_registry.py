@@ -27,10 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import attnplug
 import attnplug_torch
 from attnplug_kit.bench import Contender
-from attnplug_torch.activation import activate
+from attnplug_torch.bench import Switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,28 +50,6 @@ SHAPES = {
     "cuda": ((1, 4, 8, 64), (1, 24, 4608, 128), (4, 16, 2048, 128), (1, 16, 16384, 128)),
 }
 """Device -> ``(batch, heads, tokens, size)``; the second of CUDA is that of Flux for 1024 px."""
-
-
-class Switch:
-    """What makes attnplug and one of its backends active, and torch's own operators again."""
-
-    def __init__(self) -> None:
-        self._name = NATIVE
-        self._active: Any = None
-        self._scope: Any = None
-
-    def use(self, name: str) -> None:
-        """Make the operators of a contender active."""
-        if name == self._name:
-            return
-        if self._scope is not None:
-            self._scope.__exit__(None, None, None)
-            self._active.remove()
-            self._scope = self._active = None
-        if name != NATIVE:
-            self._active, self._scope = activate(), attnplug.using(backend=name)
-            self._scope.__enter__()
-        self._name = name
 
 
 @frozen
@@ -164,7 +141,7 @@ class Bench:
 
     def _contenders(self, call: Callable[[], Any]) -> dict[str, Contender]:
         def prepare(name: str) -> None:
-            self.switch.use(name)
+            self.switch.use(active=name != NATIVE, backend=None if name == NATIVE else name)
 
         attnplug_torch.reset()
         return {name: Contender(lambda _: call(), lambda name=name: prepare(name)) for name in (NATIVE, *self.backends)}
@@ -208,7 +185,7 @@ def main() -> int:
         for work in bench.works(is_tiny=options.tiny):
             if options.only in work.name:
                 report.add(work.measured(options.device, 1 if options.tiny else options.repeats))
-    switch.use(NATIVE)
+    switch.use(active=False)
     return report.write(options.report, options.out)
 
 

@@ -99,6 +99,9 @@ events, as each line says. The direct calls are torch's, or those of --baseline:
 attnplug_kit.bench.Baseline of the backend. Results are compared before they are timed: a step with a wrong result, or
 another failure, has no time.
 
+--host NAME measures a step of a host instead, by part: by itself and through attnplug, in turn, with the ratio of each
+round. There are torch, transformers, vllm and sglang, in the environment of each.
+
 Medians are compared with the budgets. The best of a measurement shows how much of it is other work of the machine.
 
 Budgets of attnplug's own part decide the exit code. The backend's part, its build and the overhead of its forward over
@@ -137,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="build, forward and dense: threads of torch's CPU kernels; default: torch's",
     )
+    parser.add_argument("--host", metavar="NAME", help="a step of this host, natively and through attnplug, by part")
     parser.add_argument(
         "--baseline",
         metavar="FILE",
@@ -149,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     from attnplug_kit.bench.result import check_suffix, show  # noqa: PLC0415 - help does without
     from attnplug_kit.bench.rig import Target  # noqa: PLC0415 - likewise
 
-    target = Target(arguments.backend, arguments.device, arguments.threads, arguments.baseline)
+    target = Target(arguments.backend, arguments.device, arguments.threads, arguments.baseline, arguments.host)
     names = _checked(arguments.names, target)
     file = Path(arguments.output) if arguments.output else None
     if file is not None:
@@ -167,6 +171,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(requested: Sequence[str], target: Target) -> tuple[str, ...]:
+    if target.host is not None:
+        return _checked_host(requested, target, target.host)
     for name in requested:
         if name not in SECTIONS:
             raise RequestError(
@@ -191,6 +197,20 @@ def _checked(requested: Sequence[str], target: Target) -> tuple[str, ...]:
     return names if find_spec("torch") else _without_torch(names, is_requested=bool(requested))
 
 
+def _checked_host(requested: Sequence[str], target: Target, host: str) -> tuple[str, ...]:
+    from attnplug_kit.bench.hosting import entry_of  # noqa: PLC0415 - as above
+
+    if requested or target.baseline is not None:
+        raise RequestError(
+            f"--host {host} was given, to measure {', '.join(requested) or 'with a --baseline'}",
+            "a host is measured by itself, beside its own attention",
+            "leave one of the two out",
+        )
+    entry_of(host)
+    target.check()
+    return ("host",)
+
+
 def _without_torch(names: Sequence[str], *, is_requested: bool) -> tuple[str, ...]:
     """Leave out what needs torch with a message, or refuse it where it was requested by name."""
     missing = [name for name in names if name in ON_A_BACKEND]
@@ -208,10 +228,13 @@ def _without_torch(names: Sequence[str], *, is_requested: bool) -> tuple[str, ..
 def _measure(names: Sequence[str], repeats: int, target: Target) -> Result:
     from attnplug_kit.bench.result import Result, SectionResult, machine  # noqa: PLC0415 - as above
 
-    named = names if len(names) < len(SECTIONS) else ()
+    named = names if len(names) < len(SECTIONS) and target.host is None else ()
     words = [*named, *target.options(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
     found = Result(command=shlex.join(["attnplug", "bench", *words]), machine=machine())
     for name in tracked(names, lambda name: f"measuring {name}"):
-        measure = resolve_name(f"{__name__}.{SECTIONS[name]}")
+        measure = resolve_name(f"{__name__}.{SECTIONS.get(name, 'hosting:measure')}")
+        if target.host is not None:
+            found += measure(repeats, target)
+            continue
         found += measure(repeats, target) if name in ON_A_BACKEND else SectionResult(tuple(measure(repeats)))
     return found

@@ -284,6 +284,8 @@ class Result(SectionResult):
 
     def _title(self) -> str:
         names = {measurement.name for measurement in self.measurements}
+        if "host" in self.setup:
+            return f"# A step of {self.setup['host']}, natively and through attnplug"
         if names <= _ON_A_BACKEND:
             return f"# Build and forward of {self.setup.get('backend', 'a backend').partition(',')[0]}"
         return "# Budgets" if names & _ON_A_BACKEND else "# Budgets of the selection"

@@ -120,12 +120,14 @@ class Target:
         device: ``"cpu"`` or ``"cuda"``; None for this machine's.
         threads: Threads of torch's own kernels on the CPU; None for torch's default.
         baseline: A file of direct library calls; None for torch's.
+        host: The host whose steps are measured, natively and through attnplug; None for attnplug alone.
     """
 
     backend: str | None = None
     device: str | None = None
     threads: int | None = None
     baseline: str | None = None
+    host: str | None = None
 
     def check(self) -> None:
         """
