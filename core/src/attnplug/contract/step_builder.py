@@ -131,10 +131,8 @@ class StepBuilder(InProcess):
             split = self._guard.check(batch)
             return assemble(self.wrapped, split, self.wrapped.plan_batch(split.batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
-        given = batch
-        split = graph.repeated(batch, self) if graph.host_owned_inputs else None
-        if split is None:
-            split, given = self._take(batch, graph)
+        repeated = graph.repeated(batch, self) if graph.host_owned_inputs else None
+        split, given = self._take(batch, graph) if repeated is None else (repeated, batch)
         fields = self.wrapped.plan_batch(split.batch, split, fast=fast, graph=graph)
         metadata = assemble(self.wrapped, split, fields, graph)
         graph.seal(metadata, self, given)

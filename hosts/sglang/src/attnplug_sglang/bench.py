@@ -257,7 +257,7 @@ class Graph:
         self.outputs = self.rig.run(self.backend, self.step, self.data)
 
     def _captured(self) -> Callable[[], None]:
-        beside = torch.cuda.Stream()
+        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of torch
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for _ in range(2):
@@ -391,5 +391,5 @@ def _write_model(folder: str, device: str) -> None:
         head_dim=size,
         max_position_embeddings=2048,
         architectures=["LlamaForCausalLM"],
-        torch_dtype="float32" if device == "cpu" else "bfloat16",
+        torch_dtype="float32" if device == "cpu" else "bfloat16",  # type: ignore[call-arg]  # in those of its base
     ).save_pretrained(folder)

@@ -6,6 +6,7 @@ of the entry point `torch` in the group ``attnplug.benchmarks``.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,7 +35,8 @@ class Switch:
     """Makes attnplug with one of its backends active, and torch's own operators again."""
 
     def __init__(self) -> None:
-        self._is_active, self._backend = False, None
+        self._is_active = False
+        self._backend: str | None = None
         self._scope = ExitStack()
 
     def use(self, *, active: bool, backend: str | None = None) -> None:
@@ -72,14 +74,14 @@ def parts(device: str, backend: str | None) -> Iterator[tuple[str, dict[str, Any
         for shape in SHAPES[device]:
             batch, heads, tokens, size = shape
             made = torch.randn(3, batch, tokens, heads, size, device=device, generator=generator).to(dtype)
-            rows = list(made.transpose(2, 3))
+            query, key, value = made.transpose(2, 3)
             text = f"scaled_dot_product_attention, causal, {batch} x {tokens} tokens, {heads} heads of {size}"
-            yield text, _calls(switch, lambda _, rows=rows: sdpa(*rows, is_causal=True), backend)
+            yield text, _calls(switch, partial(sdpa, query, key, value, is_causal=True), backend)
     finally:
         switch.use(active=False)
 
 
-def _calls(switch: Switch, call: Callable[[Any], Tensor], backend: str | None) -> dict[str, Any]:
+def _calls(switch: Switch, call: Callable[[], Tensor], backend: str | None) -> dict[str, Any]:
     """Return the call of both, whose results are compared."""
 
     def native() -> None:
@@ -89,10 +91,10 @@ def _calls(switch: Switch, call: Callable[[Any], Tensor], backend: str | None) -
         switch.use(active=True, backend=backend)
 
     native()
-    wanted = call(None).float()
+    wanted = call().float()
     ours()
     reset()
-    found = call(None).float()
+    found = call().float()
     routes = report()
     name = next((route.backend for route in routes if route.backend), None)
     if name is None:
@@ -103,4 +105,4 @@ def _calls(switch: Switch, call: Callable[[Any], Tensor], backend: str | None) -
         )
     if not torch.allclose(found, wanted, atol=3e-2, rtol=3e-2):
         raise AttnplugError(f"{name} computes another result than torch", "", "run the conformance kit on it")
-    return {"torch": (call, native), f"attnplug on {name}": (call, ours)}
+    return {who: (lambda _: call(), prepare) for who, prepare in (("torch", native), (f"attnplug on {name}", ours))}

@@ -6,6 +6,7 @@ module of the entry point `transformers` in the group ``attnplug.benchmarks``.
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,10 +47,10 @@ def parts(device: str, backend: str | None) -> Iterator[tuple[str, dict[str, Any
     tokens = torch.randint(0, 255, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.inference_mode(), attnplug.using(backend=backend):
 
-        def prefill(_: Any) -> torch.Tensor:
+        def prefill(_: Any) -> Any:
             return model(tokens[:, :TOKENS], use_cache=False).logits
 
-        def decode(cache: Any) -> torch.Tensor:
+        def decode(cache: Any) -> Any:
             return model(tokens[:, TOKENS:], **{CACHE: cache}).logits
 
         cache = DynamicCache(config=model.config)
@@ -63,28 +64,29 @@ def parts(device: str, backend: str | None) -> Iterator[tuple[str, dict[str, Any
 def _model(device: str) -> Any:
     """Return a small model with random weights; on a GPU its heads have the size that kernels like."""
     heads, size, dtype = (4, 16, torch.float32) if device == "cpu" else (16, 128, torch.bfloat16)
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         vocab_size=256,
         hidden_size=heads * size,
         intermediate_size=2 * heads * size,
         num_hidden_layers=LAYERS,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        attn_implementation=NATIVE,
+        attn_implementation=NATIVE,  # type: ignore[call-arg]  # in the arguments of its base
     )
     torch.manual_seed(0)
     register()
-    return LlamaForCausalLM(config).eval().to(device, dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.eval().to(device, dtype)
 
 
-def _calls(model: Any, call: Callable[[Any], torch.Tensor], prepare: Callable[[], Any]) -> dict[str, Any]:
+def _calls(model: Any, call: Callable[[Any], Any], prepare: Callable[[], Any]) -> dict[str, Any]:
     """Return the call of both, whose results are compared."""
 
     def prepared(name: str) -> Any:
         model.set_attn_implementation(name)
         return prepare()
 
-    pairs = {name: (call, lambda name=name: prepared(name)) for name in (NATIVE, "attnplug")}
+    pairs: dict[str, Any] = {name: (call, partial(prepared, name)) for name in (NATIVE, "attnplug")}
     wanted, found = (run(make()).float() for run, make in pairs.values())
     chosen = next(iter(selections(model).values())).id
     if not torch.allclose(found, wanted, atol=3e-2, rtol=3e-2):

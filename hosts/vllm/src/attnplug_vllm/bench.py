@@ -194,7 +194,7 @@ def _forwards(engines: dict[str, Engine], lens: list[int]) -> dict[str, Any]:
         built, rows = engine.metadata(lens), engine.rows(sum(lens))
         found.append(engine.forward(rows, built).float().cpu())
         calls[name] = (lambda rows, engine=engine, built=built: engine.forward(rows, built), lambda rows=rows: rows)
-    if not torch.allclose(*found, atol=3e-2, rtol=3e-2):
+    if not torch.allclose(found[0], found[1], atol=3e-2, rtol=3e-2):
         raise AttnplugError("attnplug computes another result than vLLM", "", "run the conformance kit on the backend")
     return calls
 

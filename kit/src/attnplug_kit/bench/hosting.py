@@ -17,6 +17,7 @@ The module is imported in a process that ends afterwards. It may raise errors of
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
@@ -86,13 +87,14 @@ def measure_here(repeats: int, target: Target) -> SectionResult:
     found = ResultCollector(f"--host {host}")
     module = _module(host)
     for name, calls in _parts(module, host, device.type, target.backend):
-        found.add(name, lambda name=name, calls=calls: _part(host, name, calls, device.type, repeats))  # type: ignore[misc]
+        found.add(name, partial(_part, host, name, calls, device.type, repeats))
     versions = {name: version_of(name) for name in module.DISTRIBUTIONS}
     setup = {
         "host": ", ".join(f"{name} {version}" for name, version in versions.items() if version) or host,
         "device": str(device),
     }
-    return found.result() + SectionResult(setup=setup)
+    measured: SectionResult = found.result() + SectionResult(setup=setup)
+    return measured
 
 
 def _module(host: str) -> Any:
