@@ -76,13 +76,13 @@ class FlashAttentionBuilder(MetadataBuilder):
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return the passes of the step, with a schedule for each plan key unless the build is fast."""
-        if graph is not None and self._is_paged and self._kernels.paged and self._ranks is None:
+        if graph is not None and self._keeps_plans:
             return {"plans": self._plans_of_graph(batch, split, graph)}
         plan = self._plan(batch, split, graph)
         return {"plans": self._scheduled(plan, graph, schedules=graph is not None or not fast)}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
-        """Write the cumulative lengths of keys, where the library reads those, and the rows that have keys."""
+        """Write the rows that have keys, the cumulative lengths of keys, and schedules, where the library reads those."""
         plan = next(iter(metadata.plans.values()))  # plan keys differ in their schedules alone
         for part in plan.parts:
             if part.padding is not None and part.call.seqused_k is not None:
@@ -94,11 +94,21 @@ class FlashAttentionBuilder(MetadataBuilder):
             for _, call in calls_of(plan):
                 if call.seqused_k is not None and call.cu_seqlens_k is not None:
                     write_cumulative(call.seqused_k, call.cu_seqlens_k)
+        if self._keeps_plans and metadata.graph is not None:
+            self._schedules.renew(self._plans_in(metadata.graph).calls)  # of the lengths that are written above
 
     @property
     def replays_without_build(self) -> bool:
-        """Where no schedule, and no share of a rank, is made of the lengths before the replay."""
-        return not self._kernels.schedules and self._ranks is None
+        """Where no share of a rank is made of the lengths before the replay, and no schedule of keys without pages."""
+        return self._ranks is None and (self._keeps_plans or not self._kernels.schedules)
+
+    @property
+    def _keeps_plans(self) -> bool:
+        """Whether the plans of a graph are made once."""
+        return self._is_paged and self._kernels.paged and self._ranks is None
+
+    def _plans_in(self, graph: GraphBuffers) -> GraphPlans:
+        return self.per_graph(graph, "plans", GraphPlans)
 
     def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> dict[str, Any]:
         """Keep the schedules, which depend on lengths only. Those of another builder may be for other layers."""
@@ -121,11 +131,12 @@ class FlashAttentionBuilder(MetadataBuilder):
     def _plans_of_graph(self, batch: Batch, split: BatchSplit, graph: GraphBuffers) -> Mapping[Hashable, Plan]:
         """
         Return the plans of a graph. All that is in them is frozen by the capture, but for what their tensors hold. So
-        they are made once. Those of other tensors are what the comparison with the capture refuses.
+        they are made once, and `prepare_in_graph` writes their schedules. Those of other tensors are what the
+        comparison with the capture refuses.
         """
-        kept: GraphPlans = self.per_graph(graph, "plans", GraphPlans)
+        kept = self._plans_in(graph)
         tensors = forms_of(batch.query_start_loc, batch.seq_lens, batch.encoder_seq_lens, batch.block_table)
-        if kept.tensors == tensors and self._schedules.renew(kept.calls):
+        if kept.tensors == tensors:
             return kept.plans
         plan = self._plan(batch, split, graph)
         plans = self._scheduled(plan, graph)

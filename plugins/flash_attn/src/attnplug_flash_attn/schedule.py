@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from attrs import define, evolve, frozen
 
+from attnplug.errors import PluginContractError
 from attnplug_flash_attn.passes import KernelPass, Plan, with_schedule
 
 if TYPE_CHECKING:
@@ -49,44 +50,29 @@ def longest_schedule(limits: Limits) -> int:
     return 1 + -(-most // 4) * 4 * 4
 
 
-@define(eq=False)
-class Memory:
-    """
-    The memory of a pass's schedules in graphs.
-
-    Attributes:
-        tensor: The memory, int32.
-        used: How much of it the last schedule took; zeros follow.
-    """
-
-    tensor: Tensor
-    used: int = 0
-
-
 @frozen(eq=False)
 class GraphSchedule:
     """
     The schedule of a pass in one graph.
 
     Attributes:
-        memory: The memory, which other graphs use too.
+        memory: The memory, int32, which other graphs use too.
         tensor: Its beginning, which the graph reads.
     """
 
-    memory: Memory
+    memory: Tensor
     tensor: Tensor
 
     def write(self, schedule: Tensor) -> None:
         """
-        Copy a schedule of the same length, and zero the rest.
+        Copy a schedule of the same length, and zero the rest. A graph may record it.
 
         Kernels would take the rest of a longer schedule for work, and overwrite the output.
         """
-        count, memory = self.tensor.shape[0], self.memory
-        if memory.used > count:
-            memory.tensor[count : memory.used].zero_()
-        memory.used = count
         self.tensor.copy_(schedule)
+        rest = self.memory[self.tensor.shape[0] :]
+        if rest.shape[0]:  # all of it: a graph does not know what another one has written
+            rest.zero_()
 
 
 @frozen(eq=False)
@@ -109,8 +95,8 @@ class Schedules:
     """
     Makes the schedules of a builder.
 
-    Graphs share the memory of their schedules, one tensor for each pass of a plan key, since each build writes it
-    before its replay.
+    Graphs share the memory of their schedules, one tensor for each pass of a plan key, since each build, or each
+    replay, writes it before it is read.
 
     Args:
         builder: The builder.
@@ -120,7 +106,7 @@ class Schedules:
     def __init__(self, builder: MetadataBuilder, kernels: Kernels) -> None:
         self._builder = builder
         self._kernels = kernels
-        self._memories: WeakValueDictionary[Hashable, Memory] = WeakValueDictionary()
+        self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
     def add(self, plan: Plan, key: Hashable, params: LayerParams, graph: GraphBuffers | None) -> Plan:
         """
@@ -161,19 +147,27 @@ class Schedules:
             memory = None if found is None else self._kept(graph, (key, name), count)
             yield ScheduledCall(call, params, memory)
 
-    def renew(self, calls: Iterable[ScheduledCall]) -> bool:
-        """Write the schedules of a graph again, and return whether its plans are still right."""
+    def renew(self, calls: Iterable[ScheduledCall]) -> None:
+        """
+        Write the schedules of a graph again, from the lengths on the device. A graph may record it.
+
+        Raises:
+            PluginContractError: The library makes a schedule of another length than that of the capture.
+        """
         heads = self._builder.agreement.requirements.num_q_heads
         for each in calls:
             schedule, memory = self._kernels.schedule(each.call, each.params, num_heads_q=heads), each.memory
-            if schedule is None or memory is None:
-                if schedule is not None or memory is not None:
-                    return False
-            elif schedule.shape != memory.tensor.shape:
-                return False
-            else:
+            found = None if schedule is None else schedule.shape[0]
+            expected = None if memory is None else memory.tensor.shape[0]
+            if found != expected:
+                raise PluginContractError(
+                    f"{self._builder.agreement.id} made a scheduler_metadata of {found} integers, which changed since "
+                    "the capture",
+                    f"the graph reads {expected}: the length follows from the shape of the graph",
+                    "report it with the version of the kernel library",
+                )
+            if schedule is not None and memory is not None:
                 memory.write(schedule)
-        return True
 
     def _copy_for_graph(self, schedule: Tensor, graph: GraphBuffers, name: Hashable) -> Tensor:
         """Copy a schedule into the memory of graphs, and return it there."""
@@ -189,11 +183,11 @@ class Schedules:
 
     def _memory(self, name: Hashable, count: int) -> GraphSchedule:
         found = self._memories.get(name)
-        if found is None or found.tensor.shape[0] < count:
+        if found is None or found.shape[0] < count:
             size = max(count, longest_schedule(self._builder.limits))
-            found = Memory(torch.zeros(size, dtype=torch.int32, device=self._builder.state.device))
+            found = torch.zeros(size, dtype=torch.int32, device=self._builder.state.device)
             self._memories[name] = found
-        return GraphSchedule(found, found.tensor[:count])
+        return GraphSchedule(found, found[:count])
 
 
 def carried_over(plan: Plan, before: Plan) -> Plan:
