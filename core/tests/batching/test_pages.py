@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from attnplug.batching import pad_batch, pad_pages, pages_of
+from attnplug.batching import SlotTable, pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
@@ -110,3 +110,54 @@ def test_the_kernel_compiles() -> None:
     constants = {"block_size": 16, "lanes": 1024, "tile": 512}
 
     assert compile_kernel(_kernel, kinds, constants, unaligned=_kernel.arg_names).asm["cubin"]
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("is_translated", [True, False])
+def test_the_kernel_of_slot_tables_compiles(is_translated: bool) -> None:
+    from attnplug.batching.triton_pages import _write_from_slots  # noqa: PLC0415 - needs Triton
+
+    kinds = dict.fromkeys(("slot_table", "block_table", "seq_lens"), "*i32")
+    kinds |= dict.fromkeys(("rows", "lengths", "slots", "translation", "slot_mapping"), "*i64")
+    kinds |= dict.fromkeys(("columns", "num_slots", "num_new_tokens"), "i32")
+    constants = {"block_size": 16, "query_len": 3, "lanes": 4, "parts": 16, "tile": 512, "no_slot": -1}
+    constants["is_translated"] = is_translated
+
+    assert compile_kernel(_write_from_slots, kinds, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("is_translated", [False, True])
+def test_a_step_of_a_slot_table(block_size: int, is_translated: bool) -> None:
+    table = torch.arange(16, 16 + 48, dtype=torch.int32).view(3, 16)
+    lengths, rows = torch.tensor([5, 13, 0]), torch.tensor([2, 0, 0])
+    out = torch.full((3, 9), 99, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32), torch.full((6,), 9)
+    other = torch.arange(64).add(block_size) if is_translated else None
+    shift = block_size if is_translated else 0
+    width = 16 // block_size if block_size > 1 else 9  # as many as fit
+
+    SlotTable(table, block_size, other).write(
+        *(rows, lengths, torch.tensor([55, 56, 30, 31])),
+        **dict(zip(("block_table", "seq_lens", "slot_mapping"), out, strict=True)),
+        query_len=2,
+        num_new_tokens=2,
+    )
+
+    assert out[1].tolist() == [7, 15, 0]
+    assert out[2].tolist() == [55 + shift, 56 + shift, 30 + shift, 31 + shift, -1, -1]
+    for row, first, length in ((0, 48, 7), (1, 16, 15)):
+        used = min(-(-length // block_size), width)
+        assert out[0][row, :used].tolist() == [(first + shift) // block_size + column for column in range(used)]
+
+
+def test_a_slot_table_with_fewer_new_slots_than_tokens() -> None:
+    """An engine passes the slots of its requests, and the graph has tokens of padding."""
+    out = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    table, rows = torch.arange(8).view(4, 2) + 8, torch.arange(4)
+    SlotTable(table, 1).write(
+        *(rows, torch.tensor([2, 1, 0, 0]), torch.tensor([9, 10])),
+        **dict(zip(("block_table", "seq_lens", "slot_mapping"), out, strict=True)),
+    )
+    assert (out[0][0].tolist(), out[0][1, 0].item()) == ([8, 9], 10)
+    assert (out[1].tolist(), out[2].tolist()) == ([2, 1, 0, 0], [9, 10, -1, -1])

@@ -1,4 +1,4 @@
-"""Pages packed in one launch: on a GPU, or on a CPU by Triton's interpreter."""
+"""Pages packed or written in one launch: on a GPU, or on a CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnplug.batching import Pages, pad_pages, pages_of
-from attnplug.contract import Batch
-from tests.backends.triton_on_cpu import INTERPRETED
+from attnplug.batching import Pages, SlotTable, pad_pages, pages_of
+from attnplug.contract import Batch, capture
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,91 @@ def test_lists_the_pages_in_use(generator: random.Random, num_reqs: int, block_s
     for _ in range(1 if INTERPRETED else 2):  # the first compiles, and the second runs what the first has compiled
         batch.derived.clear()
         assert torch.equal(indices_of(batch, block_size), torch.cat(wanted))
+
+
+class Slots:
+    """An engine's table of slots, and what a step reads from it; rows and lengths in random order."""
+
+    def __init__(
+        self, generator: random.Random, num_reqs: int, positions: int, block_size: int, *, query_len: int = 1
+    ) -> None:
+        blocks = list(range(1, 1 + num_reqs * positions // block_size))
+        generator.shuffle(blocks)
+        firsts = torch.tensor(blocks).view(num_reqs, -1, 1) * block_size
+        self.table = (firsts + torch.arange(block_size)).view(num_reqs, positions).int().to(DEVICE)
+        self.rows = torch.tensor(generator.sample(range(num_reqs), num_reqs), device=DEVICE)
+        padding = generator.randint(0, num_reqs - 1)
+        lens = [generator.randint(1, positions - query_len) for _ in range(num_reqs - padding)] + [0] * padding
+        lens[0] = positions - query_len
+        dtype = generator.choice([torch.int32, torch.int64])
+        self.lengths = torch.tensor(lens, dtype=dtype, device=DEVICE)
+        self.new = torch.tensor(generator.sample(range(1, 9000), (num_reqs - padding) * query_len), device=DEVICE)
+        size = int(self.table.max()) + block_size + 9000
+        self.translation = torch.randperm(size // block_size).repeat_interleave(block_size) * block_size
+        self.translation = (self.translation + torch.arange(len(self.translation)) % block_size).to(DEVICE)
+
+    def written(
+        self, block_size: int, query_len: int, added: int, *, is_translated: bool, fallback: bool
+    ) -> list[Tensor]:
+        """Return block table, lengths and slots as the kernel writes them, or plain torch."""
+        table = torch.full((len(self.rows), self.table.shape[1] // block_size + 2), -7, dtype=torch.int32)
+        out = [table, torch.full_like(table[:, 0], -7), torch.full((len(self.rows) * query_len,), -7)]
+        given = [self.table, self.rows, self.lengths, self.new]
+        translation = self.translation if is_translated else None
+        if not fallback and INTERPRETED:
+            from attnplug.batching.triton_pages import write_from_slots  # noqa: PLC0415 - there is Triton where this runs
+
+            write_from_slots(given, translation, out, (table.shape[1] - 2, block_size, query_len, added))  # type: ignore[arg-type]
+            return out
+        place = "cpu" if fallback else DEVICE
+        slots, *rest = (tensor.to(place) for tensor in given)
+        out = [tensor.to(place) for tensor in out]
+        SlotTable(slots, block_size, None if translation is None else translation.to(place)).write(
+            *rest,
+            **dict(zip(("block_table", "seq_lens", "slot_mapping"), out, strict=True)),
+            query_len=query_len,
+            num_new_tokens=added,
+        )
+        return [tensor.cpu() for tensor in out]
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "positions", "block_size", "query_len"),
+    [(1, 3, 1, 1), (1, 9000, 1, 1), (5, 600, 1, 1), (3, 48, 16, 1), (7, 64, 16, 4), (2, 40, 1, 3)],
+)
+def test_kernel_and_torch_write_the_same(num_reqs: int, positions: int, block_size: int, query_len: int) -> None:
+    slots = Slots(random.Random(num_reqs), num_reqs, positions, block_size, query_len=query_len)
+    added = query_len if query_len > 1 else 0
+    lens = [length + added if length else 0 for length in slots.lengths.tolist()]
+    for is_translated in (False, True):
+        numbers = (block_size, query_len, added)
+        table, seq_lens, new = slots.written(*numbers, is_translated=is_translated, fallback=False)
+        expected = slots.written(*numbers, is_translated=is_translated, fallback=True)
+        assert seq_lens.tolist() == expected[1].tolist() == lens
+        assert torch.equal(new, expected[2])
+        assert new[len(slots.new) :].eq(-1).all()
+        for row, wanted, length, of_table in zip(table, expected[0], lens, slots.rows.tolist(), strict=True):
+            used = -(-length // block_size)
+            firsts = slots.table[of_table, : used * block_size : block_size].long()
+            firsts = slots.translation[firsts] if is_translated else firsts
+            assert row[:used].tolist() == wanted[:used].tolist() == (firsts // block_size).tolist()
+            assert row[used:].eq(-7).all()  # the kernel leaves alone what is behind them
+
+
+@pytest.mark.gpu
+def test_a_graph_records_what_is_written() -> None:
+    slots = Slots(random.Random(0), 9, 640, 16)
+    table = torch.zeros(9, slots.table.shape[1] // 16, dtype=torch.int32, device=DEVICE)
+    seq_lens, new = torch.zeros_like(table[:, 0]), torch.zeros(9, dtype=torch.int64, device=DEVICE)
+    given = (slots.rows, slots.lengths, slots.new)
+    out = {"block_table": table, "seq_lens": seq_lens, "slot_mapping": new}
+    _, replay = capture(lambda: SlotTable(slots.table, 16).write(*given, **out), torch.device(DEVICE))
+    for _ in range(2):
+        slots.lengths.clamp_(min=1).add_(1)
+        slots.rows.copy_(slots.rows.flip(0))
+        replay()
+        assert torch.equal(seq_lens, slots.lengths.int())
+        assert torch.equal(table[:, 0], slots.table[slots.rows, 0] // 16)
 
 
 @pytest.mark.gpu

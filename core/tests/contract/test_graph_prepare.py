@@ -39,16 +39,18 @@ DoublingBackend = type("DoublingBackend", (ToyBackend,), {"builder_class": Doubl
 
 def captured(builder, *, prepares, shape=SHAPE, batch=None):
     """Capture a step whose result is the plan, with or without the preparation inside; return result and replay."""
+    recorded = []
     with builder.state.graph_capture(4):
         graph = builder.state.graph(shape, host_owned_inputs=batch is not None)
         metadata = builder.build(graph.dummy_batch(builder) if batch is None else batch, graph=graph)
 
         def step():
             if prepares:
-                builder.prepare(metadata)
+                recorded.append(builder.prepare(metadata))
             return builder.impls[0].wrapped.plan_of(metadata).clone()
 
         result, replay = capture(step, CPU)
+    assert recorded == [True] * prepares
     return graph, metadata, result, replay
 
 
@@ -80,10 +82,10 @@ def test_preparing_outside_a_capture_changes_nothing():
     with builder.state.graph_capture(4):
         graph = builder.state.graph(SHAPE)
         metadata = builder.build(graph.dummy_batch(builder), graph=graph)
-    builder.prepare(metadata)
+    assert not builder.prepare(metadata)
     builder.build(make_batch([1, 1], [5, 9]), graph=graph)
     assert impl.wrapped.plan_of(metadata).tolist() == [10, 18]
-    builder.prepare(builder.build(make_batch([1], [3])))  # eager metadata: there is nothing to do
+    assert not builder.prepare(builder.build(make_batch([1], [3])))  # eager metadata: there is nothing to do
 
 
 def test_inputs_that_change_on_the_device_need_no_build():

@@ -45,7 +45,7 @@ class World:
         swa: Whether layers with a window have a pool for themselves.
         options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``scaling``,
             ``sinks``, ``seed``, ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further
-            options of SGLang).
+            options of SGLang), ``rows`` (of the table of slots), ``slots`` (of the pool).
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class World:
         self.size, self.size_v = options.get("size", 16), options.get("size_v", options.get("size", 16))
         self.cap, self.has_sinks = options.get("cap", 0.0), options.get("sinks", False)
         self.scales = options.get("scales")
+        self.slots = options.get("slots", POOL)
         self.layers = [self._layer(i, window, options) for i, window in enumerate(windows)]
-        self.table = ReqToTokenPool(ROWS, MAX_LEN, "cpu", enable_memory_saver=False)
+        self.table = ReqToTokenPool(options.get("rows", ROWS), MAX_LEN, "cpu", enable_memory_saver=False)
         kv_dtype = options.get("kv_dtype", self.dtype)
         self.pool = self._swa_pool(windows, kv_dtype) if swa else self._pool(len(windows), kv_dtype)
         self.model = torch.nn.Module()
@@ -74,7 +75,7 @@ class World:
             token_to_kv_pool=self.pool,
             server_args=Names(**server),
         )
-        self.pages = self._shuffled(POOL // page)
+        self.pages = self._shuffled(self.slots // page)
         self.requests: list[dict[str, Any]] = []
         self.named = options.get("backend")
 
@@ -100,14 +101,14 @@ class World:
 
     def _pool(self, layers: int, dtype: torch.dtype) -> MHATokenToKVPool:
         return MHATokenToKVPool(
-            POOL, self.page, dtype, self.kv_heads, self.size, layers, "cpu", False, v_head_dim=self.size_v
+            self.slots, self.page, dtype, self.kv_heads, self.size, layers, "cpu", False, v_head_dim=self.size_v
         )
 
     def _swa_pool(self, windows: tuple[int, ...], dtype: torch.dtype) -> SWAKVPool:
         """Return a pool for each kind of layer, and slots that differ between them."""
         pool = SWAKVPool(
-            size=POOL,
-            size_swa=POOL,
+            size=self.slots,
+            size_swa=self.slots,
             page_size=self.page,
             dtype=dtype,
             head_num=self.kv_heads,
@@ -118,7 +119,7 @@ class World:
             enable_memory_saver=False,
             v_head_dim=self.size_v,
         )
-        pages = [0, *self._shuffled(POOL // self.page)]
+        pages = [0, *self._shuffled(self.slots // self.page)]
         mapping = torch.tensor(pages)[:, None] * self.page + torch.arange(self.page)
         pool.register_mapping(torch.cat([mapping.flatten(), torch.full((self.page + 1,), -1)]))
         return pool

@@ -14,6 +14,7 @@ from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_token
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
+from attnplug.batching.slot_table import SlotTable
 from attnplug.batching.slots import num_unpadded_tokens, positions_of, positions_of_new_tokens, slots_of_new_tokens
 from attnplug.batching.vllm_compat import (
     Hyperparameters,
@@ -40,6 +41,7 @@ __all__ = [
     "LocalChunks",
     "Pages",
     "Reordering",
+    "SlotTable",
     "Split",
     "first_attended_key",
     "infer_global_hyperparameters",

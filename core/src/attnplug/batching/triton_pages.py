@@ -1,4 +1,4 @@
-"""Packs a block table into compressed rows in one launch. Imported only where Triton works."""
+"""Packs and writes block tables, in one launch each. Imported only where Triton works."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attnplug.ops.triton import Launch
+from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.ops.triton import Kernel, Launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,9 @@ _TILE: Final = 512
 
 _LANES: Final = 1024
 """Requests whose pages a program counts at a time, to find the first page of its own request."""
+
+_PARTS: Final = 16
+"""Programs that share the blocks of a long request: a graph is launched for the longest."""
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
@@ -85,3 +89,86 @@ def _kernel(
     used = (column < count) & (column < columns) & (first + column < num_pages)
     blocks = tl.load(table + request.to(tl.int64) * of_request + column * of_column, mask=used)
     tl.store(indices + first + column, blocks.to(tl.int32), mask=used)
+
+
+def write_from_slots(
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    translation: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor],
+    numbers: tuple[int, int, int, int],
+) -> None:
+    """
+    Launch what `SlotTable.write` describes.
+
+    Args:
+        given: The table of slots, rows, lengths and new slots.
+        translation: That of the table.
+        out: Block table, sequence lengths and slot mapping.
+        numbers: Columns that both tables have, the block size, the query length and the tokens that lengths leave out.
+    """
+    (slots, _, _, new_slots), (block_table, _, _) = given, out
+    columns, block_size, query_len, num_new_tokens = numbers
+    parts = max(1, min(_PARTS, -(-columns // _TILE)))
+    _from_slots.run(
+        block_table.shape[0] * parts,
+        (*given, slots if translation is None else translation, *out),
+        (slots.stride(0), block_table.stride(0)),
+        (columns, new_slots.shape[0], num_new_tokens),
+        (
+            *(block_size, query_len, triton.next_power_of_2(query_len), parts, _TILE),
+            *(translation is not None, PAD_SLOT_ID),
+        ),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["columns", "num_slots", "num_new_tokens"])
+def _write_from_slots(
+    slot_table: tl.tensor,
+    rows: tl.tensor,
+    lengths: tl.tensor,
+    slots: tl.tensor,
+    translation: tl.tensor,
+    block_table: tl.tensor,
+    seq_lens: tl.tensor,
+    slot_mapping: tl.tensor,
+    of_row: tl.int64,
+    of_request: tl.int64,
+    columns: tl.int32,
+    num_slots: tl.int32,
+    num_new_tokens: tl.int32,
+    block_size: tl.constexpr,
+    query_len: tl.constexpr,
+    lanes: tl.constexpr,
+    parts: tl.constexpr,
+    tile: tl.constexpr,
+    is_translated: tl.constexpr,
+    no_slot: tl.constexpr,
+) -> None:
+    """Write a part of the blocks of one request per program; the first one writes its length and slots too."""
+    request, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    length = tl.load(lengths + request).to(tl.int32)
+    length = tl.where(length > 0, length + num_new_tokens, 0)
+    if part == 0:
+        tl.store(seq_lens + request, length)
+        lane = tl.arange(0, lanes)
+        token = request * query_len + lane
+        is_new = (lane < query_len) & (token < num_slots) & (length > 0)
+        slot = tl.load(slots + token, mask=is_new, other=0).to(tl.int64)
+        if is_translated:
+            slot = tl.load(translation + slot, mask=is_new, other=0).to(tl.int64)
+        tl.store(slot_mapping + token, tl.where(is_new, slot, no_slot), mask=lane < query_len)
+    first_slots = slot_table + tl.load(rows + request).to(tl.int64) * of_row
+    count = tl.minimum((length + (block_size - 1)) // block_size, columns)
+    start = part * tile
+    while start < count:
+        column = start + tl.arange(0, tile)
+        used = column < count
+        found = tl.load(first_slots + column * block_size, mask=used, other=0).to(tl.int64)
+        if is_translated:
+            found = tl.load(translation + found, mask=used, other=0).to(tl.int64)
+        tl.store(block_table + request * of_request + column, (found // block_size).to(tl.int32), mask=used)
+        start += parts * tile
+
+
+_from_slots = Kernel(_write_from_slots)

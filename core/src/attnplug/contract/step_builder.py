@@ -140,7 +140,7 @@ class StepBuilder(InProcess):
             self.wrapped.prepare_in_graph(metadata)
         return metadata
 
-    def prepare(self, metadata: Metadata) -> None:
+    def prepare(self, metadata: Metadata) -> bool:
         """
         Prepare a replay on the device, from inside the graph. Optional, and right in every place.
 
@@ -152,13 +152,16 @@ class StepBuilder(InProcess):
         Args:
             metadata: What this builder's last build for the graph returned.
 
+        Returns:
+            Whether a graph records it.
+
         Raises:
             BatchError: The metadata is of another builder, of an earlier step, or of a graph that was released.
         """
         _check_own(self, metadata)
         graph = metadata.graph
         if graph is None:
-            return
+            return False
         _check_graph(self, graph)
         if not graph.is_current(metadata, self):
             raise BatchError(
@@ -166,9 +169,11 @@ class StepBuilder(InProcess):
                 "its graph reads the tensors of another builder, or a later build has overwritten them",
                 "pass what the last build of this builder returned, or that of the capture",
             )
-        if is_capturing(self.state.device):
+        is_recorded = is_capturing(self.state.device)
+        if is_recorded:
             graph.keep_prepared(self)
         self.wrapped.prepare_in_graph(metadata)
+        return is_recorded
 
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
         """

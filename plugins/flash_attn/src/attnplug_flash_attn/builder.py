@@ -82,7 +82,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         return {"plans": self._scheduled(plan, graph, schedules=graph is not None or not fast)}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
-        """Write the rows that have keys, the cumulative lengths of keys, and schedules, where the library reads those."""
+        """Write the rows that have keys, cumulative lengths of keys, and schedules, where the library reads those."""
         plan = next(iter(metadata.plans.values()))  # plan keys differ in their schedules alone
         for part in plan.parts:
             if part.padding is not None and part.call.seqused_k is not None:
