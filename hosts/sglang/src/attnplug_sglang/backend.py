@@ -13,9 +13,8 @@ import torch
 from attrs import evolve
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from attnplug.contract import GraphShape
 from attnplug.errors import NoBackendError, NotNegotiatedError
-from attnplug_sglang.batches import has_tree, lengths_of
+from attnplug_sglang.batches import check_decode, check_verify, has_tree, lengths_of
 from attnplug_sglang.layers import OWN, HostLayer, check_layer, layers_of
 from attnplug_sglang.options import check_options, limits_of, options_of
 from attnplug_sglang.pools import pools_of
@@ -46,8 +45,6 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         NotNegotiatedError: The model, a pool or an option of SGLang has what is not served.
     """
 
-    needs_cpu_seq_lens = True
-
     def __init__(self, model_runner: Any, *, backend: str | None = None) -> None:
         super().__init__()
         check_options(model_runner)
@@ -68,6 +65,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._max_batch_size = 0
         options = options_of(model_runner)
         self._batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
+        self._has_trees = getattr(options, "speculative_eagle_topk", None) not in {None, 1}
         self._kv_in_cache = True
         self.forward_metadata: Step | None = None
         self._is_late = not self._engine.layers
@@ -79,17 +77,26 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         """Return the decisions of the kinds of steps that there were, as text."""
         return "\n\n".join(f"{name}:\n{kind.plan}" for (name, _), kind in self._kinds.items())
 
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether SGLang has to keep sequence lengths on the CPU: a backend reads them, or a tree of drafts does."""
+        kinds = self._kinds.values()
+        return not kinds or self._has_trees or any(kind.reads_lengths for kind in kinds)
+
     def _kind(self, name: str, drafts: int = 0) -> Kind:
         """Return what carries out a kind of step. It is decided once, and again when SGLang says that it has graphs."""
+        found = self._kinds.get((name, drafts))
+        if found is not None:
+            return found
         if not self._engine.layers:
             raise NotNegotiatedError(
                 "a graph was requested before any layer of the model was there",
                 "attnplug decides for the layers that the model has, or at the first call of a layer in an eager step",
                 "make the backend after the model, or run an eager step first",
             )
-        if (name, drafts) not in self._kinds:
-            self._kinds[name, drafts] = self._decided(_requested(name, drafts, has_graphs=self._max_batch_size > 0))
-        return self._kinds[name, drafts]
+        requested = _requested(name, drafts, has_graphs=self._max_batch_size > 0)
+        self._kinds[name, drafts] = kind = self._decided({**requested, "drafts": drafts})
+        return kind
 
     def _decided(self, requested: dict[str, Any]) -> Kind:
         """Decide, for layers whose K/V may be in the pool before the call; and without them if nothing serves that."""
@@ -120,6 +127,11 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         if _is_idle(forward_batch):
             self.forward_metadata = self._pending = None
             return
+        if forward_batch.forward_mode.is_decode() and not self._is_late:
+            check_decode(getattr(forward_batch, "spec_info", None))
+            self.forward_metadata = self._kind(_EXTEND).build_decode(forward_batch)
+            if self.forward_metadata is not None:
+                return
         lengths = lengths_of(forward_batch)
         attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
         self._pending = (forward_batch, lengths) if attends and self._is_late else None
@@ -237,32 +249,35 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: SGLang captures a step of other than decodes and drafts.
         """
         self._pending = None
-        mode, size = forward_batch.forward_mode, len(forward_batch.seq_lens)
-        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
+        mode, spec, drafts, name = forward_batch.forward_mode, getattr(forward_batch, "spec_info", None), 0, _EXTEND
+        if mode.is_target_verify():
+            check_verify(spec)
+            drafts = int(spec.draft_token_num)
+            name = _VERIFY if has_tree(spec) else _EXTEND
+        elif mode.is_decode_or_idle():
+            check_decode(spec)
+        else:
             raise NotNegotiatedError(
                 f"SGLang captures a step of the mode {mode.name} in a graph",
                 "attnplug-sglang has graphs of decodes, and of drafts that are verified",
                 "start SGLang with --cuda-graph-backend-prefill breakable, or disabled",
             )
-        if mode.is_target_verify():
-            drafts = int(forward_batch.spec_info.draft_token_num)
-            name = _VERIFY if has_tree(forward_batch.spec_info) else _EXTEND
-            kind, shape = self._kind(name, drafts), GraphShape(size, size * drafts, drafts)
-        else:
-            kind, shape = self._kind(_EXTEND), GraphShape(size, size, 1)
+        kind, size = self._kind(name, drafts), forward_batch.seq_lens.shape[0]
         if in_capture:
-            self.forward_metadata = kind.capture(shape, max(self._max_batch_size, size))
-            return
-        lengths = lengths_of(forward_batch)
-        self.forward_metadata = kind.replay(forward_batch, lengths, shape)
+            self.forward_metadata = kind.capture(size, max(self._max_batch_size, size))
+        else:
+            self.forward_metadata = kind.replay(forward_batch, size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what is computed on the device at each replay."""
-        del forward_batch
+        """
+        Record what is computed on the device at each replay.
+
+        Args:
+            forward_batch: SGLang's step, whose tensors each replay finds at the same addresses.
+        """
         step = self.forward_metadata
         if step is not None and step.is_captured:
-            for builder, metadata in step.metadata.items():
-                builder.prepare(metadata)
+            step.prepare(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padded request: 0, which no running request has."""

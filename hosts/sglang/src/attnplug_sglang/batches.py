@@ -53,15 +53,11 @@ def lengths_of(step: Any) -> Lengths:
         return Lengths([], [])
     spec = getattr(step, "spec_info", None)
     if mode.is_decode():
-        if getattr(spec, "kv_indptr", None) is not None:
-            raise NotNegotiatedError(
-                "a decode of a draft model was given, with a list of slots for each branch of its tree",
-                "attnplug-sglang reads the slots of requests from SGLang's table, which has one branch",
-                "name one of SGLang's own backends for the drafts: --speculative-draft-attention-backend triton",
-            )
+        check_decode(spec)
         sequences = _real(_on_cpu(step, "seq_lens"))
         return Lengths([1] * len(sequences), sequences)
     if mode.is_target_verify():
+        check_verify(spec)
         return _verified(step, spec)
     if mode.name in _UNSERVED:
         raise NotNegotiatedError(
@@ -71,6 +67,36 @@ def lengths_of(step: Any) -> Lengths:
         )
     sequences = _real(_on_cpu(step, "seq_lens"))
     return Lengths(_on_cpu(step, "extend_seq_lens")[: len(sequences)], sequences)
+
+
+def check_decode(spec: Any) -> None:
+    """
+    Check the `spec_info` of a decode.
+
+    Raises:
+        NotNegotiatedError: It is of a tree of drafts.
+    """
+    if spec is not None and getattr(spec, "kv_indptr", None) is not None:
+        raise NotNegotiatedError(
+            "a decode of a draft model was given, with a list of slots for each branch of its tree",
+            "attnplug-sglang reads the slots of requests from SGLang's table, which has one branch",
+            "name one of SGLang's own backends for the drafts: --speculative-draft-attention-backend triton",
+        )
+
+
+def check_verify(spec: Any) -> None:
+    """
+    Check the `spec_info` of a step that verifies drafts.
+
+    Raises:
+        NotNegotiatedError: Requests have different numbers of drafts.
+    """
+    if getattr(spec, "ragged_verify_layout", None) is not None:
+        raise NotNegotiatedError(
+            "a step was given that verifies another number of drafts for each request",
+            "attnplug-sglang verifies the same number for all",
+            "unset SGLANG_RAGGED_VERIFY_MODE",
+        )
 
 
 _UNSERVED = {
@@ -93,12 +119,6 @@ def has_tree(spec: Any) -> bool:
 
 def _verified(step: Any, spec: Any) -> Lengths:
     """Return the lengths of a step that verifies drafts: a chain is a prefill, a tree has a mask."""
-    if getattr(spec, "ragged_verify_layout", None) is not None:
-        raise NotNegotiatedError(
-            "a step was given that verifies another number of drafts for each request",
-            "attnplug-sglang verifies the same number for all",
-            "unset SGLANG_RAGGED_VERIFY_MODE",
-        )
     drafts = int(spec.draft_token_num)
     sequences = [length + drafts for length in _real(_on_cpu(step, "seq_lens"))]
     mask = spec.custom_mask if has_tree(spec) else None

@@ -81,6 +81,11 @@ class Pools:
         if self.pool.layer_transfer_counter is not None:
             self.pool.get_key_buffer(layer_id)
 
+    def translation(self, part: str) -> Tensor | None:
+        """Return the slot of a part for each slot of the full pool, in page 0 for freed tokens; None for that pool."""
+        # SGLang keeps a proxy of it.
+        return None if part == FULL else self.pool.full_to_swa_index_mapping.detach()
+
     def slots(self, part: str, slots: Tensor) -> Tensor:
         """Return slots of the full pool as slots of a part, in the same shape; those of freed tokens are in page 0."""
         if part == FULL:

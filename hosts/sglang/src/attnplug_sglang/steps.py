@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 import attnplug
+from attnplug.batching import SlotTable
+from attnplug.contract import GraphShape
 from attnplug.errors import NoBackendError, NotNegotiatedError
-from attnplug_sglang.batches import batch_of
+from attnplug_sglang.batches import batch_of, lengths_of
+from attnplug_sglang.inputs import Inputs
 from attnplug_sglang.layers import contract_layer, requirements_of, scale_of, scales_in
 
 if TYPE_CHECKING:
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug import Limits, Plan
-    from attnplug.contract import Attention, Batch, Captures, GraphShape, KVCache, Metadata, StepBuilder
+    from attnplug import Agreement, Limits, Plan
+    from attnplug.contract import Attention, Batch, Captures, KVCache, Metadata, StepBuilder
     from attnplug_sglang.batches import Lengths
     from attnplug_sglang.layers import HostLayer
     from attnplug_sglang.pools import Pools
@@ -107,7 +110,7 @@ class BoundLayer:
         return self._sinks[1]
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Step:
     """
     A step, built.
@@ -117,24 +120,62 @@ class Step:
         metadata: By builder.
         num_tokens: Query tokens, those of a graph's padding included.
         is_captured: Whether a graph reads the metadata.
+        inputs: What is written on the device before, or inside of, each replay; by part of the pools.
+        is_recorded: Whether the graph writes it.
     """
 
     kind: Kind
     metadata: Mapping[StepBuilder, Metadata]
     num_tokens: int
     is_captured: bool = False
+    inputs: Mapping[str, Inputs] = field(factory=dict)
+    is_recorded: bool = False
+
+    def prepare(self, step: Any) -> None:
+        """
+        Prepare a replay on the device, before the graph or inside of it.
+
+        Args:
+            step: SGLang's: that of the replay before the graph, that of the capture inside of it.
+        """
+        given = step.req_pool_indices, step.seq_lens, step.out_cache_loc
+        for inputs in self.inputs.values():
+            inputs.write(*given, self.kind.query_len, self.kind.drafts)
+        recorded = [builder.prepare(metadata) for builder, metadata in self.metadata.items()]
+        self.is_recorded = self.is_recorded or (bool(self.inputs) and all(recorded))
 
 
 class Kind:
-    """A kind of step, and what carries it out."""
+    """
+    A kind of step, and what carries it out.
 
-    def __init__(self, engine: Engine, **requested: Any) -> None:
+    Args:
+        engine: What it shares with other kinds.
+        drafts: Drafts of each request that are verified in its graphs; 0 for decodes.
+        requested: Further requirements, by name.
+
+    Attributes:
+        plan: The decision of each layer.
+        layers: What carries them out, by the identity of SGLang's module.
+        parts: The part of the pools of each builder, and whether its layers are causal.
+        states: By backend.
+        drafts: As given.
+        query_len: Query tokens of each request in its graphs.
+        reads_lengths: Whether a backend reads sequence lengths on the CPU when a step is built.
+        replays_without_build: Whether the device computes all that changes from replay to replay.
+    """
+
+    def __init__(self, engine: Engine, drafts: int = 0, **requested: Any) -> None:
         self.engine, self.requested = engine, requested
         self.plan = plan_of(engine, requested)
         self.layers: dict[int, BoundLayer] = {}
         self.parts: dict[StepBuilder, tuple[str, bool]] = {}
         self.states: dict[str, Captures] = {}
+        self.drafts, self.query_len = drafts, drafts or 1
         self._max_captured = 0
+        self._steps: dict[int, Step] = {}
+        self._inputs: dict[str, Inputs] = {}
+        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         by_name = {layer.name: layer for layer in engine.layers}
         for group in self.plan.groups:
             backend = group.selection.load()
@@ -145,6 +186,12 @@ class Kind:
                 of_part.setdefault(engine.pools.part_of(by_name[name].module.layer_id), []).append(by_name[name])
             for part, members in of_part.items():
                 self._bind(backend, members, part)
+        self._scaled = [layer for layer in self.layers.values() if layer.scales is not None]
+        agreements = [builder.agreement for builder in self.parts]
+        self.reads_lengths = not all(_reads_no_lengths(each) for each in agreements)
+        self.replays_without_build = not requested.get("custom_mask") and all(
+            builder.replays_without_build for builder in self.parts
+        )
 
     def _bind(self, backend: Any, members: list[HostLayer], part: str) -> None:
         """Make what carries out layers that share an agreement and a block table."""
@@ -177,26 +224,136 @@ class Kind:
         built = {builder: builder.build(batch) for builder, batch in batches.items()}
         return Step(self, built, sum(lengths.queries))
 
-    def capture(self, shape: GraphShape, max_batch_size: int) -> Step:
-        """Return the step of a graph that is about to be captured: its tensors keep their addresses."""
+    def build_decode(self, step: Any) -> Step | None:
+        """Return decodes that run eagerly; None where there are none, or where each request has to be looked at."""
+        self._renew_scales()
+        batches = self._written(step, 1, 0)
+        if not batches:
+            return None
+        built = {builder: builder.build(batches[key]) for builder, key in self.parts.items()}
+        return Step(self, built, next(iter(batches.values())).num_actual_tokens)
+
+    def _written(self, step: Any, query_len: int, drafts: int) -> dict[tuple[str, bool], Batch]:
+        """
+        Return the batches of requests of one query length, whose tensors one launch writes, by what `parts` has.
+
+        Nothing where there are no requests, or where these have to be looked at one by one: one is too long, or only
+        the device has lengths that a backend reads.
+        """
+        width, lengths = self.engine.table.shape[1], getattr(step, "seq_lens_cpu", None)
+        count, values = step.seq_lens.shape[0], None
+        if lengths is not None:
+            values = lengths if type(lengths) is list else lengths.tolist()
+            if not values[-1]:
+                count = values.index(0)
+                values = values[:count]
+        # Ranks that run together pad their steps.
+        elif self.reads_lengths or getattr(step, "global_num_tokens_cpu", None) is not None:
+            return {}
+        if not count:
+            return {}
+        longest = width if values is None else max(values) + drafts
+        if longest > width:
+            return {}
+        exact = None
+        if self.reads_lengths and values is not None and not step.seq_lens.is_cpu:
+            exact = torch.tensor(values, dtype=torch.int32).add_(drafts)
+        starts, page, pools = self._starts_of(count, query_len), self.engine.pools.page_size, self.engine.pools
+        given = step.req_pool_indices[:count], step.seq_lens[:count], step.out_cache_loc
+        made: dict[tuple[str, bool], Batch] = {}
+        for part, causal in self.parts.values():
+            if (part, causal) not in made:
+                slots = SlotTable(self.engine.table, page, pools.translation(part))
+                inputs = Inputs.made(slots, count, query_len, -(-longest // page))
+                inputs.write(*given, query_len, drafts)
+                made[part, causal] = inputs.batch(starts, longest, exact, causal=causal)
+        return made
+
+    def capture(self, size: int, max_batch_size: int) -> Step:
+        """
+        Return the step of a graph that is about to be captured: its tensors keep their addresses.
+
+        Args:
+            size: Requests of the graph.
+            max_batch_size: The most requests of a graph.
+        """
         # SGLang says when it captures a shape, and not when it has captured all: each is a capture by itself, the first
         # of the largest size.
         self._max_captured = self._max_captured or max_batch_size
-        built: dict[StepBuilder, Metadata] = {}
+        shape, built, inputs = self._shape(size), {}, self._inputs_of(size)
+        length = self._dummy_length
+        lengths = torch.full((size,), length, dtype=torch.int32, device="cpu")
         for state, builders in self._by_state():
             with state.graph_capture(self._max_captured):
-                graph = state.graph(shape)
-                built |= {b: b.build(graph.dummy_batch(b), graph=graph) for b in builders}
-        return Step(self, built, shape.num_tokens, is_captured=True)
+                graph = state.graph(shape, host_owned_inputs=bool(inputs))
+                for builder in builders:
+                    part, causal = self.parts[builder]
+                    if inputs:
+                        starts = self._starts_of(size, self.query_len)
+                        batch = inputs[part].batch(starts, length, lengths, causal=causal, dummy=True)
+                    else:
+                        batch = graph.dummy_batch(builder)
+                    built[builder] = builder.build(batch, graph=graph)
+        self._steps[size] = Step(self, built, shape.num_tokens, is_captured=True, inputs=inputs)
+        return self._steps[size]
 
-    def replay(self, step: Any, lengths: Lengths, shape: GraphShape) -> Step:
+    @property
+    def _dummy_length(self) -> int:
+        """The length of a request that is made up for a capture: a token of context, where there is room."""
+        return min(self.query_len + 1, self.engine.limits.max_seq_len)
+
+    def _shape(self, size: int) -> GraphShape:
+        return GraphShape(size, size * self.query_len, self.query_len)
+
+    def _inputs_of(self, size: int) -> dict[str, Inputs]:
+        """Return what the graph of a size reads, of each part, as a valid step; nothing where each replay is built."""
+        if not self.replays_without_build:
+            return {}
+        pools, found = self.engine.pools, {}
+        with torch.inference_mode(mode=False):  # it is written in any mode
+            for part, _ in self.parts.values():
+                if part not in self._inputs:
+                    slots = SlotTable(self.engine.table, pools.page_size, pools.translation(part))
+                    pages = -(-self.engine.limits.max_seq_len // pools.page_size)
+                    self._inputs[part] = Inputs.made(slots, self._max_captured, self.query_len, pages)
+                    self._inputs[part].clear(0)
+                found[part] = self._inputs[part].first(size, self.query_len)
+                found[part].clear(self._dummy_length)
+        return found
+
+    def _starts_of(self, reqs: int, query_len: int) -> tuple[Tensor, Tensor]:
+        """Return where queries of one length start, on the device and on the CPU; made once."""
+        found = self._starts.get((reqs, query_len))
+        if found is None:
+            most = max(reqs, self.engine.limits.max_num_reqs)
+            if reqs != most:  # fewer requests have the first of them
+                whole = self._starts_of(most, query_len)
+                found = whole[0][: reqs + 1], whole[1][: reqs + 1]
+            else:
+                with torch.inference_mode(mode=False):
+                    starts = torch.arange(reqs + 1, dtype=torch.int32, device="cpu") * query_len
+                    found = starts.to(self.engine.device), starts
+            self._starts[reqs, query_len] = found
+        return found
+
+    def replay(self, step: Any, size: int) -> Step:
         """
-        Write a step into the tensors that the captured graph of a shape reads.
+        Write a step into the tensors that the captured graph of a size reads, unless the graph does.
 
         A rank without a request replays the graph beside ranks that have some: it gets a step that writes nothing.
         """
         self._renew_scales()
-        batches = self._batches(step, lengths) if lengths.queries else {}
+        captured = self._steps.get(size)
+        if captured is not None and captured.inputs:
+            if not captured.is_recorded:
+                captured.prepare(step)
+            return captured
+        shape = self._shape(size)
+        written = {} if self.requested.get("custom_mask") else self._written(step, self.query_len, self.drafts)
+        batches = {builder: written[key] for builder, key in self.parts.items()} if written else {}
+        if not written:
+            lengths = lengths_of(step)
+            batches = self._batches(step, lengths) if lengths.queries else {}
         built: dict[StepBuilder, Metadata] = {}
         for state, builders in self._by_state():
             graph = state.graph(shape)
@@ -205,7 +362,7 @@ class Kind:
         return Step(self, built, shape.num_tokens, is_captured=True)
 
     def _renew_scales(self) -> None:
-        for layer in self.layers.values():
+        for layer in self._scaled:
             layer.renew_scales()
 
     def _by_state(self) -> Iterator[tuple[Captures, list[StepBuilder]]]:
@@ -222,6 +379,8 @@ class Kind:
 
     def release(self) -> None:
         """Release the graphs' buffers."""
+        self._steps.clear()
+        self._inputs.clear()
         for state in self.states.values():
             state.release_graphs()
 
@@ -237,7 +396,7 @@ def plan_of(engine: Engine, requested: Mapping[str, Any]) -> Plan:
     first: NoBackendError | None = None
     for form in engine.pools.forms(engine.layers[0].module.layer_id):
         try:
-            return _planned(engine, {**requested, "kv_cache_form": form}, engine.pools.page_size)
+            return _with_fewest_lengths(engine, {**requested, "kv_cache_form": form})
         except NoBackendError as error:
             first = first or error
     assert first is not None  # noqa: S101 - a pool has a form
@@ -249,6 +408,28 @@ def plan_of(engine: Engine, requested: Mapping[str, Any]) -> Plan:
             f"start SGLang with --page-size {sizes[0]}",
         ) from first
     raise first
+
+
+def _with_fewest_lengths(engine: Engine, requested: dict[str, Any]) -> Plan:
+    """Return the decision, for steps without lengths on the CPU where what is chosen reads none."""
+    page_size = engine.pools.page_size
+    found = _planned(engine, requested, page_size)
+    if requested.get("custom_mask"):
+        return found
+    try:
+        bare = _planned(engine, {**requested, "seq_lens_cpu_kind": "absent"}, page_size)
+    except NoBackendError:
+        return found
+    is_same = _chosen(bare) == _chosen(found)
+    return bare if is_same and all(_reads_no_lengths(group.selection.agreement) for group in bare.groups) else found
+
+
+def _chosen(plan: Plan) -> dict[str, str]:
+    return {name: group.selection.agreement.id for group in plan.groups for name in group.layers}
+
+
+def _reads_no_lengths(agreement: Agreement) -> bool:
+    return agreement.requirements.seq_lens_cpu_kind == "absent" and not agreement.reads_lengths
 
 
 def _is_served(engine: Engine, requested: Mapping[str, Any], page_size: int) -> bool:
