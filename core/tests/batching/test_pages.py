@@ -121,7 +121,7 @@ def test_the_kernel_of_slot_tables_compiles(is_translated: bool) -> None:
     kinds = dict.fromkeys(("slot_table", "block_table", "seq_lens"), "*i32")
     kinds |= dict.fromkeys(("rows", "lengths", "slots", "translation", "slot_mapping"), "*i64")
     kinds |= dict.fromkeys(("columns", "num_slots", "num_new_tokens"), "i32")
-    constants = {"block_size": 16, "query_len": 3, "lanes": 4, "parts": 16, "tile": 512, "no_slot": -1}
+    constants = {"block_size": 16, "query_len": 3, "lanes": 4, "parts": 16, "tile": 512, "no_slot": -1, "null_block": 0}
     constants["is_translated"] = is_translated
 
     assert compile_kernel(_write_from_slots, kinds, constants).asm["cubin"]
@@ -145,6 +145,7 @@ def test_a_step_of_a_slot_table(block_size: int, is_translated: bool) -> None:
     )
 
     assert out[1].tolist() == [7, 15, 0]
+    assert out[0][2, :2].tolist() == [0, 0]
     assert out[2].tolist() == [55 + shift, 56 + shift, 30 + shift, 31 + shift, -1, -1]
     for row, first, length in ((0, 48, 7), (1, 16, 15)):
         used = min(-(-length // block_size), width)

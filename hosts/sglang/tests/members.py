@@ -73,7 +73,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *read(f"{_POOL}:MHATokenToKVPool", "size", "dtype", "layer_transfer_counter"),
     *called(f"{_POOL}:MHATokenToKVPool.get_key_buffer", "layer_id"),
     *called(f"{_POOL}:MHATokenToKVPool.get_value_buffer", "layer_id"),
-    *read(_SWA, "full_kv_pool", "swa_kv_pool", "layers_mapping"),
+    *read(_SWA, "full_kv_pool", "swa_kv_pool", "layers_mapping", "full_to_swa_index_mapping"),
     *called(f"{_SWA}.get_key_buffer", "layer_id"),
     *called(f"{_SWA}.get_value_buffer", "layer_id"),
     *called(f"{_SWA}.translate_loc_from_full_to_swa", "kv_indices"),
@@ -81,7 +81,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *read(
         f"{_BATCH}:ForwardBatch",
         *("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
-        *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info", "_original_forward_mode"),
+        *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info", "_original_forward_mode", "global_num_tokens_cpu"),
     ),
     *(
         member
@@ -93,6 +93,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
         *("chunked_prefill_size", "max_prefill_tokens", "speculative_num_draft_tokens", "page_size"),
         *("enable_deterministic_inference", "attention_backend", "prefill_attention_backend"),
         *("decode_attention_backend", "enable_unified_memory", "dcp_size", "enable_prefill_cp", "attn_cp_size"),
+        "speculative_eagle_topk",
     ),
 )
 """What is used. A parameter that SGLang adds with a default to what is called changes nothing."""

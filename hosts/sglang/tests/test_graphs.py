@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace as Names
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnplug
-from attnplug.contract import StepBuilder
-from attnplug.errors import NotNegotiatedError
+from attnplug.batching import SlotTable
+from attnplug.contract import StepBuilder, capture
+from attnplug.errors import LimitsError, NotNegotiatedError
 from attnplug_sglang import steps
 from hosts.sglang.tests.rig import ForwardMode, World, worst
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 CLOSE = 1e-5
@@ -37,9 +43,19 @@ def tree_of(world: World, requests: list[int], *, chain: bool = False) -> tuple[
     return spec, masks
 
 
+def let_builders_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each replay be built, as for a backend that plans on the CPU."""
+    monkeypatch.setattr(StepBuilder, "replays_without_build", False)
+
+
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("options", [{}, {"swa": True}, {"sinks": True}, {"swa": True, "sinks": True, "cap": 5.0}])
 @pytest.mark.parametrize("page", [1, 16])
-def test_replays_of_padded_decodes(page: int, options: dict[str, Any]) -> None:
+def test_replays_of_padded_decodes(
+    page: int, options: dict[str, Any], plans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plans:
+        let_builders_plan(monkeypatch)
     world = World(page, (20, -1), **options)
     backend = world.backend()
     requests = [world.new() for _ in range(3)]
@@ -81,6 +97,178 @@ def test_drafts_are_verified_eagerly(page: int, options: dict[str, Any], chain: 
     if not chain:  # the mask matters
         assert worst(found, world.expected([b, a], lens, data, commit=False)) > CLOSE
     assert world.step(backend, [a, b], [1, 1], DECODE) < CLOSE  # rejected drafts are overwritten
+
+
+class Recorded:
+    """A graph over tensors of SGLang that never move: its attention, and what is prepared inside of it."""
+
+    def __init__(self, world: World, backend: Any, size: int, *, drafts: int = 0) -> None:
+        self.world, self.backend, self.rows = world, backend, size * max(drafts, 1)
+        spec = Names(custom_mask=None, draft_token_num=drafts) if drafts else None
+        self.step = world.batch([], [], VERIFY if drafts else DECODE, spec=spec, pad=size)
+        self.step.out_cache_loc = torch.zeros(self.rows, dtype=torch.long)
+        self.data = world.qkv(self.rows)
+        backend.init_forward_metadata_out_graph(self.step, in_capture=True)
+        metadata = backend.forward_metadata
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            backend.forward_metadata = metadata
+            backend.init_forward_metadata_in_graph(self.step)
+            return tuple(world.run(backend, self.step, self.data))
+
+        self.found, self._replay = capture(forward, torch.device("cpu"))
+
+    def replay(self, requests: list[int]) -> None:
+        """Replay decodes, or drafts, and compare with the oracle; nothing is launched ahead of the graph."""
+        size = len(self.step.seq_lens)
+        lens = [self.rows // size] * len(requests)
+        given, data = self.batch(requests), self.world.qkv(sum(lens))
+        self.fill(given)
+        for into, values in zip(self.data, padded(data, self.rows - sum(lens)), strict=True):
+            for tensor, value in zip(into, values, strict=True):
+                tensor.copy_(value)
+        with Operations() as operations:
+            self.backend.init_forward_metadata_out_graph(given)
+        assert not operations.count
+        self._replay()
+        if requests:
+            commits = self.step.spec_info is None
+            expected = self.world.expected(requests, lens, data, commit=commits)
+            assert worst(list(self.found), expected) < CLOSE
+
+    def batch(self, requests: list[int]) -> Any:
+        """Return SGLang's step for a replay."""
+        size, drafts = len(self.step.seq_lens), self.rows // len(self.step.seq_lens)
+        pad, mode = size - len(requests), self.step.forward_mode
+        return self.world.batch(requests, [drafts] * len(requests), mode, spec=self.step.spec_info, pad=pad)
+
+    def fill(self, given: Any) -> None:
+        """Write a step into SGLang's tensors, with slot 0 behind its tokens."""
+        self.step.seq_lens.copy_(given.seq_lens)
+        self.step.req_pool_indices.copy_(given.req_pool_indices)
+        self.step.out_cache_loc.zero_()
+        self.step.out_cache_loc[: len(given.out_cache_loc)].copy_(given.out_cache_loc)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+    is_paused = False
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self.is_paused
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"swa": True}])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_graphs_prepare_their_replays(page: int, options: dict[str, Any], drafts: int) -> None:
+    """All that a replay reads is computed inside of the graph, from SGLang's tensors: no length is read on the CPU."""
+    world = World(page, (20, -1), **options)
+    backend = world.backend()
+    requests = [world.new() for _ in range(3)]
+    backend.init_cuda_graph_state(4, 4 * max(drafts, 1))
+    assert world.step(backend, requests, [17, 33, 1], EXTEND) < CLOSE
+    graphs = [Recorded(world, backend, size, drafts=drafts) for size in (4, 2)]
+    for graph, chosen in (
+        (0, requests),
+        (1, requests[:2]),
+        (0, requests[1:]),
+        (1, []),
+        (1, requests[2:]),
+        (0, requests),
+    ):
+        graphs[graph].replay(chosen)
+    assert world.step(backend, requests, [5, 1, 1], EXTEND) < CLOSE
+    graphs.append(Recorded(world, backend, 2, drafts=drafts))  # the shape again, as SGLang does for other outputs
+    for graph in (0, 1, 2):
+        graphs[graph].replay(requests[:2])
+
+
+def test_a_size_that_was_not_captured_is_refused() -> None:
+    world = World(1)
+    backend = world.backend()
+    backend.init_cuda_graph_state(4, 4)
+    Recorded(world, backend, 4)
+    with pytest.raises(LimitsError, match="num_reqs=3"):
+        backend.init_forward_metadata_out_graph(world.batch([], [], DECODE, pad=3))
+
+
+@pytest.mark.parametrize(("plans", "replay", "eager"), [(False, (8, 0), (101, 26)), (True, (106, 20), (101, 26))])
+def test_what_a_step_of_64_requests_costs(
+    plans: bool, replay: tuple[int, int], eager: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Python calls and operations of torch, those of core and of the backend included.
+
+    Block table, lengths and slots count as one operation: on a GPU they are one launch.
+    """
+    write = SlotTable.write
+
+    def written(*args: Any, **tensors: Any) -> None:
+        Operations.is_paused = True
+        write(*args, **tensors)
+        Operations.is_paused = False
+        torch.empty(0)
+
+    monkeypatch.setattr(SlotTable, "write", written)
+    if plans:
+        let_builders_plan(monkeypatch)
+    world = World(16, (-1, -1), rows=72, slots=16384)
+    backend = world.backend()
+    requests = [world.new() for _ in range(64)]
+    for first in range(0, 64, 16):
+        world.step(backend, requests[first : first + 16], [20] * 16, EXTEND)
+    backend.init_cuda_graph_state(64, 64)
+    graph = Recorded(world, backend, 64)
+    given = graph.batch(requests)
+    found = cost(lambda: backend.init_forward_metadata_out_graph(given))
+    assert all(each <= most for each, most in zip(found, replay, strict=True)), found
+    found = cost(lambda: backend.init_forward_metadata(given))
+    assert all(each <= most for each, most in zip(found, eager, strict=True)), found
+
+
+def cost(call: Callable[[], None]) -> tuple[int, int]:
+    """Return the Python calls, and the operations of torch, of a call that was made before."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        del frame, argument
+        calls += event == "call"
+
+    for _ in range(2):
+        call()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    with Operations() as operations:
+        call()
+    return calls - 1, operations.count
+
+
+def test_lengths_that_no_backend_reads_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has none on the CPU then. The built-in backend is taken for another one here: core reads them for it."""
+    monkeypatch.setattr(steps, "_reads_no_lengths", lambda agreement: agreement.reads_lengths)
+    world = World(16, (20, -1), swa=True)
+    backend = world.backend()
+    assert not backend.needs_cpu_seq_lens
+    requests = [world.new() for _ in range(3)]
+    assert world.step(backend, requests, [17, 33, 1], EXTEND) < CLOSE
+    monkeypatch.setattr("attnplug_sglang.backend.lengths_of", None)
+    for lens in ([1, 1, 1], [1, 1]):
+        assert world.step(backend, requests[: len(lens)], lens, DECODE, on_cpu=False) < CLOSE
+
+
+def test_lengths_that_a_backend_or_a_tree_reads_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert World(16).backend().needs_cpu_seq_lens  # the built-in backend plans eager steps with them
+    monkeypatch.setattr(steps, "_reads_no_lengths", lambda agreement: agreement.reads_lengths)
+    assert World(16, server={"speculative_eagle_topk": 4}).backend().needs_cpu_seq_lens
 
 
 @pytest.mark.parametrize("chain", [False, True])

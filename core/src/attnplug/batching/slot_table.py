@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from attnplug.batching.padding import NULL_BLOCK
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
 from attnplug.ops.triton import triton_function
 
@@ -44,9 +45,9 @@ class SlotTable:
         """
         Write the tensors of a batch whose requests have one query length.
 
-        A request of length 0 is padding: it gets no keys, and its tokens get no slot. Entries of the block table behind
-        the blocks of a request may hold anything. Where Triton works, it is one launch on a GPU, which a graph may
-        record; nothing waits for the device.
+        A request of length 0 is padding: it gets no keys, the null block in a column for each new token, and its tokens
+        get no slot. Further entries of the block table, behind the blocks of a request, may hold anything. Where Triton
+        works, it is one launch on a GPU, which a graph may record; nothing waits for the device.
 
         Args:
             rows: ``(num_reqs,)`` integers, the row of each request in the table of slots.
@@ -75,6 +76,7 @@ class SlotTable:
         if num_new_tokens:
             seq_lens.add_(seq_lens > 0, alpha=num_new_tokens)
         is_padding = seq_lens == 0
+        block_table[:, :query_len].masked_fill_(is_padding[:, None], NULL_BLOCK)
         if query_len > 1:
             is_padding = is_padding.repeat_interleave(query_len)
         count = new.shape[0]

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.batching.padding import NULL_BLOCK
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
 from attnplug.ops.triton import Kernel, Launch
 
@@ -116,7 +117,7 @@ def write_from_slots(
         (columns, new_slots.shape[0], num_new_tokens),
         (
             *(block_size, query_len, triton.next_power_of_2(query_len), parts, _TILE),
-            *(translation is not None, PAD_SLOT_ID),
+            *(translation is not None, PAD_SLOT_ID, NULL_BLOCK),
         ),
         num_warps=4,
     )
@@ -144,6 +145,7 @@ def _write_from_slots(
     tile: tl.constexpr,
     is_translated: tl.constexpr,
     no_slot: tl.constexpr,
+    null_block: tl.constexpr,
 ) -> None:
     """Write a part of the blocks of one request per program; the first one writes its length and slots too."""
     request, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -158,6 +160,8 @@ def _write_from_slots(
         if is_translated:
             slot = tl.load(translation + slot, mask=is_new, other=0).to(tl.int64)
         tl.store(slot_mapping + token, tl.where(is_new, slot, no_slot), mask=lane < query_len)
+        is_null = (length == 0) & (lane < query_len) & (lane < columns)
+        tl.store(block_table + request * of_request + lane, null_block, mask=is_null)
     first_slots = slot_table + tl.load(rows + request).to(tl.int64) * of_row
     count = tl.minimum((length + (block_size - 1)) // block_size, columns)
     start = part * tile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -81,7 +81,7 @@ class Inputs:
         )
 
     def batch(
-        self, starts: tuple[Tensor, Tensor], longest: int, lengths: Tensor | None, *, causal: bool, dummy: bool = False
+        self, starts: tuple[Tensor, Tensor], longest: int, lengths: Tensor | None, *, causal: bool, **more: Any
     ) -> Batch:
         """
         Return them as a batch.
@@ -91,7 +91,7 @@ class Inputs:
             longest: The longest sequence, or a bound.
             lengths: The sequence lengths on the CPU; None where no backend reads them.
             causal: Whether tokens attend to no later token.
-            dummy: Whether it takes the place of a real batch.
+            more: Further fields of `Batch`, by name.
         """
         reqs, tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]
         table, slots = self.block_table, self.slot_mapping
@@ -115,5 +115,5 @@ class Inputs:
             dcp_local_seq_lens_cpu=None,
             key_start_loc_cpu=None,
             max_encoder_seq_len=None,
-            dummy=dummy,
+            **more,
         )

@@ -16,7 +16,7 @@ from attnplug_sglang.inputs import Inputs
 from attnplug_sglang.layers import contract_layer, requirements_of, scale_of, scales_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -138,11 +138,16 @@ class Step:
         Args:
             step: SGLang's: that of the replay before the graph, that of the capture inside of it.
         """
+        if self.kind.replays_without_build:
+            self.write(step)
+        recorded = [builder.prepare(metadata) for builder, metadata in self.metadata.items()]
+        self.is_recorded = self.is_recorded or all(recorded)
+
+    def write(self, step: Any) -> None:
+        """Write what the graph reads of a step of SGLang, on the device."""
         given = step.req_pool_indices, step.seq_lens, step.out_cache_loc
         for inputs in self.inputs.values():
             inputs.write(*given, self.kind.query_len, self.kind.drafts)
-        recorded = [builder.prepare(metadata) for builder, metadata in self.metadata.items()]
-        self.is_recorded = self.is_recorded or (bool(self.inputs) and all(recorded))
 
 
 class Kind:
@@ -225,49 +230,37 @@ class Kind:
         return Step(self, built, sum(lengths.queries))
 
     def build_decode(self, step: Any) -> Step | None:
-        """Return decodes that run eagerly; None where there are none, or where each request has to be looked at."""
-        self._renew_scales()
-        batches = self._written(step, 1, 0)
-        if not batches:
-            return None
-        built = {builder: builder.build(batches[key]) for builder, key in self.parts.items()}
-        return Step(self, built, next(iter(batches.values())).num_actual_tokens)
-
-    def _written(self, step: Any, query_len: int, drafts: int) -> dict[tuple[str, bool], Batch]:
         """
-        Return the batches of requests of one query length, whose tensors one launch writes, by what `parts` has.
+        Return decodes that run eagerly, whose tensors one launch writes.
 
-        Nothing where there are no requests, or where these have to be looked at one by one: one is too long, or only
-        the device has lengths that a backend reads.
+        None where there are none, or where requests have to be looked at one by one: one is too long, or only the
+        device has lengths that a backend reads.
         """
         width, lengths = self.engine.table.shape[1], getattr(step, "seq_lens_cpu", None)
-        count, values = step.seq_lens.shape[0], None
+        count, longest = step.seq_lens.shape[0], width
         if lengths is not None:
-            values = lengths if type(lengths) is list else lengths.tolist()
-            if not values[-1]:
-                count = values.index(0)
-                values = values[:count]
+            values, count = _running(lengths)
+            longest = max(values, default=0)
         # Ranks that run together pad their steps.
         elif self.reads_lengths or getattr(step, "global_num_tokens_cpu", None) is not None:
-            return {}
-        if not count:
-            return {}
-        longest = width if values is None else max(values) + drafts
-        if longest > width:
-            return {}
-        exact = None
-        if self.reads_lengths and values is not None and not step.seq_lens.is_cpu:
-            exact = torch.tensor(values, dtype=torch.int32).add_(drafts)
-        starts, page, pools = self._starts_of(count, query_len), self.engine.pools.page_size, self.engine.pools
+            return None
+        if not count or longest > width:
+            return None
+        self._renew_scales()
+        starts, pages = self._starts_of(count, 1), -(-longest // self.engine.pools.page_size)
         given = step.req_pool_indices[:count], step.seq_lens[:count], step.out_cache_loc
+        exact = torch.tensor(values, dtype=torch.int32) if self.reads_lengths else None
         made: dict[tuple[str, bool], Batch] = {}
         for part, causal in self.parts.values():
             if (part, causal) not in made:
-                slots = SlotTable(self.engine.table, page, pools.translation(part))
-                inputs = Inputs.made(slots, count, query_len, -(-longest // page))
-                inputs.write(*given, query_len, drafts)
+                inputs = Inputs.made(self._slots_of(part), count, 1, pages)
+                inputs.write(*given, 1, 0)
                 made[part, causal] = inputs.batch(starts, longest, exact, causal=causal)
-        return made
+        return Step(self, {builder: builder.build(made[key]) for builder, key in self.parts.items()}, count)
+
+    def _slots_of(self, part: str) -> SlotTable:
+        pools = self.engine.pools
+        return SlotTable(self.engine.table, pools.page_size, pools.translation(part))
 
     def capture(self, size: int, max_batch_size: int) -> Step:
         """
@@ -281,18 +274,12 @@ class Kind:
         # of the largest size.
         self._max_captured = self._max_captured or max_batch_size
         shape, built, inputs = self._shape(size), {}, self._inputs_of(size)
-        length = self._dummy_length
-        lengths = torch.full((size,), length, dtype=torch.int32, device="cpu")
+        batches = self._batches_of(inputs, size, ())
         for state, builders in self._by_state():
             with state.graph_capture(self._max_captured):
                 graph = state.graph(shape, host_owned_inputs=bool(inputs))
                 for builder in builders:
-                    part, causal = self.parts[builder]
-                    if inputs:
-                        starts = self._starts_of(size, self.query_len)
-                        batch = inputs[part].batch(starts, length, lengths, causal=causal, dummy=True)
-                    else:
-                        batch = graph.dummy_batch(builder)
+                    batch = batches[builder] if inputs else graph.dummy_batch(builder)
                     built[builder] = builder.build(batch, graph=graph)
         self._steps[size] = Step(self, built, shape.num_tokens, is_captured=True, inputs=inputs)
         return self._steps[size]
@@ -306,20 +293,41 @@ class Kind:
         return GraphShape(size, size * self.query_len, self.query_len)
 
     def _inputs_of(self, size: int) -> dict[str, Inputs]:
-        """Return what the graph of a size reads, of each part, as a valid step; nothing where each replay is built."""
-        if not self.replays_without_build:
+        """Return what the graph of a size reads, of each part; nothing where core keeps it, beside masks of a tree."""
+        if self.requested.get("custom_mask"):
             return {}
-        pools, found = self.engine.pools, {}
+        pages, found = -(-self.engine.limits.max_seq_len // self.engine.pools.page_size), {}
         with torch.inference_mode(mode=False):  # it is written in any mode
             for part, _ in self.parts.values():
                 if part not in self._inputs:
-                    slots = SlotTable(self.engine.table, pools.page_size, pools.translation(part))
-                    pages = -(-self.engine.limits.max_seq_len // pools.page_size)
-                    self._inputs[part] = Inputs.made(slots, self._max_captured, self.query_len, pages)
-                    self._inputs[part].clear(0)
+                    most = Inputs.made(self._slots_of(part), self._max_captured, self.query_len, pages)
+                    most.clear(0)
+                    self._inputs[part] = most
                 found[part] = self._inputs[part].first(size, self.query_len)
-                found[part].clear(self._dummy_length)
         return found
+
+    def _batches_of(self, inputs: Mapping[str, Inputs], size: int, lengths: Sequence[int]) -> dict[StepBuilder, Batch]:
+        """
+        Return the batches of a graph's inputs.
+
+        Args:
+            inputs: What the graph reads, which was written; made up where there is no request.
+            size: Requests of the graph.
+            lengths: Sequence lengths of the requests that are no padding.
+        """
+        longest = max(lengths, default=self._dummy_length)
+        if not lengths:
+            for each in inputs.values():
+                each.clear(longest)
+        padding = size - len(lengths) if lengths else 0
+        exact = torch.tensor([*lengths, *[0] * padding] if lengths else [longest] * size, dtype=torch.int32)
+        starts, made = self._starts_of(size, self.query_len), {}
+        for part, causal in self.parts.values() if inputs else ():
+            if (part, causal) not in made:
+                made[part, causal] = inputs[part].batch(
+                    starts, longest, exact, causal=causal, dummy=not lengths, num_padded_reqs=padding
+                )
+        return {builder: made[key] for builder, key in self.parts.items()} if inputs else {}
 
     def _starts_of(self, reqs: int, query_len: int) -> tuple[Tensor, Tensor]:
         """Return where queries of one length start, on the device and on the CPU; made once."""
@@ -344,16 +352,24 @@ class Kind:
         """
         self._renew_scales()
         captured = self._steps.get(size)
-        if captured is not None and captured.inputs:
+        if captured is None or not captured.inputs:
+            return self._replay_masked(step, size)
+        if self.replays_without_build:
             if not captured.is_recorded:
                 captured.prepare(step)
             return captured
-        shape = self._shape(size)
-        written = {} if self.requested.get("custom_mask") else self._written(step, self.query_len, self.drafts)
-        batches = {builder: written[key] for builder, key in self.parts.items()} if written else {}
-        if not written:
-            lengths = lengths_of(step)
-            batches = self._batches(step, lengths) if lengths.queries else {}
+        lengths = getattr(step, "seq_lens_cpu", None)
+        values, _ = _running(step.seq_lens if lengths is None else lengths)
+        if values:
+            captured.write(step)
+        batches = self._batches_of(captured.inputs, size, [value + self.drafts for value in values])
+        built = {b: b.build(batches[b], graph=metadata.graph) for b, metadata in captured.metadata.items()}
+        return Step(self, built, captured.num_tokens, is_captured=True)
+
+    def _replay_masked(self, step: Any, size: int) -> Step:
+        """Build a replay into tensors that core keeps: drafts in a tree have a mask."""
+        lengths, shape = lengths_of(step), self._shape(size)
+        batches = self._batches(step, lengths) if lengths.queries else {}
         built: dict[StepBuilder, Metadata] = {}
         for state, builders in self._by_state():
             graph = state.graph(shape)
@@ -383,6 +399,14 @@ class Kind:
         self._inputs.clear()
         for state in self.states.values():
             state.release_graphs()
+
+
+def _running(lengths: Tensor | list[int]) -> tuple[list[int], int]:
+    """Return the lengths of the requests that are no padding, which comes last, and their number."""
+    values: list[int] = lengths if type(lengths) is list else lengths.tolist()
+    if values and not values[-1]:
+        values = values[: values.index(0)]
+    return values, len(values)
 
 
 def plan_of(engine: Engine, requested: Mapping[str, Any]) -> Plan:
