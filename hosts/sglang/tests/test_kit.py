@@ -8,13 +8,19 @@ from unittest import TestCase
 
 import pytest
 import torch
+from attrs import evolve
 
 from attnplug.errors import CacheError, NotNegotiatedError
+from attnplug_sglang.layers import HostLayer
 from attnplug_sglang.registration import register
 from hosts.sglang.tests.rig import ForwardMode, World, worst
 
-kit: Any = pytest.importorskip("sglang.test.kits.attention_unittest.attention_methods.dense_attention")
-verify: Any = pytest.importorskip("sglang.test.kits.attention_unittest.runner_modes.speculative_target_verify_runner")
+KIT = "sglang.test.kits.attention_unittest"
+kit: Any = pytest.importorskip(f"{KIT}.attention_methods.dense_attention")
+verify: Any = pytest.importorskip(f"{KIT}.runner_modes.speculative_target_verify_runner")
+graphs: Any = pytest.importorskip(f"{KIT}.runner_modes.cuda_graph_decode_runner")
+extending: Any = pytest.importorskip(f"{KIT}.runner_modes.speculative_draft_extend_runner")
+split: Any = pytest.importorskip(f"{KIT}.runner_modes.split_op_runner")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,20 +57,80 @@ def test_tokens_out_of_order_within_a_page_are_refused(case: Any) -> None:
         kit.run_dense_attention_case(TestCase(), case, device="cpu", loc_layout="non_monotonic_extend")
 
 
-@pytest.mark.parametrize(("topk", "drafts"), [(1, (4, 4)), (2, (3, 3))])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_sglangs_own_drafts(topk: int, drafts: tuple[int, ...], page_size: int) -> None:
-    case = kit.DenseAttentionCase(
-        name="verify",
+def drafted(mode: ForwardMode, page_size: int, drafts: tuple[int, ...]) -> Any:
+    """Return a case of drafts behind two prefixes."""
+    return kit.DenseAttentionCase(
+        name="drafts",
         backend=NAME,
-        forward_mode=ForwardMode.TARGET_VERIFY,
+        forward_mode=mode,
         num_heads=4,
         num_kv_heads=2,
         page_size=page_size,
         prefix_lens=(7, 18),
         extend_lens=drafts,
     )
+
+
+@pytest.mark.parametrize(("topk", "drafts"), [(1, (4, 4)), (2, (3, 3))])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sglangs_own_drafts(topk: int, drafts: tuple[int, ...], page_size: int) -> None:
+    case = drafted(ForwardMode.TARGET_VERIFY, page_size, drafts)
     verify.run_dense_spec_verify_case(TestCase(), case, topk=topk, device="cpu")
+
+
+@pytest.mark.parametrize(("topk", "drafts"), [(1, (4, 4)), (2, (3, 3))])
+def test_sglangs_own_graphs_of_drafts(topk: int, drafts: tuple[int, ...], decided: None) -> None:
+    """Without padding: for the kit a request of length 0 has drafts that attend to each other, here it is padding."""
+    case = drafted(ForwardMode.TARGET_VERIFY, 16, drafts)
+    run = verify.run_dense_spec_verify_cuda_graph_case
+    run(TestCase(), case, topk=topk, device="cpu", cuda_graph_capture_batch_size=len(drafts))
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a backend that has graphs know its layer: SGLang's model runner makes it after the model, this kit before."""
+    build = kit.build_dense_attention_fixture
+
+    def built(*given: Any, **options: Any) -> Any:
+        fixture = build(*given, **options)
+        if options.get("disable_cuda_graph") is False:
+            (layer,) = split.dense_attention_layers(fixture)
+            backend = fixture.backend
+            backend._engine = evolve(backend._engine, layers=(HostLayer("layers.0", layer, has_sinks=False),))
+        return fixture
+
+    for module in (graphs, verify, extending):
+        monkeypatch.setattr(module, "build_dense_attention_fixture", built)
+
+
+# These capture nothing: what a graph would record is called again at the replay. So they run on a CPU.
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if each.forward_mode.is_decode()], ids=lambda case: f"{case.name}-{case.page_size}"
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_sglangs_own_graphs_of_decodes(case: Any, padding: int, decided: None) -> None:
+    size = case.batch_size + padding
+    graphs.run_dense_cuda_graph_decode_case(TestCase(), case, device="cpu", cuda_graph_capture_batch_size=size)
+
+
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if each.forward_mode.is_extend_without_speculative()], ids=lambda case: case.name
+)
+@pytest.mark.parametrize("breakable", [False, True])
+def test_sglangs_own_prefills_split_at_attention(case: Any, breakable: bool) -> None:
+    tokens = case.num_input_tokens + 5
+    split.run_dense_split_op_extend_case(TestCase(), case, breakable=breakable, static_num_tokens=tokens, device="cpu")
+
+
+def test_sglangs_own_graphs_of_draft_models_are_refused(decided: None) -> None:
+    """
+    A draft model's own decodes have a list of slots per branch, and its extends have queries of different lengths.
+
+    The kit's runners of such decodes, `run_dense_eagle_draft_cuda_graph_runner_case` and others, capture with CUDA.
+    """
+    case = drafted(ForwardMode.DRAFT_EXTEND_V2, 1, (4, 4))
+    with pytest.raises(NotNegotiatedError, match="captures a step of the mode DRAFT_EXTEND_V2"):
+        extending.run_dense_draft_extend_v2_cuda_graph_case(TestCase(), case, device="cpu")
 
 
 def late(**options: Any) -> tuple[World, Any]:
