@@ -1,15 +1,31 @@
-"""Whole engines of SGLang, each in a process: log-probabilities beside transformers in float32, and tokens/s."""
+"""
+Whole engines of SGLang, each in a process. `sglang_host.py --engines` compares their log-probabilities with
+transformers in float32. As a program it measures the throughput, and the time between tokens, of a pair of engines: on
+a backend of SGLang, and through attnplug.
+
+    python benchmarks/sglang_engines.py --pair triton=flash_attn/fa3_vllm --size 1b --out FILE [--rounds 5]
+    python benchmarks/sglang_engines.py --pair flashinfer=flashinfer/fa2 --size 8b --load "8 x (8192 + 128)" --out FILE
+    python benchmarks/sglang_engines.py --pair torch_native=torch/sdpa --size tiny --device cpu --rounds 1 --out FILE
+
+Both engines of a pair live at once and take turns: what disturbs one disturbs the other. Models are Llama-like with
+random weights, in bfloat16 on a GPU. The exit status is 3 where SGLang or the GPU is missing.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_pairs import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,8 +37,17 @@ if __name__ != "sglang_engines" and os.environ.get(ON_CPU):  # this program, or 
 
     stand_ins.install_for_engines()
 
+NOT_HERE = 3
 LONGEST = 600
 """Seconds that an engine may take."""
+
+TINY = dict(zip(SIZES["1b"], (64, 128, 2, 4, 2, 16), strict=True))
+LOADS = {
+    "64 x (512 + 128)": (64, 512, 128),
+    "8 x (8192 + 128)": (8, 8192, 128),
+    "4 x (12 + 8)": (4, 12, 8),
+}
+"""Requests, prompt tokens and new tokens."""
 
 
 def rows(names: list[str], is_wanted: Callable[[str], bool], *, device: str, tiny: bool) -> Iterator[list[str]]:
@@ -87,7 +112,7 @@ def _run(job: dict[str, Any], folder: Path) -> Any:
     given, result, log = folder / "job.json", folder / "result.json", folder / "log"
     given.write_text(json.dumps(job))
     result.unlink(missing_ok=True)
-    command = [sys.executable, __file__, str(given), str(result)]
+    command = [sys.executable, __file__, str(given), str(result)]  # see the end of this file
     with log.open("w") as written:
         try:
             subprocess.run(command, stdout=written, stderr=written, timeout=LONGEST, check=False)  # noqa: S603 - this file
@@ -157,8 +182,177 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    from attnplug_sglang import register
+# Pairs
 
-    register()
+
+def main() -> int:
+    """Measure a pair, or serve one engine to the process that measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", required=True, help="SGLang's backend = backend/variant of attnplug")
+    parser.add_argument("--size", required=True, choices=[*SIZES, "tiny"])
+    parser.add_argument(
+        "--load", action="append", choices=list(LOADS), help="the first two, or of a tiny model the last"
+    )
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="file of the results, as JSON")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=float, default=0.4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if importlib.util.find_spec("sglang") is None or (options.device == "cuda" and not _has_gpu()):
+        print("not here: SGLang or the GPU is missing", flush=True)
+        return NOT_HERE
+    options.load = options.load or (list(LOADS)[2:] if options.size == "tiny" else list(LOADS)[:2])
+    return _serve(options) if options.serve else _measure_pair(options)
+
+
+def _has_gpu() -> bool:
+    import torch  # noqa: PLC0415 - as above
+
+    return torch.cuda.is_available()
+
+
+def _measure_pair(options: argparse.Namespace) -> int:
+    own, _, plugged = options.pair.partition("=")
+    engines: dict[str, subprocess.Popen[str]] = {}
+    found: dict[str, Any] = {"command": " ".join(["python benchmarks/sglang_engines.py", *sys.argv[1:]]), "loads": {}}
+    try:
+        for name, memory in ((own, 0.4), (plugged, 0.7)):  # of what is free when the engine starts
+            engines[name] = _start(name, memory)
+            found.setdefault("ready", {})[name] = _answer(engines[name])
+        for load in options.load:  # a run that is cut off has the loads before
+            found["loads"][load] = _turns(engines, load, options.rounds)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1))
+    finally:
+        for engine in engines.values():
+            engine.stdin.close()  # type: ignore[union-attr]
+            engine.wait(LONGEST)
+    print(json.dumps(found, indent=1), flush=True)
+    return 0
+
+
+def _start(name: str, memory: float) -> subprocess.Popen[str]:
+    words = [*sys.argv[1:], "--serve", f"attnplug:{name}" if "/" in name else name, "--memory", str(memory)]
+    on_cpu = {ON_CPU: "1"} if "cpu" in sys.argv[1:] else {}
+    return subprocess.Popen(  # noqa: S603 - this script again
+        [sys.executable, __file__, *words],
+        env={"HF_HUB_OFFLINE": "1", **os.environ, **on_cpu},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _answer(engine: subprocess.Popen[str]) -> Any:
+    line = engine.stdout.readline()  # type: ignore[union-attr]
+    if not line:
+        message = f"an engine ended with {engine.wait()}"
+        raise RuntimeError(message)
+    return json.loads(line)
+
+
+def _turns(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) -> dict[str, Any]:
+    """Let the engines take turns; the first run of each is not counted."""
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        for name in sorted(engines, reverse=bool(number % 2)):
+            print(load, file=engines[name].stdin, flush=True)
+            sample = _answer(engines[name])
+            if number:
+                samples[name].append(sample)
+    own, plugged = engines
+    found: dict[str, Any] = {}
+    for what in ("tokens_per_s", "between_tokens_ms"):
+        values = {name: [sample[what] for sample in samples[name]] for name in engines}
+        ratios = [ours / theirs for ours, theirs in zip(values[plugged], values[own], strict=True)]
+        found[what] = {
+            name: {"median": statistics.median(each), "spread": [min(each), max(each)]} for name, each in values.items()
+        }
+        found[what] |= {"ratio": statistics.median(ratios), "ratios": ratios}
+    return found
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Answer each load, a line of standard input, by what its run took."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever SGLang prints is no answer
+    with tempfile.TemporaryDirectory() as folder:
+        engine = _paired_engine(options, Path(folder))
+        try:
+            print(json.dumps({"version": importlib.import_module("sglang").__version__}), file=answers, flush=True)
+            for line in sys.stdin:
+                print(json.dumps(_timed(engine, *LOADS[line.strip()])), file=answers, flush=True)
+        finally:
+            engine.shutdown()
+    return 0
+
+
+def _paired_engine(options: argparse.Namespace, folder: Path) -> Any:
+    import sglang  # noqa: PLC0415 - not in the processes of the engine
+    import transformers  # noqa: PLC0415 - likewise
+
+    sizes: dict[str, Any] = dict(TINY if options.size == "tiny" else SIZES[options.size])
+    transformers.LlamaConfig(
+        vocab_size=512 if options.size == "tiny" else 128256,
+        max_position_embeddings=16384,
+        architectures=["LlamaForCausalLM"],
+        torch_dtype="float32" if options.device == "cpu" else "bfloat16",
+        **sizes,
+    ).save_pretrained(folder)
+    loads = [LOADS[load] for load in options.load]
+    tokens = max(count * (length + new + options.page_size) for count, length, new in loads)
+    requests = max(count for count, _, _ in loads)
+    return sglang.Engine(
+        model_path=str(folder),
+        load_format="dummy",
+        device=options.device,
+        attention_backend=options.serve,
+        dtype="float32" if options.device == "cpu" else "bfloat16",
+        skip_tokenizer_init=True,
+        page_size=options.page_size,
+        max_total_tokens=tokens + 4096,
+        max_running_requests=requests,
+        mem_fraction_static=options.memory,
+        disable_radix_cache=True,
+        grammar_backend="none",
+        sampling_backend="pytorch",
+        random_seed=1,
+        log_level="error",
+        disable_cuda_graph=options.eager or options.device == "cpu",
+    )
+
+
+def _timed(engine: Any, count: int, length: int, tokens: int) -> dict[str, float]:
+    """Return tokens per second, and the mean time between the tokens of a request: without that of the first ones."""
+    import random  # noqa: PLC0415 - as above
+
+    drawn = random.Random(1)
+    prompts = [[drawn.randrange(3, 512) for _ in range(length)] for _ in range(count)]
+    seconds = {}
+    for new in (1, tokens):
+        start = time.perf_counter()
+        found = engine.generate(
+            input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        )
+        seconds[new] = time.perf_counter() - start
+        if any(len(one["output_ids"]) != new for one in found):
+            message = "a request ended early"
+            raise RuntimeError(message)
+    return {
+        "tokens_per_s": count * tokens / seconds[tokens],
+        "between_tokens_ms": (seconds[tokens] - seconds[1]) / (tokens - 1) * 1000,
+    }
+
+
+if __name__ == "__main__":
+    is_job = len(sys.argv) == 3 and sys.argv[1].endswith(".json")  # of `rows`
+    if is_job or "--serve" in sys.argv[1:]:
+        from attnplug_sglang import register
+
+        register()
+    if not is_job:
+        sys.exit(main())
     Path(sys.argv[2]).write_text(json.dumps(serve(json.loads(Path(sys.argv[1]).read_text()))))

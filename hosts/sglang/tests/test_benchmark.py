@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -51,3 +52,29 @@ def test_an_engine_has_the_log_probabilities_of_transformers(tmp_path):
     row = next(line for line in text.splitlines() if line.startswith("| attnplug | no |"))
     assert float(row.split("|")[3]) < 1e-5
     assert status == 0
+
+
+def test_a_pair_of_engines_takes_turns(tmp_path):
+    """The program that measures SGLang's backend beside attnplug, tried with a tiny model."""
+    out = tmp_path / "pair.json"
+    words = [
+        "--pair",
+        "torch_native=torch/sdpa",
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--out",
+        str(out),
+    ]
+    command = [sys.executable, str(SCRIPT.with_name("sglang_engines.py")), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (load,) = json.loads(out.read_text())["loads"].values()
+    for what in ("tokens_per_s", "between_tokens_ms"):
+        own, plugged = load[what]["torch_native"], load[what]["torch/sdpa"]
+        assert own["spread"][0] <= own["median"] <= own["spread"][1]
+        assert len(load[what]["ratios"]) == 2
+        assert plugged["median"] > 0 < load[what]["ratio"]

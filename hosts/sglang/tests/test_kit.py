@@ -118,6 +118,8 @@ def test_sglangs_own_graphs_of_decodes(case: Any, padding: int, decided: None) -
 )
 @pytest.mark.parametrize("breakable", [False, True])
 def test_sglangs_own_prefills_split_at_attention(case: Any, breakable: bool) -> None:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("sglang::unified_attention_with_output", "CPU"):
+        pytest.skip("0.5.20 registers the operator that splits its graphs for CUDA alone")
     tokens = case.num_input_tokens + 5
     split.run_dense_split_op_extend_case(TestCase(), case, breakable=breakable, static_num_tokens=tokens, device="cpu")
 

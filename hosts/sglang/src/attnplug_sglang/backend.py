@@ -249,7 +249,8 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: SGLang captures a step of other than decodes and drafts.
         """
         self._pending = None
-        mode, spec, drafts, name = forward_batch.forward_mode, getattr(forward_batch, "spec_info", None), 0, _EXTEND
+        spec: Any = getattr(forward_batch, "spec_info", None)
+        mode, drafts, name = forward_batch.forward_mode, 0, _EXTEND
         if mode.is_target_verify():
             check_verify(spec)
             drafts = int(spec.draft_token_num)

@@ -403,7 +403,7 @@ class Kind:
 
 def _running(lengths: Tensor | list[int]) -> tuple[list[int], int]:
     """Return the lengths of the requests that are no padding, which comes last, and their number."""
-    values: list[int] = lengths if type(lengths) is list else lengths.tolist()
+    values: list[int] = lengths if isinstance(lengths, list) else lengths.tolist()
     if values and not values[-1]:
         values = values[: values.index(0)]
     return values, len(values)
