@@ -11,6 +11,8 @@ from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorEr
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import (
     NUM_BLOCKS,
+    at_most,
+    calls_of,
     is_clear,
     make_backend,
     make_batch,
@@ -400,3 +402,78 @@ def test_guards_read_no_values():
     call.run()
 
     assert call.impl.wrapped.seen == ("forward", False, False)
+
+
+# --- what a call costs --------------------------------------------------------------------------------------------
+
+
+class NoopImpl(ToyImpl):
+    """Computes nothing: what a call costs is the contract's part."""
+
+    def run(self, *_):
+        pass
+
+
+def noop_call(**requested):
+    """Return a call that computes nothing, after a first one, which checked the form of its tensors."""
+    call = Call(type("Backend", (ToyBackend,), {"impl_class": NoopImpl}), **requested)
+    call.run()
+    return call
+
+
+@pytest.mark.parametrize(("change", "most"), [("nothing", 14), ("addresses", 14), ("lse", 20)])
+def test_a_layer_costs_two_functions_and_a_few_attributes(change, most):
+    call = noop_call(return_lse=change == "lse")
+    if change == "addresses":  # of a host that allocates for each layer
+        call.parts |= {name: call.parts[name].clone() for name in ("query", "key", "value", "output")}
+    if change == "lse":
+        call.run(lse=torch.zeros(5, 4))
+
+    python, foreign = calls_of(lambda: call.impl.forward(**call.parts))
+
+    assert python["forward of attnplug.contract.attention"] == 1
+    at_most(python, 4 if change != "lse" else 7)  # forward, the guard, run, and the lambda here
+    at_most(foreign, most)
+
+
+def test_layers_of_a_backend_check_the_form_of_a_step_once():
+    call = noop_call()
+    others = [make_layer(call.backend, name=f"layers.{index}") for index in (1, 2)]
+    query, key, value, output = make_qkv(call.backend, 9)
+    call.parts |= {"query": query, "key": key, "value": value, "output": output}
+
+    first, *further = [calls_of(lambda impl=impl: impl.forward(**call.parts))[0] for impl in (call.impl, *others)]
+
+    assert first["_check_form of attnplug.contract.guards.call"] == 1
+    for python in further:
+        at_most(python, 4)
+
+
+def test_what_one_layer_may_leave_out_another_may_not():
+    """They share the forms that were checked, and not what they are bound to."""
+    call = Call(RecordingBackend, kv_sharing=True)
+    make_layer(call.backend, name="layers.1", kv_sharing_target="layers.0").forward(
+        **{**call.parts, "key": None, "value": None}
+    )
+
+    with refused(TensorError, problem="neither key nor value"):
+        call.run(key=None, value=None)
+    assert call.is_untouched()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("query", torch.zeros(5, 4, 8, dtype=torch.float16)),
+        ("key", torch.zeros(5, 2, 16)[..., ::2]),
+        ("value", torch.zeros(5, 2, 8, device="meta")),
+        ("output", torch.zeros(1, 32).expand(5, 32)),
+        ("query", torch.zeros(6, 4, 8)),
+        ("value", torch.zeros(4, 2, 8)),
+    ],
+)
+def test_a_form_that_was_kept_is_that_of_all_tensors(name, tensor):
+    call = noop_call()
+
+    with refused(TensorError, problem=f"{name if tensor.shape[0] != 6 else 'output'} of"):
+        call.run(**{name: tensor})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from collections import Counter
 from contextlib import contextmanager
 from itertools import count
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug.contract import Batch, Layer, Limits, LoadedBackend
 from attnplug.negotiation.agreement import Agreement
@@ -114,6 +117,50 @@ def make_qkv(backend, tokens, keys=None):
     key = torch.randn(rows, requested.num_kv_heads, requested.head_size).to(dtype)
     value = torch.randn(rows, requested.num_kv_heads, requested.head_size_v).to(dtype)
     return query, key, value, torch.full((tokens, requested.num_q_heads * requested.head_size_v), 7.0, dtype=dtype)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the tensor operations inside of this context, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations[str(operation)] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def calls_of(run):
+    """Return the Python functions and the functions of C that ``run()`` calls, itself included, each with its count."""
+    python, foreign = Counter(), Counter()
+
+    def count_call(frame, event, function):
+        if event == "call":
+            python[f"{frame.f_code.co_name} of {frame.f_globals.get('__name__')}"] += 1
+        elif event == "c_call" and function is not sys.setprofile:
+            foreign[getattr(function, "__qualname__", repr(function))] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count_call)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return python, foreign
+
+
+def operations_of(run):
+    """Return the tensor operations that ``run()`` dispatches, each with its count."""
+    with Counted() as counted:
+        run()
+    return counted.operations
+
+
+def at_most(counts, most):
+    """Check a count of calls, and say what they are where there are more."""
+    listed = "\n".join(f"{number:5} {name}" for name, number in counts.most_common())
+    assert counts.total() <= most, f"{counts.total()} in place of at most {most}:\n{listed}"
 
 
 @contextmanager

@@ -94,6 +94,7 @@ class Attention(InProcess):
             forward_writes=bool(self.forward_writes),
             cache=cache,
             metadata_class=impl.backend.metadata_class,
+            kept=backend.kept_forms((self.query_dtype, self.output_dtype, self.output_width)),
         )
         self._guard = ForwardGuard(impl.layer, form, self.agreement, self.device)
         self._call_sinks: object = _NO_SINKS_YET if impl.layer.sinks_with_call else None

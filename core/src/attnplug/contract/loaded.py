@@ -21,7 +21,7 @@ from attnplug.errors import CacheError, LayerError, LimitsError, NotNegotiatedEr
 from attnplug.request.domains import MOST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -65,6 +65,7 @@ class LoadedBackend:
         self.kv_cache_forms = kv_cache_forms
         self.impl_class: type[AttentionImpl] = backend.impl_class
         self._cache_spec: CacheSpec | None = None
+        self._kept_forms: dict[Hashable, dict[int, Any]] = {}
 
     def __repr__(self) -> str:
         return repr(self.wrapped)
@@ -334,6 +335,10 @@ class LoadedBackend:
         return builder
 
     # --- machinery ---
+
+    def kept_forms(self, takes: Hashable) -> dict[int, Any]:
+        """Return where layers that take and write the same keep the forms of tensors that they have checked."""
+        return self._kept_forms.setdefault(takes, {})
 
     def _spec(self) -> CacheSpec | None:
         """Return what this agreement's KV caches are, the same object each time; None without one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from attrs import evolve
@@ -100,7 +100,8 @@ class FlashAttentionImpl(AttentionImpl):
         else:
             keys, values = kv_cache.k, kv_cache.v
             if self._writes and key is not None and value is not None:
-                write_kv(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
+                slots: Any = metadata.batch.slot_mapping  # with K/V to write there are slots; a cast is a call
+                write_kv(key, value, keys, values, slots, *self._scale_tensors)
         if self._query_scale is not None:
             query = quantize_queries(query, self._query_scale)
         out = output.view(-1, *self._heads_v)

@@ -14,9 +14,9 @@ from attnplug.contract.guards.memory import (
     are_apart,
     check_cache_writable,
     check_writable,
+    extent,
     has_apart_rows,
     overlaps,
-    storage_span,
 )
 from attnplug.contract.inputs.exact import extremes
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES, KVCache
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.kv_cache import CacheSpec
     from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
+
+
+_Form = tuple[tuple[Any, ...], int, "int | None", int, int, int, int, int]
+"""
+Shapes, strides, dtypes and devices that were checked; rows of the query, and of K/V; the bytes from the first element
+to the last of query, key, value, output and LSE.
+"""
 
 
 class StepMetadata(Protocol):
@@ -68,6 +75,8 @@ class CallForm:
         forward_writes: Whether forward does.
         cache: What the layer's KV cache is; None without one.
         metadata_class: The class of the backend's metadata.
+        kept: The forms of tensors that were checked last, by their number: those of all layers that take and
+            write the same.
     """
 
     query_dtype: torch.dtype
@@ -77,6 +86,7 @@ class CallForm:
     forward_writes: bool
     cache: CacheSpec | None
     metadata_class: type[Any]
+    kept: dict[int, _Form]
 
 
 class ForwardGuard:
@@ -89,7 +99,6 @@ class ForwardGuard:
         self._agreement = agreement
         self._metadata_class = form.metadata_class
         self._device_type = device.type
-        self._device: torch.device | None = None
         self._dtype: torch.dtype = TORCH_DTYPES[requested.dtype]
         self._query_dtype = form.query_dtype
         self._output_dtype = form.output_dtype
@@ -108,10 +117,10 @@ class ForwardGuard:
         self._cache_spec = form.cache
         self._host_writes = form.host_writes
         self._writes = form.forward_writes
-        self._apart: tuple[Any, ...] | None = None
+        self._forms = form.kept
         self._write_apart: tuple[Any, ...] | None = None
 
-    def check_call(  # noqa: C901 - the hot path: a call of another function costs as much as two comparisons
+    def check_call(  # noqa: C901, PLR0912 - the hot path: a call of another function costs as much as two comparisons
         self,
         query: Tensor,
         key: Tensor | None,
@@ -127,29 +136,43 @@ class ForwardGuard:
         Raises:
             ContractError: A tensor does not fit; see `Attention.forward`.
         """
-        tokens = self._check_rows("query", query, self._query_heads, self._query_dtype)
+        # What follows from shapes, strides, dtypes and devices is kept with these values, for all layers of the
+        # backend: in nearly every call they are those of the call before.
         device = query.device
-        if device != self._device:
-            self._check_device("query", query)
-            self._device = device
-        strides = output.stride()
-        if (
-            output.shape != (tokens, self._output_width)
-            or output.dtype is not self._output_dtype
-            or output.device != device
-            or strides[1] != 1
-            or (strides[0] < self._output_width and tokens > 1)
-        ):
-            self._refuse("output", output, (tokens, self._output_width), self._output_dtype, device)
+        seen: tuple[Any, ...]
+        if key is None or value is None:
+            if key is not value or not self._may_lack_keys:
+                self._refuse_absent(key, value)
+            seen = (
+                (query.shape, query.stride(), query.dtype, device),
+                (output.shape, output.stride(), output.dtype, output.device),
+            )
+        else:
+            seen = (
+                (query.shape, query.stride(), query.dtype, device),
+                (key.shape, key.stride(), key.dtype, key.device),
+                (value.shape, value.stride(), value.dtype, value.device),
+                (output.shape, output.stride(), output.dtype, output.device),
+            )
         if lse is not None:
-            self._check_lse(lse, tokens, device)
-        keys = self._check_pair(key, value, device)
+            seen += ((lse.shape, lse.stride(), lse.dtype, lse.device),)
+        form = self._forms.get(len(seen))
+        if form is None or seen != form[0]:
+            form = self._check_form(seen, query, key, value, output, lse)
+        _, tokens, keys, query_bytes, key_bytes, value_bytes, output_bytes, lse_bytes = form
         # Inference mode records no gradient, and inference tensors are written in it alone.
         if not is_inference_mode_enabled():
-            if is_grad_enabled():
-                self._check_gradients(query, key, value, output)
+            if is_grad_enabled() and (
+                query.requires_grad
+                or output.requires_grad
+                or (key is not None and key.requires_grad)
+                or (value is not None and value.requires_grad)
+            ):
+                self._refuse_gradients()
             if output.is_inference():
                 check_writable(self._name, "output", output)
+            if lse is not None:
+                check_writable(self._name, "lse", lse)
         if metadata is None:
             return True
         # What holds for nearly every call is compared here. Only where it does not, it is checked in detail.
@@ -170,19 +193,66 @@ class ForwardGuard:
             or kv_cache.device != device
         ):
             self._check_cache(kv_cache, metadata, device)
-        places = (
-            output.untyped_storage().data_ptr(),
-            query.untyped_storage().data_ptr(),
-            None if key is None else key.untyped_storage().data_ptr(),
-            None if value is None else value.untyped_storage().data_ptr(),
-            None if lse is None else lse.untyped_storage().data_ptr(),
-            None if kv_cache is None else kv_cache.places,
+        # Addresses change from call to call: whether tensors are apart is computed, as fast as they are compared.
+        first, query_first = output.data_ptr(), query.data_ptr()
+        key_first = 0 if key is None else key.data_ptr()
+        value_first = 0 if value is None else value.data_ptr()
+        last, query_last = first + output_bytes, query_first + query_bytes
+        key_last, value_last = key_first + key_bytes, value_first + value_bytes
+        is_apart = (
+            (query_last <= first or last <= query_first)
+            and (key_last <= first or last <= key_first)
+            and (value_last <= first or last <= value_first)
         )
-        if places != self._apart:
-            self._check_memory(places, query, key, value, kv_cache, output, lse)
+        for start, end in () if kv_cache is None else kv_cache.spans:
+            if (first < end and start < last) or (
+                self._writes
+                and (
+                    (query_first < end and start < query_last)
+                    or (key_first < end and start < key_last)
+                    or (value_first < end and start < value_last)
+                )
+            ):
+                is_apart = False
+        if lse is not None and is_apart:
+            start = lse.data_ptr()
+            spans = ((query_first, query_last), (key_first, key_last), (value_first, value_last), (first, last))
+            others = spans if kv_cache is None else (*spans, *kv_cache.spans)
+            is_apart = not overlaps((start, start + lse_bytes), others)
+        if not is_apart:
+            self._check_memory(query, key, value, kv_cache, output, lse)
         if kv_cache is not None and (kv_cache.is_inference or kv_cache.requires_grad):
             check_cache_writable(self._name, kv_cache)
         return False
+
+    def _check_form(
+        self,
+        seen: tuple[Any, ...],
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> _Form:
+        """Check what `seen` has of the tensors, and return what is kept with it."""
+        tokens = self._check_rows("query", query, self._query_heads, self._query_dtype)
+        self._check_device("query", query)
+        device, strides = query.device, output.stride()
+        if (
+            output.shape != (tokens, self._output_width)
+            or output.dtype is not self._output_dtype
+            or output.device != device
+            or strides[1] != 1
+            or (strides[0] < self._output_width and tokens > 1)
+        ):
+            self._refuse("output", output, (tokens, self._output_width), self._output_dtype, device)
+        if lse is not None:
+            self._check_lse(lse, tokens, device)
+        keys = self._check_pair(key, value, device)
+        sizes = [0 if tensor is None else extent(tensor) for tensor in (query, key, value, output, lse)]
+        form: _Form = (seen, tokens, keys, *sizes)  # type: ignore[assignment] # five of them
+        self._forms[len(seen)] = form
+        return form
 
     def check_write(self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor) -> bool:
         """
@@ -231,7 +301,6 @@ class ForwardGuard:
 
     def _check_memory(
         self,
-        places: tuple[Any, ...],
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -239,13 +308,8 @@ class ForwardGuard:
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check that what is written shares no memory with what is in use meanwhile."""
-        # Where not even the storages do, their places are kept: the next call with tensors of the same ones is as
-        # right.
+        """Check that what is written shares no element with what is in use meanwhile, where their addresses overlap."""
         caches = () if kv_cache is None else tuple(kv_cache.tensors.values())
-        if self._are_storages_apart([one for one in (query, key, value) if one is not None], caches, output, lse):
-            self._apart = places
-            return
         inputs = [(n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t is not None]
         others = [*inputs, *(("the KV cache", cache) for cache in caches)]
         pairs = [("output", output, *other) for other in others]
@@ -253,29 +317,15 @@ class ForwardGuard:
             pairs += [("lse", lse, *other) for other in (("output", output), *others)]
         if self._writes:
             pairs += [("the KV cache", cache, *other) for cache in caches for other in inputs]
-        self._apart = places if are_apart(self._name, pairs) else None
-
-    def _are_storages_apart(
-        self, inputs: list[Tensor], caches: tuple[Tensor, ...], output: Tensor, lse: Tensor | None
-    ) -> bool:
-        """Whether what is written shares no storage: a host that allocates an output for each call comes here."""
-        read, written = list(map(storage_span, inputs)), list(map(storage_span, caches))
-        if self._writes and any(overlaps(one, read) for one in written):
-            return False
-        others, of_output = read + written, storage_span(output)
-        if lse is not None:
-            of_lse = storage_span(lse)
-            if overlaps(of_lse, others) or overlaps(of_lse, (of_output,)):
-                return False
-        return not overlaps(of_output, others)
+        are_apart(self._name, pairs)
 
     def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
         try:
             rows, count, size = tensor.shape
         except ValueError:
-            self._refuse(name, tensor, ("tokens", *heads), dtype, self._device)
+            self._refuse(name, tensor, ("tokens", *heads), dtype, None)
         if count != heads[0] or size != heads[1] or tensor.dtype is not dtype or tensor.stride()[2] != 1:
-            self._refuse(name, tensor, ("tokens", *heads), dtype, self._device)
+            self._refuse(name, tensor, ("tokens", *heads), dtype, None)
         return rows
 
     def _check_pair(self, key: Tensor | None, value: Tensor | None, device: torch.device) -> int | None:
@@ -307,8 +357,6 @@ class ForwardGuard:
             or (lse.stride() != self._lse_strides and not has_apart_rows(lse))
         ):
             self._refuse("lse", lse, (tokens, self._num_q_heads), torch.float32, device)
-        if lse.requires_grad or lse.is_inference():
-            check_writable(self._name, "lse", lse)
 
     def _check_metadata(self, metadata: StepMetadata, tokens: int, keys: int | None) -> None:
         if not isinstance(metadata, self._metadata_class) or (
@@ -369,10 +417,9 @@ class ForwardGuard:
 
     def _check_bound(self, kv_cache: KVCache, device: torch.device) -> None:
         """Compare what was checked when it was bound: layers that share a KV cache may differ in their agreements."""
-        if type(kv_cache) is not KVCache or (
-            kv_cache.spec is not self._cache_spec and kv_cache.spec != self._cache_spec
-        ):
+        if type(kv_cache) is not KVCache or kv_cache.spec != self._cache_spec:
             refuse_cache(self._name, self._agreement, self._cache_spec, kv_cache)
+        self._cache_spec = kv_cache.spec  # an equal one, which the next call finds to be the same
         if kv_cache.device != device:
             raise CacheError(
                 f"layer {self._name!r} was given a KV cache on {kv_cache.device}",
@@ -437,9 +484,7 @@ class ForwardGuard:
             "pass key=None and value=None, or build a batch with a slot for each row",
         )
 
-    def _check_gradients(self, *tensors: Tensor | None) -> None:
-        if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            return
+    def _refuse_gradients(self) -> NoReturn:
         raise TensorError(
             f"layer {self._name!r} was given tensors that require a gradient",
             "contract 1.0 is for inference: attention has no backward pass here",

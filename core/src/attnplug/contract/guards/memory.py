@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import mul
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 def extent(tensor: Tensor) -> int:
     """Return the bytes from the first element of a tensor to its last, both included."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = tensor.stride()
+    last = sum(map(mul, tensor.shape, strides)) - sum(strides)  # of each axis the size less 1, times the stride
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
@@ -91,17 +93,10 @@ def _refuse_shared(layer: str, written: str, read: str) -> NoReturn:
     )
 
 
-def storage_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's storage, and the first behind it; both 0 where it has no memory."""
-    storage = tensor.untyped_storage()
-    start = storage.data_ptr()
-    return (start, start + storage.nbytes()) if start else (0, 0)
-
-
 def overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
     """Whether a span of addresses has one in common with another."""
     start, end = span
-    return any(start < other_end and other_start < end for other_start, other_end in others)
+    return True in [start < other_end and other_start < end for other_start, other_end in others]
 
 
 def are_apart(layer: str, pairs: Iterable[tuple[str, Tensor, str, Tensor]]) -> bool:

@@ -207,6 +207,7 @@ class KVCache:
         device: Where all of them are.
         storages: Each memory that a tensor is in, once, as bytes: what compiled graphs are given.
         places: Where these memories are.
+        spans: The first address of each, and the first behind it.
         handle: The number by which graphs name it, as long as it lives.
         is_inference: Whether a tensor was made in inference mode.
         requires_grad: Whether a tensor requires a gradient.
@@ -220,6 +221,7 @@ class KVCache:
     device: torch.device = field(init=False)
     storages: tuple[Tensor, ...] = field(init=False)
     places: tuple[int, ...] = field(init=False)
+    spans: tuple[tuple[int, int], ...] = field(init=False)
     handle: int = field(init=False)
     is_inference: bool = field(init=False)
     requires_grad: bool = field(init=False)
@@ -231,6 +233,11 @@ class KVCache:
         put(self, "device", self.k.device)
         put(self, "storages", tuple({id(one): one for one in map(storage_of, tensors)}.values()))
         put(self, "places", tuple(one.data_ptr() for one in self.storages))
+        put(
+            self,
+            "spans",
+            tuple((start, start + one.nbytes) for start, one in zip(self.places, self.storages, strict=True)),
+        )
         put(self, "handle", next(_handles))
         put(self, "is_inference", any(tensor.is_inference() for tensor in tensors))
         put(self, "requires_grad", any(tensor.requires_grad for tensor in tensors))
