@@ -13,11 +13,14 @@ from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
     BLOCK_SIZE,
     NUM_BLOCKS,
+    at_most,
+    calls_of,
     limits,
     make_backend,
     make_batch,
     make_builder,
     make_layer,
+    operations_of,
     refused,
 )
 
@@ -33,9 +36,13 @@ def batch():
     return make_batch(QUERIES, LENGTHS)
 
 
-@pytest.fixture
-def builder():
-    return make_builder(make_backend())
+@pytest.fixture(params=["its first step", "a later step"])
+def builder(request, batch):
+    """A builder, which knows the forms of the tensors of a later step: all that is refused is refused there too."""
+    builder = make_builder(make_backend())
+    if request.param == "a later step":
+        builder.build(evolve(batch))
+    return builder
 
 
 def other(batch, name, index, value):
@@ -707,3 +714,58 @@ def test_decodes_of_one_length(lens, num_decodes):
     metadata = make_builder(backend).build(make_batch(lens, [9 if length else 0 for length in lens]))
     assert (metadata.num_decodes, metadata.num_prefills) == (num_decodes, len(lens) - num_decodes)
     assert metadata.num_decode_tokens == sum(lens[:num_decodes])
+
+
+# --- what a build costs -------------------------------------------------------------------------------------------
+
+
+def many_decodes(device, count=24):
+    """Return a builder that plans nothing, and a step of decodes of different lengths."""
+    builder = make_builder(make_backend(device=device), max_num_reqs=count, num_blocks=200)
+    return builder, make_batch([1] * count, [2 + index for index in range(count)], device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_decodes_are_checked_by_few_functions_and_operations(device):
+    builder, batch = many_decodes(device)
+    builder.build(evolve(batch))
+    steps = [evolve(batch) for _ in range(2)]
+
+    python, foreign = calls_of(lambda: builder.build(steps[0]))
+
+    at_most(python, 30)
+    at_most(foreign, 26)
+    # The starts; the shortest and the longest sequence; the range of blocks; where each slot belongs; no slot twice.
+    at_most(operations_of(lambda: builder.build(steps[1])), 22)
+
+
+def test_a_batch_that_was_built_is_not_made_exact_again():
+    builder, batch = many_decodes("cpu")
+    builder.build(batch)
+
+    python, _ = calls_of(lambda: builder.build(batch))
+
+    assert not [name for name in python if "_read_queries" in name or "check_index" in name]
+
+
+def test_the_forms_of_another_step_are_checked():
+    builder, batch = many_decodes("cpu")
+    builder.build(evolve(batch))
+
+    with refused(TensorError, problem="seq_lens of", expected="(24,) int32"):
+        builder.build(changed(batch, seq_lens=batch.seq_lens[:23]))
+    with refused(TensorError, problem="strides"):
+        table = batch.block_table.T.contiguous().T
+        builder.build(evolve(batch, block_table=table, block_table_cpu=table))
+    builder.build(evolve(batch))
+
+
+def test_a_cpu_copy_of_a_tensor_on_the_cpu_is_compared_in_each_step():
+    builder, batch = many_decodes("cpu")
+    builder.build(evolve(batch))
+    table = batch.block_table.clone()
+    builder.build(evolve(batch, block_table_cpu=table))
+    table[3, 0] = 199
+
+    with refused(BatchError, problem="block_table and block_table_cpu", expected="the CPU copy"):
+        builder.build(evolve(batch, block_table_cpu=table))

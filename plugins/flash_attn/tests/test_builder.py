@@ -7,6 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch, Layer, Limits
+from core.tests.contract.world import at_most, calls_of
 from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import BLOCK, Harness
 
@@ -272,3 +273,15 @@ def test_advanced_steps_are_decodes() -> None:
     (part,) = harness.impls[0].wrapped.plan_of(harness.builder.advance_step(metadata)).parts
     assert part.call.seqused_k.tolist() == [10, 17]
     assert part.call.scheduler_metadata is None  # the next step is near, and a schedule is a launch
+
+
+@pytest.mark.parametrize(("kind", "most"), [("pages", 17), ("scheduled", 34)])
+def test_a_plan_of_decodes_takes_few_functions(kind, most) -> None:
+    harness = Harness(load, variant=kind)
+    steps = [harness.builder._guard.check(harness.batch([1] * 8, [9] * 8)) for _ in range(2)]  # noqa: SLF001
+    plan = harness.builder.wrapped.plan_batch
+    plan(steps[0].batch, steps[0], fast=False, graph=None)
+
+    python, _ = calls_of(lambda: plan(steps[1].batch, steps[1], fast=False, graph=None))
+
+    at_most(python, most)

@@ -67,6 +67,12 @@ class FlashAttentionBuilder(MetadataBuilder):
             and not (self._is_cross or self.batch_invariant)
             and all(impl.layer.kv_sharing_target is None for impl in impls)
         )
+        # Such a call is made of the lengths and pages of its requests, and of nothing else.
+        self._takes_plain_calls = (
+            self._kernels.paged
+            and not (self._kernels.cumulative_keys or self._kernels.wants_leftpad)
+            and not (self._is_cross or self.batch_invariant)
+        )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
         # One call computes decodes behind prefills as well. Only their results depend on the call, by its tiles.
         self.decodes_first = self.batch_invariant and self._ranks is None
@@ -157,11 +163,9 @@ class FlashAttentionBuilder(MetadataBuilder):
         prefix = None
         if batch.common_prefix_len:
             prefix = self._paged(prefix_rows(batch, self._block_size), splits, graph, "prefix")
-        return Plan(
-            decode=self._phase(batch, split.decodes, splits, graph, "decode"),
-            prefill=self._phase(batch, split.prefills, splits, graph, "prefill"),
-            prefix=prefix,
-        )
+        decode = self._phase(batch, split.decodes, splits, graph, "decode") if split.num_decode_tokens else None
+        prefill = self._phase(batch, split.prefills, splits, graph, "prefill") if split.num_prefill_tokens else None
+        return Plan(decode, prefill, prefix)
 
     def _phase(
         self, batch: Batch, phase: Phase | None, splits: int, graph: GraphBuffers | None, name: str
@@ -170,6 +174,17 @@ class FlashAttentionBuilder(MetadataBuilder):
             return None
         if name == "prefill" and graph is None and self._reads_new_kv and _starts_sequences(phase):
             return self._new_kv_pass(phase, splits, causal=batch.causal)
+        if graph is None and self._takes_plain_calls and not batch.common_prefix_len:
+            call = VarlenCall(
+                cu_seqlens_q=phase.query_start_loc,
+                max_seqlen_q=phase.max_query_len,
+                max_seqlen_k=phase.max_seq_len,
+                seqused_k=phase.seq_lens,
+                block_table=phase.block_table,
+                causal=batch.causal,
+                num_splits=splits,
+            )
+            return KernelPass(call, phase.first_token, phase.first_token + phase.num_tokens)
         rows = self._rows(phase, causal=batch.causal)
         if batch.common_prefix_len:
             rows = after_prefix(rows, batch.common_prefix_len, self._block_size)

@@ -81,7 +81,7 @@ class KernelPass:
         return (self, *self.rest)
 
 
-@frozen(eq=False, kw_only=True)
+@frozen(eq=False)
 class Plan:
     """
     The passes of a step.
@@ -104,10 +104,11 @@ class Plan:
 
     @parts.default
     def _present(self) -> tuple[KernelPass, ...]:
-        found = tuple([part for part in (self.decode, self.prefill) if part is not None])
-        if any(part.rest for part in found):
-            return tuple([call for part in found for call in part.calls])
-        return found
+        decode, prefill = self.decode, self.prefill
+        if decode is None or prefill is None:
+            part = decode or prefill
+            return () if part is None else (part, *part.rest)
+        return (decode, *decode.rest, prefill, *prefill.rest)
 
 
 def call_of(rows: Rows, num_splits: int) -> VarlenCall:

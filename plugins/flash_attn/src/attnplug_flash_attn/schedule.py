@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -210,16 +210,18 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
 
 def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_context: int) -> Plan:
     """Return a plan with changed calls. The context pass of DCP has the query heads of all ranks."""
-    made: dict[str, Any] = {name: getattr(plan, name) for name in (*_PASSES, "dcp", "packed_context")}
-    for name, call in calls_of(plan):
-        if name == "context" and plan.dcp is not None:
-            made["dcp"] = evolve(plan.dcp, context=change(name, call, *heads_of_context))
-        else:
-            old: KernelPass = made[name]
-            made[name] = KernelPass(
-                change(name, call), old.first, old.last, old.slots, old.reads_new_kv, old.buffers, old.rest, old.padding
-            )
-    return Plan(**made)
+
+    def changed(name: str, old: KernelPass) -> KernelPass:
+        call = change(name, old.call)
+        return KernelPass(call, old.first, old.last, old.slots, old.reads_new_kv, old.buffers, old.rest, old.padding)
+
+    dcp = plan.dcp
+    if dcp is not None and dcp.context is not None:
+        dcp = evolve(dcp, context=change("context", dcp.context, *heads_of_context))
+    decode = None if plan.decode is None else changed("decode", plan.decode)
+    prefill = None if plan.prefill is None else changed("prefill", plan.prefill)
+    prefix = None if plan.prefix is None else changed("prefix", plan.prefix)
+    return Plan(decode, prefill, prefix, dcp, plan.packed_context)
 
 
 def calls_of(plan: Plan) -> Iterator[tuple[str, VarlenCall]]:

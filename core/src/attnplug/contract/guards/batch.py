@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 _COUNTS: Final = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
 _counts_of: Final = attrgetter(*_COUNTS)
 _INTS: Final = {int}
+_indexes_of: Final = attrgetter(
+    *("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu"),
+    *("query_start_loc_cpu", "seq_lens_cpu", "block_table_cpu", "slot_mapping_cpu"),
+)
+_form_of: Final = attrgetter("shape", "dtype", "device")
 
 
 def refuse_batch(batch: object, where: str) -> NoReturn:
@@ -86,6 +91,7 @@ class BatchGuard:
         self._size = agreement.block_size or 1
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if requested.paged else None
         self._requests_plain = requests_plain(requested)
+        self._forms: list[Any] | None = None
         # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
         self._threshold = requested.decode_query_len if requested.paged and "decode" in requested.phases else 0
         self._orders_keys = requested.attn_type != "encoder_decoder" and (
@@ -118,17 +124,23 @@ class BatchGuard:
             check_null_padding(with_lengths(batch, self.terms), self._size)
         if exact.dummy and not in_place:
             exact = with_null_pages(exact, self.terms, lengths, self._size)
-        query_lens = self._check_queries(exact, lengths)
+        # Forms of index tensors that were checked are kept: those of a step are nearly always those of the one before.
+        forms = self._forms_of(exact)
+        is_known = forms is not None and forms == self._forms
+        query_lens = lengths.query_lens
+        if query_lens is None or not is_known:
+            query_lens = self._check_queries(exact, lengths)
         if exact.num_actual_tokens != tokens and not batch.num_padded_reqs and (in_place or not exact.dummy):
             check_slots_beyond(batch, exact.num_actual_tokens)
-        seq_lens = self._check_lengths(exact, lengths, query_lens)
+        seq_lens = self._check_lengths(exact, lengths, query_lens, is_known=is_known)
         if not (self._requests_plain and exact.causal is self._requested.causal and is_plain(exact)):
             check_negotiated(exact, self._agreement, query_lens, self._device_type, is_exact=self.terms.exact)
         num_decodes, num_decode_tokens = self._count_decodes(exact, lengths, query_lens)
         if self._pages is not None:
-            rows, highest = self._pages.check(exact, query_lens, seq_lens)
+            rows, highest = self._pages.check(exact, query_lens, seq_lens, is_known=is_known)
         else:
             rows, highest = check_dense(exact, seq_lens, self._device_type, is_exact=self.terms.exact), -1
+        self._forms = forms
         return BatchSplit(
             batch=exact,
             num_decodes=num_decodes,
@@ -138,6 +150,19 @@ class BatchGuard:
             num_key_rows=rows,
             highest_block=highest,
         )
+
+    def _forms_of(self, batch: Batch) -> list[Any] | None:
+        """Return all that the checks of forms read of a paged batch; None where a CPU copy has to be compared."""
+        indexes = starts, lens, table, slots, _, *copies = _indexes_of(batch)
+        if self._pages is None or table is None:
+            return None
+        if self._device_type == "cpu" and not (
+            starts is copies[0] and lens is copies[1] and table is copies[2] and slots is copies[3]
+        ):
+            return None
+        forms: list[Any] = [None if tensor is None else _form_of(tensor) for tensor in indexes]
+        forms += (batch.num_reqs, batch.num_actual_tokens, batch.dummy, table.stride())
+        return forms
 
     def _check_each_count(self, batch: Batch) -> None:
         """Compare number by number, and word what is wrong."""
@@ -188,10 +213,11 @@ class BatchGuard:
         host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
         return _refuse_starts(batch, host) if lengths.query_lens is None else lengths.query_lens
 
-    def _check_lengths(self, batch: Batch, lengths: Lengths, query_lens: Tensor) -> Tensor | None:
+    def _check_lengths(self, batch: Batch, lengths: Lengths, query_lens: Tensor, *, is_known: bool) -> Tensor | None:
         """Return the exact CPU sequence lengths; None where the host does not know them."""
         shape, computed = (batch.num_reqs,), batch.num_computed_tokens_cpu
-        check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
+        if not is_known:
+            check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self.terms.exact
         if batch.seq_lens_cpu is None and not exact:
             least = batch.max_query_len if self._orders_keys else 0
@@ -200,7 +226,9 @@ class BatchGuard:
             if computed is not None:
                 check_index("num_computed_tokens_cpu", computed, shape, torch.int32, "cpu")
             return None
-        host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
+        host = batch.seq_lens_cpu
+        if host is None or not is_known:
+            host = check_mirror("seq_lens", batch.seq_lens, host, exact=exact)
         assert lengths.seq_range is not None  # noqa: S101 - of a CPU copy of this form
         low, high = lengths.seq_range
         if batch.max_seq_len < high:

@@ -56,7 +56,7 @@ class PageGuard:
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
+    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, *, is_known: bool) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
@@ -64,25 +64,29 @@ class PageGuard:
             batch: The exact batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
+            is_known: Whether tensors of the same forms were checked, and no CPU copy is of another one on the CPU.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
             CacheError: A block or slot is outside the cache, the null block, or given twice.
             TensorError: A tensor has the wrong shape, dtype or device.
         """
-        table, slots = self._check_form(batch)
+        table, slots = batch.block_table, batch.slot_mapping
+        if table is None or not is_known or batch.key_start_loc is not None:
+            table, slots = self._check_form(batch)
         keys = seq_lens  # of each request in this rank's pages, where the host knows them
         if keys is not None and not self._places:
             keys = batch.encoder_seq_lens_cpu if self._is_cross else batch.dcp_local_seq_lens_cpu
-        width = self._check_width(table, batch.max_seq_len, keys)
+        width = -(-batch.max_seq_len // self._size)
+        if not self._places or table.shape[1] < width:
+            width = self._check_width(table, batch.max_seq_len, keys)
         if batch.dummy:
             return self._check_dummy(batch)
         host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
-        if host_table is not None:
-            check_mirror("block_table", table, host_table)
-        if host_slots is not None and slots is not None:
-            check_mirror("slot_mapping", slots, host_slots)
-        rows, highest = self._num_key_rows(slots, host_slots), self._highest
+        if not is_known:
+            _check_copies(table, host_table, slots, host_slots)
+        rows = self._num_key_rows(slots, host_slots) if self._is_cross or slots is None else slots.shape[0]
+        highest = self._highest
         are_decodes = batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs
         if host_table is not None and keys is not None and width:
             used = host_table if host_table.shape[1] == width else host_table[:, :width]
@@ -289,7 +293,7 @@ class PageGuard:
         if not self._owner.shape[0]:
             with outside_inference_mode():
                 self._owner = torch.empty(self._num_blocks * self._size, dtype=torch.int32, device="cpu")
-        tokens = self._token_numbers(slots.shape[0])
+        tokens = self._tokens if self._tokens.shape == slots.shape else self._token_numbers(slots.shape[0])
         owners = self._owner.index_copy_(0, slots, tokens).index_select(0, slots)
         if not torch.equal(owners, tokens):
             refuse_slot_of_two(int(slots[int(owners.ne(tokens).int().argmax())]))
@@ -347,6 +351,13 @@ class PageGuard:
                 f"the block table of its request puts it into slot {int(places[token])}, where attention reads it",
                 "compute slots from the block table (attnplug.batching)",
             )
+
+
+def _check_copies(table: Tensor, host_table: Tensor | None, slots: Tensor | None, host_slots: Tensor | None) -> None:
+    if host_table is not None:
+        check_mirror("block_table", table, host_table)
+    if host_slots is not None and slots is not None:
+        check_mirror("slot_mapping", slots, host_slots)
 
 
 def check_null_padding(batch: Batch, block_size: int) -> None:

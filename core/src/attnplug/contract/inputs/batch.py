@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from itertools import accumulate
 from operator import attrgetter, index
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import attrs
 import torch
@@ -220,7 +220,8 @@ class Batch:
         """
         if key not in self.derived:
             self.derived[key] = compute()
-        return cast("_T", self.derived[key])
+        found: _T = self.derived[key]
+        return found
 
 
 # --- machinery ---

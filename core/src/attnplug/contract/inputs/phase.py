@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ class BatchSplit:
         )
 
 
-@frozen(eq=False, kw_only=True)
+@frozen(eq=False)
 class Phase:
     """
     A run of requests. Tensors are views of the batch's, but for starts that have to be counted from 0 again.
@@ -113,29 +113,28 @@ def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_
     """
     if not num_tokens:
         return None
-    return batch.cached(
-        ("phase", first_req, num_reqs), lambda: _phase(batch, first_req, num_reqs, first_token, num_tokens)
-    )
+    derived, key = batch.derived, ("phase", first_req, num_reqs)
+    found: Phase | None = derived.get(key)
+    if found is None:
+        found = derived[key] = _phase(batch, first_req, num_reqs, first_token, num_tokens)
+    return found
 
 
 def _phase(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_tokens: int) -> Phase:
-    host = batch.query_start_loc_cpu
-    assert host is not None  # noqa: S101 - the guard has seen it
-    place: dict[str, Any] = {
-        "first_req": first_req,
-        "num_reqs": num_reqs,
-        "first_token": first_token,
-        "num_tokens": num_tokens,
-    }
     if num_reqs == batch.num_reqs:
         # A batch of one phase keeps its own tensors and numbers: in a graph these are bounds, and frozen.
-        return Phase(**place, **dict(zip(_WHOLE, _whole_of(batch), strict=True)))
+        return Phase(first_req, num_reqs, first_token, num_tokens, *_whole_of(batch))
+    host = batch.query_start_loc_cpu
+    assert host is not None  # noqa: S101 - the guard has seen it
     requests, starts = slice(first_req, first_req + num_reqs), slice(first_req, first_req + num_reqs + 1)
     rebased = host[starts] - first_token if first_token else host[starts]
     lens = batch.seq_lens_cpu
     is_exact = lens is not None and int(lens.amax()) == batch.max_seq_len
     return Phase(
-        **place,
+        first_req=first_req,
+        num_reqs=num_reqs,
+        first_token=first_token,
+        num_tokens=num_tokens,
         max_query_len=int(rebased.diff().amax()),
         max_seq_len=int(lens[requests].amax()) if is_exact and lens is not None else batch.max_seq_len,
         query_start_loc=batch.query_start_loc[starts] - first_token if first_token else batch.query_start_loc[starts],
@@ -149,7 +148,6 @@ def _cut(tensor: Tensor | None, requests: slice) -> Any:
     return None if tensor is None else tensor[requests]
 
 
-_KEPT = ("max_query_len", "max_seq_len", "query_start_loc", "query_start_loc_cpu", "max_encoder_seq_len")
 _PER_REQUEST = (
     "seq_lens",
     "seq_lens_cpu",
@@ -161,8 +159,7 @@ _PER_REQUEST = (
 )
 
 
-_WHOLE: Final = (*_KEPT, *_PER_REQUEST)
-_whole_of: Final = attrgetter(*_WHOLE)
+_whole_of: Final = attrgetter(*[each.name for each in fields(Phase)[4:]])
 
 
 # --- machinery ---
