@@ -278,7 +278,7 @@ def test_advanced_steps_are_decodes() -> None:
 @pytest.mark.parametrize(("kind", "most"), [("pages", 17), ("scheduled", 34)])
 def test_a_plan_of_decodes_takes_few_functions(kind, most) -> None:
     harness = Harness(load, variant=kind)
-    steps = [harness.builder._guard.check(harness.batch([1] * 8, [9] * 8)) for _ in range(2)]  # noqa: SLF001
+    steps = [harness.builder._guard.check(harness.batch([1] * 8, [9] * 8)) for _ in range(2)]
     plan = harness.builder.wrapped.plan_batch
     plan(steps[0].batch, steps[0], fast=False, graph=None)
 
