@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug.batching import BatchAssembler, num_freeable_blocks, positions_of, request_rows
 from attnplug.errors import BatchError
+from core.tests.contract.world import at_most, calls_of, operations_of
 
 TENSORS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu")
 NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
@@ -291,3 +292,49 @@ def test_batches_are_on_the_cpu_whatever_the_default_device():
         batch = assembler.finish(num_reqs=3, num_tokens=8)
 
     assert {tensor.device.type for tensor in (batch.block_table, batch.slot_mapping, positions_of(batch))} == {"cpu"}
+
+
+# --- what a step costs --------------------------------------------------------------------------------------------
+
+
+def in_arrays(make, count):
+    """Return decodes of different lengths in arrays, which need from 1 block on."""
+    table = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)
+    lengths = np.arange(count, dtype=np.int32) * 100 // count
+    return [make(one) for one in (np.ones(count, dtype=np.int32), lengths, table)]
+
+
+@pytest.mark.parametrize(
+    ("make", "most"), [(torch.from_numpy, (34, 30, 29)), (np.array, (52, 49, 32))], ids=["torch", "numpy"]
+)
+def test_a_step_of_arrays_costs_as_much_for_many_requests_as_for_few(make, most):
+    steps = {count: (BatchAssembler(16), in_arrays(make, count)) for count in (64, 256)}
+
+    def run(count):
+        assembler, arrays = steps[count]
+        assembler.add_many(*arrays)
+        assembler.finish()
+
+    for count in steps:
+        run(count)  # which makes what is kept between steps
+        python, foreign = calls_of(lambda count=count: run(count))
+        at_most(python, most[0])
+        at_most(foreign, most[1])
+        at_most(operations_of(lambda count=count: run(count)), most[2])
+
+
+def test_a_step_of_requests_one_by_one_costs_three_calls_each():
+    count, assembler = 64, BatchAssembler(16)
+    blocks = [[3 * row + 1, 3 * row + 2, 3 * row + 3] for row in range(count)]
+
+    def run():
+        for one in blocks:
+            assembler.add(1, 40, one)
+        assembler.finish()
+
+    run()
+    python, foreign = calls_of(run)
+
+    at_most(python, count + 20)
+    at_most(foreign, 3 * count + 18)
+    at_most(operations_of(run), 13)

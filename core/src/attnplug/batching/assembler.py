@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
     from attnplug.batching.request_rows import RequestRows
     from attnplug.negotiation.agreement import Agreement
+
+
+_NOTHING_ELSE: Final = dict.fromkeys(
+    ("encoder_seq_lens_cpu", "max_encoder_seq_len", "dcp_local_seq_lens_cpu", "key_start_loc_cpu")
+)
+"""What a batch has none of without further fields: it does not derive them one by one."""
 
 
 class BatchAssembler:
@@ -83,6 +89,7 @@ class BatchAssembler:
         self._frees = sliding_window is not None or attention_chunk is not None
         self._upload = upload
         self._table = BlockTable(block_size, **self._window)
+        self._known = self._table.rows
         self._tensors = StepTensors(block_size)
         self._reader = RowReader(block_size, **self._window)
         self.clear()
@@ -162,7 +169,7 @@ class BatchAssembler:
         """
         query_lens = self._query_lens
         row = len(query_lens)
-        given, least, most = self._table.rows[row]
+        given, least, most = self._known[row]
         # The common case, for which engines wait before each step: a request with the blocks of the step before, and
         # tokens that these blocks admit.
         if not (
@@ -253,8 +260,10 @@ class BatchAssembler:
         else:
             host = {"block_table": padded_table(given.blocks, num_blocks, reqs)}
             longest_query = given.max_query_len
-        computed, longest = self._fill(host, tokens, rows)
-        self._skip_unwritten(host, computed)
+        lengths, longest = self._lengths(tokens)
+        computed = self._tensors.fill(host, lengths, tokens, rows)
+        if self._write_from:
+            self._skip_unwritten(host, computed)
         derived: dict[str, Any] = self._to_device(host)
         positions = derived.pop(POSITIONS)
         del host[POSITIONS]
@@ -266,20 +275,21 @@ class BatchAssembler:
             num_actual_tokens=tokens,
             max_query_len=longest_query,
             max_seq_len=longest,
-            **fields,
+            **(fields or _NOTHING_ELSE),
         )
-        batch.cached(POSITIONS, lambda: positions)
+        batch.derived[POSITIONS] = positions
         self.clear()
         return batch
 
-    def _fill(self, host: dict[str, Tensor], tokens: int, rows: int) -> tuple[Tensor, int]:
-        """Add lengths, positions and slots, padding included; return cached tokens and the longest sequence."""
-        if self._rows is not None:
-            return self._tensors.fill(host, (self._rows.query_lens, self._rows.computed), tokens, rows)
+    def _lengths(self, tokens: int) -> tuple[tuple[Tensor | None, Tensor, Tensor], int]:
+        """Return what `StepTensors.fill` takes, and the longest sequence."""
+        rows = self._rows
+        if rows is not None:
+            return (rows.query_lens, rows.computed, rows.seq_lens), rows.max_seq_len
         computed = as_int32(self._computed)
-        is_each_one = tokens == len(self._query_lens)
-        lengths = (torch.ones_like(computed) if is_each_one else as_int32(self._query_lens), computed)
-        return self._tensors.fill(host, lengths, tokens, rows)
+        query_lens = None if tokens == len(self._query_lens) else as_int32(self._query_lens)
+        seq_lens = computed + (1 if query_lens is None else query_lens)
+        return (query_lens, computed, seq_lens), int(seq_lens.amax())
 
     def _skip_unwritten(self, host: dict[str, Tensor], computed: Tensor) -> None:
         starts = host["query_start_loc"]
@@ -320,7 +330,9 @@ class BatchAssembler:
         rows, self._rows = self._rows, None
         if rows is None:
             return
-        self._table.set_rows(len(self._query_lens), rows.blocks, rows.counts.tolist())
+        count, width = rows.blocks.shape
+        counts: list[int] = [width] * count if rows.counts is None else rows.counts.tolist()
+        self._table.set_rows(len(self._query_lens), rows.blocks, counts)
         self._query_lens += rows.query_lens.tolist()
         self._computed += rows.computed.tolist()
 

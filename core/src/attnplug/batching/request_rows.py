@@ -52,6 +52,8 @@ class GivenRequests:
         Raises:
             BatchError: See there.
         """
+        if num_blocks is None is write_from and (found := _usual(query_lens, computed, blocks)):
+            return found
         given: dict[str, Vector] = {
             "query_lens": _vector("query_lens", query_lens),
             "num_computed_tokens": _vector("num_computed_tokens", computed),
@@ -98,19 +100,23 @@ class RequestRows:
     Attributes:
         query_lens: ``(num_reqs,)`` int32.
         computed: ``(num_reqs,)`` int32, cached tokens.
+        seq_lens: ``(num_reqs,)`` int32, the sum of both.
         blocks: ``(num_reqs, columns)`` int32, 0 behind a request's blocks.
-        counts: Blocks of each request.
+        counts: Blocks of each request; None where all have all columns.
         num_tokens: New tokens.
         max_query_len: The longest query.
+        max_seq_len: The longest sequence.
         write_from: Requests whose first new tokens are not written, and the position from which they are.
     """
 
     query_lens: Tensor
     computed: Tensor
+    seq_lens: Tensor
     blocks: Tensor
-    counts: Tensor
+    counts: Tensor | None
     num_tokens: int
     max_query_len: int
+    max_seq_len: int
     write_from: list[tuple[int, int]]
 
 
@@ -128,6 +134,7 @@ class RowReader:
         self._block_size = block_size
         self._window = sliding_window
         self._chunk = attention_chunk
+        self._columns = torch.arange(0, dtype=torch.int32, device="cpu")  # 0, 1, 2, ..., kept between steps
 
     def read(self, given: GivenRequests) -> RequestRows | None:
         """Return the requests, or None where each is read alone: one is invalid, blocks are lists, or they are few."""
@@ -140,38 +147,48 @@ class RowReader:
         (least_query, most_query), (least, most) = extremes(query_lens), extremes(computed)
         if least_query < 1 or least < 0 or most_query + most + size > _END:
             return None
-        counts = self._counts(given, query_lens, computed)
-        blocks = None if counts is None else self._blocks(table, counts, computed)
+        seq_lens = computed + query_lens
+        if least_query == most_query:  # as in nearly every step of decodes
+            tokens, shortest, longest = table.shape[0] * most_query, least + most_query, most + most_query
+        else:
+            tokens, (shortest, longest) = int(query_lens.sum()), extremes(seq_lens)
+        fewest, width, counts = -(-shortest // size), -(-longest // size), None
+        if fewest < width or given.num_blocks is not None:
+            counts = self._counts(given, seq_lens)
+            if counts is None:
+                return None
+            if given.num_blocks is not None:
+                fewest, width = extremes(counts)
+        blocks = self._blocks(table, width, counts if fewest < width else None, computed)
         skipped = _skipped(given, computed)
-        if counts is None or blocks is None or skipped is None:
+        if blocks is None or skipped is None:
             return None
-        tokens = table.shape[0] * most_query if least_query == most_query else int(query_lens.sum())
-        return RequestRows(query_lens, computed, blocks, counts, tokens, most_query, skipped)
+        return RequestRows(query_lens, computed, seq_lens, blocks, counts, tokens, most_query, longest, skipped)
 
-    def _counts(self, given: GivenRequests, query_lens: Tensor, computed: Tensor) -> Tensor | None:
+    def _counts(self, given: GivenRequests, seq_lens: Tensor) -> Tensor | None:
         """Return the blocks of each request, int32; None where they are too few."""
         size = self._block_size
-        needed = computed + query_lens
         # Nearly all blocks have a power of two of slots, and a division takes much longer than a shift.
-        needed = needed.add_(size - 1)
+        needed = seq_lens + (size - 1)
         needed = needed >> size.bit_length() - 1 if size & (size - 1) == 0 else needed // size
         if given.num_blocks is None:
             return needed
         counts = torch.tensor(given.num_blocks, dtype=torch.int32, device="cpu")
         return counts if bool((counts >= needed).all()) else None
 
-    def _blocks(self, table: Tensor, counts: Tensor, computed: Tensor) -> Tensor | None:
+    def _blocks(self, table: Tensor, width: int, counts: Tensor | None, computed: Tensor) -> Tensor | None:
         """Return a copy of the blocks; None where one is invalid, or freed and perhaps attended to."""
-        fewest, width = extremes(counts)
         if width > table.shape[1]:
             return None
-        table = table[:, :width]
+        if width < table.shape[1]:
+            table = table[:, :width]
         # A block is at least `least` in `shifted`, a freed one that less 1.
         entries = shifted = table
         least = 1
-        if fewest < width:  # arithmetic costs a fifth of masks
-            columns = torch.arange(width, dtype=torch.int32, device="cpu")
-            used = (counts.unsqueeze(1) - columns).clamp_(0, 1)
+        if counts is not None:  # requests differ; arithmetic costs a fifth of masks
+            if self._columns.shape[0] != width:
+                self._columns = torch.arange(width, dtype=torch.int32, device="cpu")
+            used = (counts.unsqueeze(1) - self._columns).clamp_(0, 1)
             entries = table * used
             shifted, least = entries - used, 0
         low, high = extremes(shifted)
@@ -215,8 +232,9 @@ def _is_array(given: object) -> bool:
 def _tensor(name: str, given: Any, axes: str) -> Tensor:
     """Return a host's array as a tensor of the same memory."""
     tensor = given if isinstance(given, Tensor) else None
-    with suppress(AttributeError, TypeError, ValueError):  # not of numpy, or of a form that torch does not have
-        if tensor is None:  # torch warns of memory that may not be written; here it is read
+    if tensor is None:
+        with suppress(AttributeError, TypeError, ValueError):  # not of numpy, or of a form that torch does not have
+            # Torch warns of memory that may not be written; here it is read.
             tensor = torch.from_numpy(given if given.flags.writeable else given.copy())
     if tensor is None or not tensor.is_cpu or tensor.dtype not in _DTYPES or tensor.ndim != axes.count(",") + 1:
         raise BatchError(
@@ -233,6 +251,23 @@ def as_list(vector: Vector) -> list[Any]:
         found: list[Any] = vector.tolist()
         return found
     return vector
+
+
+def _usual(query_lens: Any, computed: Any, blocks: Any) -> GivenRequests | None:
+    """Return requests that are given as tensors of the expected form; None for all others, which are looked into."""
+    if not (isinstance(query_lens, Tensor) and isinstance(computed, Tensor) and isinstance(blocks, Tensor)):
+        return None
+    is_usual = (
+        query_lens.dtype in _DTYPES
+        and computed.dtype in _DTYPES
+        and blocks.dtype in _DTYPES
+        and query_lens.is_cpu
+        and computed.is_cpu
+        and blocks.is_cpu
+        and blocks.ndim == 2
+        and query_lens.shape == computed.shape == blocks.shape[:1]
+    )
+    return GivenRequests(query_lens, computed, blocks, None, None) if is_usual else None
 
 
 def _vector(name: str, given: Any) -> Vector:

@@ -158,7 +158,7 @@ def slots_at(block_table: Tensor, requests: Tensor, positions: Tensor, block_siz
     # Nearly all blocks have a power of two of slots; a division takes the CPU twenty times as long as a shift.
     shift = block_size.bit_length() - 1
     columns = positions >> shift if block_size == 1 << shift else positions // block_size
-    blocks = block_table.reshape(-1).index_select(0, torch.add(columns, requests, alpha=block_table.shape[1]))
+    blocks = block_table.take(torch.add(columns, requests, alpha=block_table.shape[1]))
     return torch.add(positions, blocks - columns, alpha=block_size)  # block * size + position - column * size
 
 

@@ -32,23 +32,24 @@ class StepTensors:
         self._numbers = torch.arange(0, device="cpu")
 
     def fill(
-        self, host: dict[str, Tensor], lengths: tuple[Tensor, Tensor], tokens: int, rows: int
-    ) -> tuple[Tensor, int]:
+        self, host: dict[str, Tensor], lengths: tuple[Tensor | None, Tensor, Tensor], tokens: int, rows: int
+    ) -> Tensor:
         """
-        Add them, and return ``(num_reqs,)`` cached tokens and the longest sequence.
+        Add them, and return ``(num_reqs,)`` cached tokens.
 
         Args:
             host: The tensors, which have the block table with its padded requests.
-            lengths: ``(num_reqs,)`` int32 each, new and cached tokens.
+            lengths: ``(num_reqs,)`` int32 each: new tokens, cached ones, and their sum; None for one new token each.
             tokens: New tokens of all requests.
             rows: Tokens after padding.
         """
-        (query_lens, computed), table = lengths, host["block_table"]
-        count, reqs = query_lens.shape[0], table.shape[0]
+        (query_lens, computed, seq_lens), table = lengths, host["block_table"]
+        count, reqs = computed.shape[0], table.shape[0]
         if reqs > count:
-            query_lens, computed = (torch.cat([one, one.new_zeros(reqs - count)]) for one in lengths)
-        seq_lens = computed + query_lens
-        if tokens == count:  # one each
+            padding = computed.new_zeros(reqs - count)
+            query_lens = None if query_lens is None else torch.cat([query_lens, padding])
+            computed, seq_lens = torch.cat([computed, padding]), torch.cat([seq_lens, padding])
+        if query_lens is None or tokens == count:  # one each
             starts, positions = torch.arange(reqs + 1, dtype=torch.int32, device="cpu"), computed.long()
             if reqs > count:
                 starts.clamp_(max=count)
@@ -65,7 +66,7 @@ class StepTensors:
             slots = torch.cat([slots, slots.new_full((rows - tokens,), PAD_SLOT_ID)])
             positions = torch.cat([positions, positions.new_zeros(rows - tokens)])
         host |= {"query_start_loc": starts, "seq_lens": seq_lens, "slot_mapping": slots, POSITIONS: positions}
-        return computed, int(seq_lens.amax())
+        return computed
 
     def _numbers_to(self, count: int) -> Tensor:
         """``(count,)`` int64 0, 1, 2, ..., kept between steps."""
