@@ -8,6 +8,7 @@ from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginCo
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import (
     NUM_BLOCKS,
+    calls_of,
     is_clear,
     make_backend,
     make_batch,
@@ -182,3 +183,37 @@ def test_an_encoders_rows_have_one_writer():
     backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}), attn_type="encoder_decoder")
     with pytest.raises(PluginContractError, match="an encoder's, and belong to no phase"):
         make_layer(backend)
+
+
+def test_a_write_compares_the_form_of_its_tensors_once():
+    backend = make_backend()
+    impl, cache = make_layer(backend, cache_write="host"), backend.make_cache(NUM_BLOCKS)
+    _, key, value, _ = make_qkv(backend, 3)
+    writes = [torch.tensor([9, -1, 4]), torch.tensor([5, 6, 7])]
+
+    first, second = [calls_of(lambda slots=slots: impl.write_kv(key, value, cache, slots))[0] for slots in writes]
+
+    forms = {"_check_written", "_check_pair", "_check_rows", "_check_bound"}
+    assert {name.partition(" ")[0] for name in first} & forms == forms - {"_check_bound"}
+    assert not {name.partition(" ")[0] for name in second} & forms
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("key", torch.zeros(3, 2, 16)[..., ::2]),
+        ("value", torch.zeros(3, 2, 8, dtype=torch.float16)),
+        ("slot_mapping", torch.tensor([9, 5, 4], dtype=torch.int32)),
+        ("slot_mapping", torch.tensor([9, 5, 4, 6])),
+    ],
+)
+def test_a_form_that_was_written_is_that_of_all_tensors(name, tensor):
+    backend = make_backend()
+    impl, cache = make_layer(backend, cache_write="host"), backend.make_cache(NUM_BLOCKS)
+    _, key, value, _ = make_qkv(backend, 3)
+    call = {"key": key, "value": value, "kv_cache": cache, "slot_mapping": torch.tensor([-1, -1, -1])}
+    impl.write_kv(**call)
+
+    with refused(TensorError, problem=f"{name} of"):
+        impl.write_kv(**{**call, name: tensor})
+    assert is_clear(cache)

@@ -118,6 +118,7 @@ class ForwardGuard:
         self._host_writes = form.host_writes
         self._writes = form.forward_writes
         self._forms = form.kept
+        self._written: tuple[Any, ...] | None = None  # the forms of the last write
         self._write_apart: tuple[Any, ...] | None = None
 
     def check_call(  # noqa: C901, PLR0912 - the hot path: a call of another function costs as much as two comparisons
@@ -254,7 +255,9 @@ class ForwardGuard:
         self._forms[len(seen)] = form
         return form
 
-    def check_write(self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor) -> bool:
+    def check_write(  # noqa: C901 - as above
+        self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor
+    ) -> bool:
         """
         Check a cache write apart from forward, and return whether there is a cache: a profiling run has none.
 
@@ -273,23 +276,24 @@ class ForwardGuard:
                 "it writes the given K/V",
                 "pass key and value",
             )
-        self._check_device("key", key)
-        rows = self._check_pair(key, value, key.device) or 0
         device = key.device
-        if (
-            slot_mapping.ndim != 1
-            or slot_mapping.shape[0] > rows
-            or slot_mapping.dtype != torch.int64
-            or slot_mapping.device != device
-        ):
-            self._refuse("slot_mapping", slot_mapping, ("up to", rows), torch.int64, device)
+        seen = (
+            (key.shape, key.stride(), key.dtype, device),
+            (value.shape, value.stride(), value.dtype, value.device),
+            (slot_mapping.shape, slot_mapping.dtype, slot_mapping.device),
+        )
+        if seen != self._written:
+            self._check_written(key, value, slot_mapping)
+            self._written = seen
         if kv_cache is None:
             return False
-        self._check_bound(kv_cache, device)
+        if type(kv_cache) is not KVCache or kv_cache.spec is not self._cache_spec or kv_cache.device != device:
+            self._check_bound(kv_cache, device)
         for name, tensor in (("key", key), ("value", value)):
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if tensor.requires_grad and is_grad_enabled():
                 check_writable(self._name, name, tensor)
-        check_cache_writable(self._name, kv_cache)
+        if kv_cache.is_inference or kv_cache.requires_grad:
+            check_cache_writable(self._name, kv_cache)
         places = (key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr(), kv_cache.places)
         if places != self._write_apart:
             inputs, caches = (("key", key), ("value", value)), kv_cache.tensors.values()
@@ -298,6 +302,18 @@ class ForwardGuard:
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
             self._check_slots(slot_mapping, kv_cache.num_blocks)
         return True
+
+    def _check_written(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Check the forms of what `write_kv` was given."""
+        self._check_device("key", key)
+        rows, device = self._check_pair(key, value, key.device) or 0, key.device
+        if (
+            slot_mapping.ndim != 1
+            or slot_mapping.shape[0] > rows
+            or slot_mapping.dtype != torch.int64
+            or slot_mapping.device != device
+        ):
+            self._refuse("slot_mapping", slot_mapping, ("up to", rows), torch.int64, device)
 
     def _check_memory(
         self,
@@ -417,7 +433,9 @@ class ForwardGuard:
 
     def _check_bound(self, kv_cache: KVCache, device: torch.device) -> None:
         """Compare what was checked when it was bound: layers that share a KV cache may differ in their agreements."""
-        if type(kv_cache) is not KVCache or kv_cache.spec != self._cache_spec:
+        if type(kv_cache) is not KVCache or (
+            kv_cache.spec is not self._cache_spec and kv_cache.spec != self._cache_spec
+        ):
             refuse_cache(self._name, self._agreement, self._cache_spec, kv_cache)
         self._cache_spec = kv_cache.spec  # an equal one, which the next call finds to be the same
         if kv_cache.device != device:
