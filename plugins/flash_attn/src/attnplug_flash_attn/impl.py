@@ -49,7 +49,6 @@ class FlashAttentionImpl(AttentionImpl):
         self.kernels = backend.kernels
         self.parameters_changed()
         self._key = (self.window, self.logits_soft_cap)
-        self._heads_v = (self.num_q_heads, self.head_size_v)
         self._writes = bool(self.forward_writes)
 
     def parameters_changed(self) -> None:
@@ -104,7 +103,7 @@ class FlashAttentionImpl(AttentionImpl):
                 write_kv(key, value, keys, values, slots, *self._scale_tensors)
         if self._query_scale is not None:
             query = quantize_queries(query, self._query_scale)
-        out = output.view(-1, *self._heads_v)
+        out = output.view(-1, self.num_q_heads, self.head_size_v)
         if plan.dcp is not None:
             new = cast("tuple[Tensor, Tensor]", (key, value))  # DCP excludes layers that share a KV cache
             self._attend_shard(plan, plan.dcp, query, new, (keys, values), out, lse)
@@ -112,9 +111,12 @@ class FlashAttentionImpl(AttentionImpl):
         if plan.prefix is not None:
             self._attend_with_prefix(plan.parts, plan.prefix, query, keys, values, out, lse)
             return
+        params = self.params
         for part in plan.parts:
-            operands = self._new_kv(part, key, value) if part.reads_new_kv else (keys, values)
-            self._attend(part, query, *operands, out, lse, self.params)
+            if part.reads_new_kv:
+                self._attend(part, query, *self._new_kv(part, key, value), out, lse, params)
+            else:
+                self._attend(part, query, keys, values, out, lse, params)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
