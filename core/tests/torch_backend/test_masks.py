@@ -167,7 +167,8 @@ def test_each_segment_gets_its_part_of_the_batch_mask(
     group = Rectangle.of(segments)
     custom = RequestCells(torch.cat([mask.flatten() for mask in masks]), query_lens, seq_lens)
 
-    part = custom.of(group, torch.tensor([[one.rows for one in segments], [one.keys for one in segments]]))
+    lens = torch.tensor([[one.rows for one in segments], [one.keys for one in segments]])
+    part = custom.of(group, lambda _: lens)
 
     for member, segment in enumerate(segments):
         first_row = segment.first_row - sum(query_lens[: segment.request])

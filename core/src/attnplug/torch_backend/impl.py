@@ -19,13 +19,14 @@ from attnplug.torch_backend.sdpa import ScoreParams
 from attnplug.torch_backend.sources import Sources, narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from attnplug.contract.inputs.kv_cache import KVCache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.vendor import Backend, CacheWrite, Metadata, State
     from attnplug.torch_backend.masks import Tile
     from attnplug.torch_backend.plan import Group, Plan, WholeCall
+    from attnplug.torch_backend.sdpa import TileKernel
 
 
 class TorchImpl(AttentionImpl):
@@ -53,7 +54,6 @@ class TorchImpl(AttentionImpl):
         scale = self.scale if self._codec is None else self.scale * self._codec.score_factor
         self._score_params = ScoreParams(scale, self.logits_soft_cap, self.agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
-        self._is_plain = self._sinks is None and self._codec is None
 
     @property
     def plan_key(self) -> Hashable:
@@ -85,14 +85,8 @@ class TorchImpl(AttentionImpl):
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
             self.update_kv_cache(key, value, kv_cache, slots, padded=_may_be_padded(metadata))
         whole = plan.whole
-        if (
-            whole is not None
-            and self._is_plain
-            and (whole.causal or self.num_queries_per_kv == 1)
-            and key is not None
-            and value is not None
-        ):
-            self._run_whole(plan, query, key, value, output, lse)
+        if whole is not None and self._codec is None and key is not None and value is not None:
+            self._run_whole(plan.kernel, whole, query, key, value, output, lse)
             return
         # Without K/V everything is cached, and the plan reads nothing else.
         sources = Sources(
@@ -130,18 +124,50 @@ class TorchImpl(AttentionImpl):
         merge_passes(results, prefix, rest)
 
     def _run_whole(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None
+        self,
+        kernel: TileKernel,
+        whole: WholeCall,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor | None,
     ) -> None:
         """Do what `_run` does for a plan of one kernel call, in a third of the time around it."""
-        whole, heads = cast("WholeCall", plan.whole), self.num_q_heads
-        rows, members = whole.rows, whole.members
-        query = _by_head(query, rows, members)
+        members, tile = whole.members, whole.tile
+        query = _by_head(query, whole.rows, members)
         key, value = _by_head(key, whole.keys, members), _by_head(value, whole.keys, members)
-        out, found = plan.kernel.attend(query, key, value, None, self._score_params, causal=whole.causal)
+        if not kernel.fused:
+            key, value = key.float().contiguous(), value.float().contiguous()
+        # The query heads of a KV head become rows, as in `_fold`.
+        heads: tuple[int, ...] = (self.num_q_heads,)
+        if not tile.causal and self.num_queries_per_kv > 1:
+            heads = self._heads
+            query = query.unflatten(1, heads).transpose(2, 3).flatten(2, 3)
+        out, found = kernel.attend(query, key, value, tile.mask, self._score_params, causal=tile.causal)
+        target = narrow(output, whole.rows).view(members, -1, *heads, self.head_size_v)
         # The kernels return tokens before heads in memory, as the output is: then this copies one block.
-        narrow(output, rows).view(members, -1, heads, self.head_size_v).copy_(out.transpose(1, 2))
+        out = out.transpose(1, 2) if len(heads) == 1 else _unfolded(out, target.shape)
+        if lse is None and self._sinks is None:
+            found = None
+        if found is not None:
+            found = found.transpose(1, 2) if len(heads) == 1 else _unfolded(found, target.shape[:-1])
+        if self._sinks is None and tile.fully_masked is None:
+            target.copy_(out)
+        else:
+            out, found = self._adjusted(tile, out, found)
+            target.copy_(out)
         if lse is not None and found is not None:
-            narrow(lse, rows).view(members, -1, heads).copy_(found.transpose(1, 2))
+            narrow(lse, whole.rows).view(found.shape).copy_(found)
+
+    def _adjusted(self, tile: Tile, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return results ``(members, rows, heads...)`` with the rows that attend to nothing, and the sinks."""
+        if tile.fully_masked is not None:
+            out, lse = _without(tile.fully_masked[(..., *(None,) * (out.ndim - 3))], out, lse)
+        if self._sinks is not None and lse is not None:
+            sinks = self._sinks.view(lse.shape[2:])
+            out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
+        return out, lse
 
     def _run_groups(
         self, plan: Plan, groups: tuple[Group, ...], query: Tensor, sources: Sources, results: Results
@@ -265,6 +291,12 @@ def _by_head(tokens: Tensor, where: slice, members: int) -> Tensor:
     rows = (where.stop - where.start) // members
     first = tokens.storage_offset() + where.start * row
     return tokens.as_strided((members, heads, rows, size), (rows * row, head, row, element), first)
+
+
+def _unfolded(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``(members, rows, num_kv_heads, ratio, ...)`` of ``(members, num_kv_heads, rows * ratio, ...)``."""
+    members, _, heads, ratio = shape[:4]
+    return rows.view(members, heads, -1, ratio, *shape[4:]).transpose(1, 2)
 
 
 def results_of_pass(results: Results, rows: int, sinks: Tensor | None) -> Results:

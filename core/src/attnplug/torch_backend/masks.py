@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import frozen
@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug.torch_backend.sources import index_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from attnplug.torch_backend.builder import PlanParams
     from attnplug.torch_backend.plan import Rectangle
@@ -68,7 +68,7 @@ def relative_positions(num_rows: Tensor, num_keys: Tensor, rows: int, keys: int)
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where `visible`, -inf elsewhere."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return visible.to(dtype).log_()  # of 1 and 0, exactly; two operations where `masked_fill` takes three
 
 
 @frozen(eq=False)
@@ -143,7 +143,9 @@ def masked_tiles(
     """
     members, _, rows, keys = mask.shape
     ratio, tiles = params.ratio, []
-    for start, end in params.row_cuts(members, rows // ratio, keys):
+    # A fused kernel keeps no scores, so that there is nothing to cut for.
+    cuts = [(0, rows // ratio)] if params.kernel.fused else params.row_cuts(members, rows // ratio, keys)
+    for start, end in cuts:
         part: Any = mask[:, :, start * ratio : end * ratio]
         if distance is not None:
             part = AlibiMask(part, distance[:, start:end])
@@ -203,23 +205,43 @@ class Tiler:
         return index_on(self._device, lens).view(2, -1)
 
     def _ragged_tiles(self, group: Rectangle) -> tuple[Tile, ...]:
-        params, lens, fully_masked = self._params, self._lens(group), None
-        if group.rows == 1 and self._custom is None and self._bias is None and not params.alibi:
+        params, fully_masked = self._params, None
+        if not group.uniform and group.rows == 1 and self._custom is None and self._bias is None and not params.alibi:
             # Decodes: a single row attends to all keys of its segment.
-            shown = torch.arange(group.keys, device=self._device) < lens[1].unsqueeze(1)
+            shown = torch.arange(group.keys, device=self._device) < self._lens(group)[1].unsqueeze(1)
             mask = additive_mask(shown, params.mask_dtype)[:, None, None]
             return masked_tiles(params, mask.repeat_interleave(params.ratio, 2))
-        relative = relative_positions(lens[0], lens[1], group.rows, group.keys)
-        visible = params.visibility.in_group(relative, lens[1])
+        relative, visible = self._visible(group)
         if self._custom is not None:
-            visible &= self._custom.of(group, lens)
-            fully_masked = ~visible.any(-1)
-            visible |= fully_masked.unsqueeze(2)  # a softmax over nothing would be NaN
-        mask = additive_mask(visible.repeat_interleave(params.ratio, 1), params.mask_dtype).unsqueeze(1)
+            own = self._custom.of(group, self._lens)
+            visible = own if visible is None else visible & own
+            fully_masked = visible.any(-1).logical_not_()
+            visible = visible | fully_masked.unsqueeze(2)  # a softmax over nothing would be NaN
+        mask = None if visible is None else additive_mask(self._repeated(visible, 1), params.mask_dtype).unsqueeze(1)
         if self._bias is not None:
-            mask = mask + self._folded(self._bias.of(group, lens))
-        distance = alibi_distance(relative, params.alibi) if params.alibi else None
-        return masked_tiles(params, mask, distance, fully_masked)
+            bias = self._folded(self._bias.of(group, self._lens))
+            mask = bias if mask is None else mask + bias
+        distance = alibi_distance(relative, params.alibi) if params.alibi and relative is not None else None
+        return masked_tiles(params, cast("Tensor", mask), distance, fully_masked)
+
+    def _visible(self, group: Rectangle) -> tuple[Tensor | None, Tensor | None]:
+        """Return the relative positions and the visible keys; None for those that nothing needs."""
+        visibility = self._params.visibility
+        if not group.uniform:
+            lens = self._lens(group)
+            relative = relative_positions(lens[0], lens[1], group.rows, group.keys)
+            return relative, visibility.in_group(relative, lens[1])
+        hides = visibility.hides_keys(group.rows, group.keys)
+        if not hides and not self._params.alibi:
+            return None, None
+        first = group.rows - group.keys  # the first row is so far before the first key
+        rows = torch.arange(-first, group.keys, device=self._device)
+        relative = (torch.arange(group.keys, device=self._device) - rows.unsqueeze(1)).unsqueeze(0)
+        return relative, visibility.of(relative) if hides else None
+
+    def _repeated(self, rows: Tensor, axis: int) -> Tensor:
+        """Return rows once for each query head of a KV head."""
+        return rows if self._params.ratio == 1 else rows.repeat_interleave(self._params.ratio, axis)
 
     def _folded(self, bias: Tensor) -> Tensor:
         """Return ``(members, 1 or num_kv_heads, rows * ratio, keys)`` of ``(1 or heads, members, rows, keys)``."""
@@ -227,7 +249,7 @@ class Tiler:
         heads, members, rows, keys = bias.shape
         bias = bias.to(params.mask_dtype).clamp(min=torch.finfo(params.mask_dtype).min)
         if heads == 1:
-            return bias.transpose(0, 1).repeat_interleave(params.ratio, 2)
+            return self._repeated(bias.transpose(0, 1), 2)
         grouped = bias.view(params.num_kv_heads, params.ratio, members, rows, keys)
         return grouped.permute(2, 0, 3, 1, 4).reshape(members, params.num_kv_heads, rows * params.ratio, keys)
 
@@ -248,6 +270,8 @@ class Tiler:
         return square and visibility.right == 0 and not 0 <= visibility.left < group.keys - 1
 
     def _cuts(self, group: Rectangle) -> list[tuple[int, int]]:
+        if self._params.kernel.fused and not self._params.visibility.hides_keys(group.rows, group.keys):
+            return [(0, group.rows)]  # every tile would attend to all keys
         members = self._params.members_per_gather(len(group.segments), group.keys)
         return self._params.row_cuts(members, group.rows, group.keys)
 
@@ -301,13 +325,15 @@ class RequestCells:
         self._starts = [0, *accumulate(rows * keys for rows, keys in zip(query_lens, seq_lens, strict=True))]
         self._first_rows = [0, *accumulate(query_lens)]
 
-    def of(self, group: Rectangle, lens: Tensor) -> Tensor:
+    def of(self, group: Rectangle, lens_of: Callable[[Rectangle], Tensor]) -> Tensor:
         """
         Return a group's part, ``(..., members, rows, keys)``. Padding repeats a member's last row and key.
 
+        It is a view where the members are one size and follow each other, with all of their keys.
+
         Args:
             group: The group.
-            lens: ``(2, members)`` rows and keys of its members.
+            lens_of: Returns ``(2, members)`` rows and keys of its members.
         """
         firsts, widths = [], []
         for segment in group.segments:
@@ -315,6 +341,12 @@ class RequestCells:
             row = segment.first_row - self._first_rows[segment.request]
             firsts.append(self._starts[segment.request] + row * keys + segment.first_key)
             widths.append(keys)
+        members, cells = len(firsts), group.rows * group.keys
+        end = firsts[0] + members * cells
+        if group.uniform and set(widths) == {group.keys} and firsts == list(range(firsts[0], end, cells)):
+            part = self._flat[..., firsts[0] : end]
+            return part.view(*part.shape[:-1], members, group.rows, group.keys)
+        lens = lens_of(group)
         first, width = index_on(lens.device, [*firsts, *widths]).view(2, -1, 1)
         rows = torch.minimum(torch.arange(group.rows, device=lens.device), lens[0].unsqueeze(1) - 1)
         columns = torch.minimum(torch.arange(group.keys, device=lens.device), lens[1].unsqueeze(1) - 1)

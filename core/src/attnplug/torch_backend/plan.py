@@ -148,19 +148,19 @@ class Group:
 @frozen(eq=False)
 class WholeCall:
     """
-    A plan of one kernel call without a mask, whose rows and keys are contiguous in the call: most dense calls.
+    A plan of one kernel call, whose rows and keys are contiguous in the call: most dense calls.
 
     Attributes:
         rows: Its query rows.
         keys: Its K/V rows.
         members: The requests.
-        causal: Whether row i attends to the keys up to i.
+        tile: The kernel call.
     """
 
     rows: slice
     keys: slice
     members: int
-    causal: bool
+    tile: Tile
 
 
 @frozen(eq=False)
@@ -173,7 +173,7 @@ class Plan:
         groups: The groups; each row that attends to a key is in exactly one.
         empty: Row ranges ``(start, end)`` that attend to no key.
         prefix: All rows against the shared prefix of a cascade, which the other groups leave out; None without one.
-        whole: The plan as a single call; None where it takes several, or the kernel keeps scores or has its own masks.
+        whole: The plan as a single call; None where it takes several, or the kernel has its own masks.
     """
 
     kernel: TileKernel
@@ -185,18 +185,17 @@ class Plan:
     @whole.default
     def _as_whole(self) -> WholeCall | None:
         kernel, groups = self.kernel, self.groups
-        if not kernel.fused or kernel.make_mask is not None or self.empty or self.prefix is not None or len(groups) > 1:
+        if kernel.make_mask is not None or self.empty or self.prefix is not None or len(groups) > 1:
             return None
         group = groups[0] if groups else None
         if group is None or len(group.tiles) > 1 or not isinstance(group.source, CallKeys):
             return None
         tile, rows, keys = group.tiles[0], group.queries.source, group.source.rows
-        is_whole = tile.rows == (0, group.rows) and tile.keys == (0, group.keys)
-        if not is_whole or tile.mask is not None or tile.fully_masked is not None:
+        if tile.rows != (0, group.rows) or tile.keys != (0, group.keys):
             return None
         if not isinstance(rows, slice) or not isinstance(keys, slice) or group.per_gather < group.members:
             return None
-        return WholeCall(rows, keys, group.members, tile.causal)
+        return WholeCall(rows, keys, group.members, tile)
 
 
 def make_plan(params: PlanParams, batch: Batch, device: torch.device) -> Plan:
