@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug import attention, attention_varlen
 from attnplug.contract import Attention, LoadedBackend
+from attnplug.contract.guards.call import ForwardGuard
 from attnplug.dense import attend_like_sdpa, backends, calls, clear_decisions
 from attnplug.errors import (
     LayerError,
@@ -28,6 +29,7 @@ from attnplug.errors import (
 )
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
+from core.tests.dense.counting import assert_costs_at_most
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -43,9 +45,9 @@ def counted(monkeypatch):
     counts = {"build": 0, "run": 0}
     build, run = backends.BatchPlanner.build, TorchImpl.run
 
-    def counted_build(self, batch):
+    def counted_build(self, *arguments):
         counts["build"] += 1
-        return build(self, batch)
+        return build(self, *arguments)
 
     def counted_run(self, *arguments):
         counts["run"] += 1
@@ -273,6 +275,70 @@ def test_empty_calls_have_empty_results() -> None:
 # --- what is kept ---
 
 
+# What repeats: Python calls and operations. A bound that is exceeded is time that every call of a model pays.
+COSTS = {
+    "plain": ({}, {}, 26, 12),
+    "causal": ({}, {"causal": True}, 26, 12),
+    "grouped heads": ({"kv_heads": 2}, {}, 28, 17),
+    "mask": ({}, {"attn_mask": torch.ones(7, 7, dtype=torch.bool)}, 40, 17),
+    "bias": ({}, {"attn_mask": torch.zeros(7, 7)}, 40, 14),
+    "sinks": ({}, {"sinks": torch.zeros(4)}, 34, 21),
+    "slopes": ({}, {"causal": True, "alibi_slopes": torch.ones(4)}, 36, 42),
+}
+
+
+@pytest.mark.parametrize(("sizes", "features", "python_calls", "operations"), COSTS.values(), ids=COSTS)
+def test_a_repeated_call_costs_the_host_little(sizes, features, python_calls, operations) -> None:
+    query, key, value = tensors(1, **{"kv_heads": 4, **sizes})
+
+    assert_costs_at_most(lambda: attention(query, key, value, **features), python_calls, operations)
+
+
+@pytest.mark.parametrize(("is_added", "operations"), [(False, 36), (True, 28)])
+def test_a_mask_of_a_device_is_built_in_few_operations(is_added, operations, monkeypatch) -> None:
+    """Each is a launch on a GPU, where the mask of every call is built."""
+    query, key, value = tensors(kv_heads=4)
+    mask = torch.randn(7, 7) if is_added else torch.rand(7, 7) > 0.5
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: self.shape != (7, 7)))
+
+    assert_costs_at_most(lambda: attention(query, key, value, attn_mask=mask), 160, operations)
+
+
+def test_calls_of_one_form_are_repeated_for_this_form_alone(monkeypatch) -> None:
+    """Strides, dtypes, axes and gradients are part of it; tensors of another class are checked each time."""
+    checked, check = [], ForwardGuard.check_call
+    monkeypatch.setattr(ForwardGuard, "check_call", lambda *given: (checked.append(1), check(*given))[1])
+    query, key, value = tensors(kv_heads=4)
+    wanted = attention(query, key, value)
+    forms = {
+        "the same": (query.clone(), key, value),
+        "other strides": (query.transpose(1, 2).contiguous().transpose(1, 2), key, value),
+        "another last axis": (query.transpose(2, 3).contiguous().transpose(2, 3), key, value),
+        "no strides between batches": (query, key[:1].expand_as(key), value[:1].expand_as(value)),
+        "another class": (torch.nn.Parameter(query, requires_grad=False), key, value),
+    }
+    counts = {}
+    for name, inputs in forms.items():
+        checked.clear()
+        results = [attention(*inputs) for _ in range(3)]
+        counts[name] = len(checked)
+        assert all(torch.equal(one, results[0]) for one in results)
+        assert torch.equal(results[0], wanted) == ("between" not in name)
+
+    assert counts == {name: {"the same": 0, "another class": 3}.get(name, 1) for name in forms}
+
+
+def test_a_mask_that_requires_a_gradient_is_refused_after_a_call_without_gradients() -> None:
+    query, key, value = tensors()
+    mask = torch.randn(7, 7, requires_grad=True)
+    with torch.no_grad():
+        attention(query, key, value, attn_mask=mask)
+        attention(query, key, value, attn_mask=mask)
+
+    with pytest.raises(NotNegotiatedError, match="a mask that requires a gradient"):
+        attention(query, key, value, attn_mask=mask)
+
+
 def test_calls_of_one_shape_build_once(counted) -> None:
     for _ in range(3):
         query, key, value = tensors()
@@ -288,8 +354,8 @@ def test_what_is_kept_is_bounded() -> None:
         attention(*tensors(queries=queries, keys=queries))
         attention(*tensors(), scale=float(queries))
 
-    assert len(calls._calls) <= calls._MOST
-    assert len(backends._planners) <= 2 * calls._MOST
+    assert len(calls._calls) <= calls.MOST_CALLS
+    assert len(backends._planners) <= 2 * calls.MOST_CALLS
 
 
 def test_nothing_of_a_caller_is_kept() -> None:

@@ -22,6 +22,11 @@ from attnplug.torch_backend.impl import TorchImpl
 from core.tests.dense.flash_reference import BLOCK, HEADS, KV_HEADS, SIZE, cached, expected
 
 
+@pytest.fixture(autouse=True)
+def _afresh():
+    clear_decisions()  # a test may have changed what the kept implementations are
+
+
 @given(
     before=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     new=st.integers(0, 5),

@@ -12,6 +12,7 @@ from attnplug.dense import attend_like_sdpa, autocast_like_sdpa
 from attnplug.dense.params import encode_keywords
 from attnplug.errors import LayerError, NoBackendError, NotNegotiatedError, SettingsError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
+from core.tests.dense.counting import assert_costs_at_most
 
 
 def tensors(queries=(2, 4, 9, 16), keys=None, **more):
@@ -58,6 +59,38 @@ def test_a_call_is_that_of_torch(queries, keys, arguments, calls, runs) -> None:
 
     assert len(runs) == calls
     torch.testing.assert_close(found.double(), reference(*inputs, **arguments), rtol=1e-5, atol=1e-5)
+
+
+# Python calls and operations, see `test_attention`.
+COSTS = {
+    "plain": ({}, 26, 13),
+    "causal": ({"is_causal": True}, 26, 13),
+    "with the LSE": ({"return_lse": True}, 27, 19),
+    "tokens first": ({"tokens_first": True}, 26, 12),
+    "boolean mask": ({"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, 41, 18),
+    "additive mask": ({"attn_mask": torch.zeros(9, 9)}, 50, 24),
+}
+
+
+@pytest.mark.parametrize(("arguments", "python_calls", "operations"), COSTS.values(), ids=COSTS)
+def test_a_repeated_call_costs_the_host_little(arguments, python_calls, operations) -> None:
+    shape = (1, 9, 4, 16) if "tokens_first" in arguments else (1, 4, 9, 16)
+    inputs = tensors(shape)
+
+    assert_costs_at_most(lambda: attend_like_sdpa(*inputs, **arguments), python_calls, operations)
+
+
+@pytest.mark.parametrize("keys", [3, 9, 12])
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"tokens_first": True}], ids=str)
+def test_a_repeated_call_is_the_first_one(keys, arguments) -> None:
+    """More keys than causal queries are cut, and more queries than keys are two calls."""
+    inputs = tensors((2, 4, 9, 16), (2, 4, keys, 16))
+    if "tokens_first" in arguments:
+        inputs = [one.transpose(1, 2).contiguous() for one in inputs]
+    first = attend_like_sdpa(*inputs, **arguments)
+
+    for _ in range(2):
+        assert torch.equal(attend_like_sdpa(*inputs, **arguments), first)
 
 
 MASKS = {

@@ -8,10 +8,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import evolve
 
+from attnplug.contract.inputs.batch import with_fields
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.layer import Layer
 from attnplug.contract.inputs.limits import Limits
+from attnplug.contract.inputs.phase import BatchSplit
+from attnplug.contract.metadata import assemble
 from attnplug.dense.decisions import DecisionCache
 from attnplug.request.device import Device
 from attnplug.selection.load import load
@@ -145,6 +149,19 @@ def use_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def split_of(metadata: Metadata) -> BatchSplit:
+    """Return the split of a batch that was built, without its masks, for `BatchPlanner.build`."""
+    return BatchSplit(
+        batch=with_fields(metadata.batch, custom_mask=None, attn_bias=None),
+        num_decodes=metadata.num_decodes,
+        num_prefills=metadata.num_prefills,
+        num_decode_tokens=metadata.num_decode_tokens,
+        num_prefill_tokens=metadata.num_prefill_tokens,
+        num_key_rows=metadata.num_key_rows,
+        highest_block=metadata.highest_block,
+    )
+
+
 class BatchPlanner:
     """
     Builds the metadata of layers that share plans: the same backend and plan key.
@@ -176,15 +193,25 @@ class BatchPlanner:
         metadata: Metadata = self._local.metadata
         return metadata
 
-    def build(self, batch: Batch) -> Metadata:
+    def build(self, batch: Batch, checked: BatchSplit | None = None) -> Metadata:
         """
         Return new metadata of the batch.
+
+        Args:
+            batch: The batch.
+            checked: What `split_of` returned for metadata of a batch that differs in the values of its masks alone:
+                then nothing is checked, and no length is read, again.
 
         Raises:
             ContractError: As for `StepBuilder.build`.
             LimitsError: The backend does not keep `max_num_splits`.
         """
-        return self._builder(batch).build(batch)
+        builder = self._builder(batch)
+        if checked is None:
+            return builder.build(batch)
+        masked = with_fields(checked.batch, custom_mask=batch.custom_mask, attn_bias=batch.attn_bias)
+        split = evolve(checked, batch=masked)
+        return assemble(builder.wrapped, split, builder.wrapped.plan_batch(masked, split, fast=False, graph=None))
 
     def _builder(self, batch: Batch) -> StepBuilder:
         """Return a builder whose limits hold the batch: the last one, or one for the next powers of two."""

@@ -11,10 +11,10 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from attnplug.contract.inputs.batch import Batch
+from attnplug.contract.inputs.batch import Batch, with_fields
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.upload import upload
-from attnplug.dense.backends import planner_of, renew_parameters
+from attnplug.dense.backends import planner_of, renew_parameters, split_of
 from attnplug.dense.decisions import DecisionCache
 from attnplug.dense.params import (
     NO_TENSORS,
@@ -35,12 +35,13 @@ from attnplug.errors import PluginContractError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.vendor import Metadata
     from attnplug.dense.backends import BatchPlanner
 
     Flatten = Callable[[Tensor], Tensor]
 
-_MOST: Final = 32
+MOST_CALLS: Final = 32
 """Entries of each cache of a thread: a plan of FlashInfer takes 8 MiB of device memory."""
 
 NAME: Final = "attnplug.attention"
@@ -66,10 +67,14 @@ class PreparedAttention:
     _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
     _rows: tuple[int, int] = field(repr=False)
     _return_lse: bool = field(repr=False)
+    _flatten: Flatten = field(repr=False)  # makes the masks of a call those of a `Batch`
     _metadata: Metadata | None = field(default=None, init=False, repr=False)
     _masks: tuple[Tensor | None, Tensor | None] | None = field(default=None, init=False, repr=False)  # of `_metadata`
+    _checked: BatchSplit | None = field(default=None, init=False, repr=False)  # of a call with masks
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_checked: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Attend.
 
@@ -78,6 +83,8 @@ class PreparedAttention:
                 contiguous, as of the others.
             key: ``(key tokens, num_kv_heads, head_size)``.
             value: ``(key tokens, num_kv_heads, head_size_v)``.
+            is_checked: Whether tensors of these shapes, strides, dtypes and devices have been given before, and no
+                gradient is recorded: then nothing is checked, which takes longer than all else here.
 
         Returns:
             ``(query tokens, num_q_heads * head_size_v)``, contiguous; and the log-sum-exp
@@ -86,10 +93,16 @@ class PreparedAttention:
         Raises:
             TensorError: A tensor is another one than it was prepared for.
         """
-        return self._attend(query, key, value, self._metadata, None)
+        return self._attend(query, key, value, self._metadata, None, is_checked=is_checked)
 
     def run_shaped(
-        self, query: Tensor, key: Tensor, value: Tensor, tensors: CallTensors, flatten: Flatten
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tensors: CallTensors,
+        *,
+        is_checked: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Attend with the other tensors of a call, and return the results in the shapes of `attention`.
@@ -99,9 +112,11 @@ class PreparedAttention:
             key: Likewise.
             value: Likewise.
             tensors: The other tensors: sinks and slopes that the layer has already, and masks.
-            flatten: Makes the masks those of a `Batch`.
+            is_checked: Whether tensors of these shapes, strides, dtypes and devices have been given before, and no
+                gradient is recorded.
         """
-        output, lse = self._attend(query, key, value, self._metadata_with(tensors, flatten), tensors.sinks)
+        metadata = self._metadata if tensors is NO_TENSORS else self._metadata_with(tensors)
+        output, lse = self._attend(query, key, value, metadata, tensors.sinks, is_checked=is_checked)
         return output.view(self._shape), None if lse is None else lse.view(self._shape[:-1])
 
     def takes(self, tensors: CallTensors) -> bool:
@@ -114,7 +129,7 @@ class PreparedAttention:
             self._metadata = self._planner.build(self._batch)
         return self
 
-    def _metadata_with(self, tensors: CallTensors, flatten: Flatten) -> Metadata | None:
+    def _metadata_with(self, tensors: CallTensors) -> Metadata | None:
         """
         Return the metadata with the masks of a call. On the CPU it is kept for equal ones; on a device, where comparing
         them would wait, it is built for each call.
@@ -127,19 +142,32 @@ class PreparedAttention:
             return self._metadata
         with outside_inference_mode():
             copies = tuple(None if one is None else one.detach().clone() if on_cpu else one.detach() for one in masks)
-            flat = [None if one is None else flatten(one) for one in copies]
-            metadata = self._planner.build(evolve(self._batch, custom_mask=flat[0], attn_bias=flat[1]))
+            flat = [None if one is None else self._flatten(one) for one in copies]
+            batch = with_fields(self._batch, custom_mask=flat[0], attn_bias=flat[1])
+            metadata = self._planner.build(batch, self._checked)
+        if self._checked is None:
+            self._checked = split_of(metadata)
         if on_cpu:
             self._metadata, self._masks = metadata, (copies[0], copies[1])
         return metadata
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, metadata: Metadata | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: Metadata | None,
+        sinks: Tensor | None,
+        *,
+        is_checked: bool,
     ) -> tuple[Tensor, Tensor | None]:
         impl, output, lse = self._planner.impl, query.new_empty(self._rows), None
         if self._return_lse:
             lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
-        if metadata is not None:
+        if is_checked and metadata is not None:
+            # What `forward` compares is equal to that of a call that it has checked, and the results are new memory.
+            impl.wrapped.run(query, key, value, None, metadata, output, lse)
+        elif metadata is not None:
             try:
                 impl.forward(query, key, value, None, metadata, output, lse=lse)
             except AttributeError as error:
@@ -167,11 +195,16 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-_calls: Final[DecisionCache[PreparedAttention]] = DecisionCache(_MOST, per_thread=True)
+_calls: Final[DecisionCache[PreparedAttention]] = DecisionCache(MOST_CALLS, per_thread=True)
 
 
 def run_padded(
-    query: Tensor, key: Tensor, value: Tensor, params: CallParams, tensors: CallTensors
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: CallParams,
+    tensors: CallTensors,
+    keep: Callable[[PreparedAttention], object] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """
     Run a call whose sequences have one length, and its keys another.
@@ -182,6 +215,7 @@ def run_padded(
         value: ``(batch, keys, num_kv_heads, head_size_v)``.
         params: Its numbers.
         tensors: Its other tensors.
+        keep: Called with what it has run on.
 
     Returns:
         ``(batch, queries, num_q_heads, head_size_v)``; and ``(batch, queries, num_q_heads)`` float32, or None.
@@ -191,8 +225,10 @@ def run_padded(
         with torch.cuda.device(query.device):
             return run_padded(query, key, value, params, tensors)
     prepared = prepare_padded(query, key, value, params, tensors)
-    flatten = partial(flat_mask, query=query, keys=key.shape[1])
-    return prepared.run_shaped(_packed(query), _packed(key), _packed(value), tensors, flatten)
+    results = prepared.run_shaped(_packed(query), _packed(key), _packed(value), tensors)
+    if keep is not None:
+        keep(prepared)
+    return results
 
 
 def prepare_padded(
@@ -209,7 +245,9 @@ def prepare_padded(
         batch, queries, keys = shape[0], shape[1], key.shape[1]
         if params.causal:
             check_causal(queries, keys, "were given")
-        prepared = _prepare((query, key, value), params, tensors, ([queries] * batch, [keys] * batch))
+        sizes = (batch, shape[2], queries, keys)
+        flatten = partial(flat_mask, sizes=sizes, dtype=query.dtype, device=query.device)
+        prepared = _prepare((query, key, value), params, tensors, ([queries] * batch, [keys] * batch), flatten)
         _calls.keep(where, prepared)
     return prepared
 
@@ -243,7 +281,7 @@ def run_packed(
         with torch.cuda.device(query.device):
             return run_packed(query, key, value, starts, starts_cpu, params, tensors)
     prepared = prepare_packed(query, key, value, starts, starts_cpu, params, tensors)
-    return prepared.run_shaped(_plain_rows(query), _plain_rows(key), _plain_rows(value), tensors, _unchanged)
+    return prepared.run_shaped(plain_rows(query), plain_rows(key), plain_rows(value), tensors)
 
 
 def prepare_packed(
@@ -269,7 +307,7 @@ def prepare_packed(
         for one, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
             if params.causal:
                 check_causal(queries, keys, f"were given for sequence {one}")
-        prepared = _prepare((query, key, value), params, tensors, (list(query_lens), list(key_lens)))
+        prepared = _prepare((query, key, value), params, tensors, (list(query_lens), list(key_lens)), _unchanged)
         _calls.keep(where, prepared)
     return prepared
 
@@ -306,6 +344,7 @@ def _prepare(
     params: CallParams,
     tensors: CallTensors,
     lengths: tuple[list[int], list[int]],
+    flatten: Flatten,
 ) -> PreparedAttention:
     """Decide and load a checked call, and build its metadata where it has no masks."""
     device = inputs[0].device
@@ -320,6 +359,7 @@ def _prepare(
             shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
             rows=(sum(lengths[0]), planner.impl.output_width),
             return_lse=params.return_lse,
+            flatten=flatten,
         )
         return prepared.build() if tensors.mask is tensors.bias is None else prepared
 
@@ -337,9 +377,9 @@ def _batch(lengths: tuple[list[int], list[int]], causal: bool, device: torch.dev
 
 
 def _packed(padded: Tensor) -> Tensor:
-    return padded.flatten(0, 1) if padded.is_contiguous() else _plain_rows(padded).flatten(0, 1)
+    return padded.flatten(0, 1) if padded.is_contiguous() else plain_rows(padded).flatten(0, 1)
 
 
-def _plain_rows(tensor: Tensor) -> Tensor:
+def plain_rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis is contiguous, as kernels take it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

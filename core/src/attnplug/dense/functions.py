@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from attnplug.dense import op as _op
 from attnplug.dense.calls import run_packed, run_padded
 from attnplug.dense.params import NO_OPTIONS, CallParams, check_plain, encode_keywords
+from attnplug.dense.prepared import find_repeated, keep_repeated
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -79,17 +81,28 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
         NotNegotiatedError: A CUDA graph is captured, a transform of `torch.func` runs, or gradients of a mask or of
             slopes are recorded.
     """
+    mask, bias, form = attn_mask, None, None
+    if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
+        mask, bias = None, attn_mask
+    tensors = _op.tensors_of(mask, bias, sinks, alibi_slopes)
+    if options is None and not torch.compiler.is_compiling():
+        call = (causal, scale, sliding_window, logits_soft_cap, return_lse, backend)
+        form, repeated = find_repeated(query, key, value, call, tensors)
+        if repeated is not None and (found := repeated.run(query, key, value, tensors)) is not None:
+            return found if return_lse else found[0]
     check_plain(query, key, value)
     names, table = ((), NO_OPTIONS) if backend is None and options is None else encode_keywords(backend, options)
     learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, None, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
-    mask, bias = attn_mask, None
-    if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
-        mask, bias = None, attn_mask
-    if learns or _is_traced(query):
+    if _is_traced(query):
         output, lse = torch.ops.attnplug.attention(query, key, value, mask, bias, sinks, alibi_slopes, *params)
+    elif learns:
+        # The op would take several times as long around the call.
+        keywords = (causal, scale, sliding_window, logits_soft_cap, attn_mask, sinks, alibi_slopes, backend, options)
+        output, lse = _Recorded.apply(query, key, value, mask, bias, sinks, alibi_slopes, params, keywords)
     else:
-        output, lse = run_padded(query, key, value, params, _op.tensors_of(mask, bias, sinks, alibi_slopes))
+        keep = None if form is None else partial(keep_repeated, form, query, key, value)
+        output, lse = run_padded(query, key, value, params, tensors, keep)
     return (output, lse) if return_lse else output
 
 
@@ -164,6 +177,27 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
         tensors = _op.tensors_of(custom_mask, attn_bias, sinks, alibi_slopes)
         output, lse = run_packed(query, key, value, starts, copies, params, tensors)
     return (output, lse) if return_lse else output
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of `attention` that gradients are recorded through: the formula of its op, around another such call."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *inputs, params, keywords = given
+        causal, scale, window, cap, attn_mask, sinks, slopes, backend, options = keywords
+        output, lse = attention(
+            *inputs[:3], causal=causal, scale=scale, sliding_window=window, logits_soft_cap=cap, attn_mask=attn_mask,
+            sinks=sinks, alibi_slopes=slopes, return_lse=True, backend=backend, options=options,
+        )  # fmt: skip
+        ctx.save_for_backward(output, lse, *inputs)
+        ctx.params = params
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        made: tuple[Tensor | None, ...] = _op.padded_gradients(ctx, *grads)
+        return (*made[:7], None, None)
 
 
 def _is_traced(query: Tensor) -> bool:

@@ -172,7 +172,8 @@ _define(
     _packed_backward,
     _fake_backward,
 )
-for _name, _leading in (("attention", 0), ("attention_varlen", 4)):
-    torch.library.register_autograd(
-        f"attnplug::{_name}", _backward_of(f"{_name}_backward", _leading), setup_context=_keep_inputs, lib=_library
-    )
+padded_gradients: Final = _backward_of("attention_backward", 0)
+"""Returns the gradients of all arguments of `attention`, from a context and the gradients of its output and LSE."""
+_packed_gradients: Final = _backward_of("attention_varlen_backward", 4)
+for _name, _formula in (("attention", padded_gradients), ("attention_varlen", _packed_gradients)):
+    torch.library.register_autograd(f"attnplug::{_name}", _formula, setup_context=_keep_inputs, lib=_library)

@@ -248,26 +248,27 @@ def check_lengths(query_lens: tuple[int, ...], key_lens: tuple[int, ...], querie
             )
 
 
-def flat_mask(mask: Tensor, query: Tensor, keys: int) -> Tensor:
+def flat_mask(mask: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     Return a mask as a `Batch` has it: ``(batch * queries * keys,)`` bool, or additive ``(1 or heads, ...)``.
 
     Args:
         mask: The mask.
-        query: ``(batch, queries, heads, head_size)``; an additive mask gets its dtype.
-        keys: Keys of each sequence.
+        sizes: The batch, query heads, queries, and keys of each sequence.
+        dtype: That of the call, which an additive mask gets.
+        device: That of the call.
 
     Raises:
         TensorError: It is of another dtype, shape or device.
     """
-    batch, queries, heads, _ = query.shape
+    batch, heads, queries, keys = sizes
     heads = 1 if mask.dtype == torch.bool else heads
     wanted = (batch, heads, queries, keys)
-    if mask.device != query.device:
+    if mask.device != device:
         _refuse(
             f"an attn_mask on {mask.device} was given",
-            f"the call is on {query.device}",
-            f"pass it on {str(query.device)!r}",
+            f"the call is on {device}",
+            f"pass it on {str(device)!r}",
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         _refuse(
@@ -287,7 +288,7 @@ def flat_mask(mask: Tensor, query: Tensor, keys: int) -> Tensor:
     wide = mask.detach().reshape(shape).expand(batch, own, queries, keys)
     if mask.dtype == torch.bool:
         return wide.reshape(-1)
-    return wide.transpose(0, 1).reshape(own, -1).to(query.dtype)
+    return wide.transpose(0, 1).reshape(own, -1).to(dtype)
 
 
 def refuse_copy(name: str) -> NoReturn:

@@ -9,6 +9,7 @@ import torch
 from attnplug.contract.guards._format import describe
 from attnplug.dense.functions import attention
 from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors, check_plain, requirements_of
+from attnplug.dense.prepared import find_repeated, repeat_as
 from attnplug.errors import NotNegotiatedError, TensorError, shown
 
 if TYPE_CHECKING:
@@ -69,24 +70,28 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
         RequirementsError: A value is invalid.
         NoBackendError: Nothing can serve the call; it carries every verdict.
     """
-    check_plain(query, key, value)
-    if dropout_p:
-        _refuse_dropout(dropout_p)
-    if not query.ndim == key.ndim == value.ndim == 4:
-        _refuse_axes(query, key, value, tokens_first=tokens_first)
+    # With an additive mask, the call of `attention` is repeated, and the output is another one.
+    form, tensors = None, NO_TENSORS if attn_mask is None else CallTensors(mask=attn_mask)
+    if not (torch.compiler.is_compiling() or dropout_p or options or _is_added(attn_mask)):
+        call = ("sdpa", is_causal, scale, enable_gqa, tokens_first, return_lse, backend)
+        form, repeated = find_repeated(query, key, value, call, tensors)
+        if repeated is not None and (found := repeated.run(query, key, value, tensors)) is not None:
+            return found if return_lse else found[0]
+    _check_call(query, key, value, attn_mask if is_causal else None, dropout_p, tokens_first=tokens_first)
     if not tokens_first:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if query.shape[2] != key.shape[2] and key.shape[2] != 1 and not enable_gqa:
         _refuse_groups(query, key)
     settings = {"scale": scale, "backend": backend, "options": options}
     if attn_mask is not None:
-        if is_causal:
-            _refuse_causal_mask()
         output, lse = _masked(query, key, value, attn_mask, settings, return_lse=return_lse)
     elif is_causal:
         output, lse = _causal(query, key, value, settings, return_lse=return_lse)
     else:
         output, lse = _attend(query, key, value, settings, return_lse=return_lse)
+    if form is not None and not _is_adapted(query, key, attn_mask, is_causal=is_causal):
+        call = (is_causal, scale, None, None, return_lse, backend)
+        repeat_as(form, find_repeated(query, key, value, call, tensors)[1], heads_first=not tokens_first)
     if not tokens_first:
         output, lse = output.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     return (output, lse) if return_lse else output
@@ -196,6 +201,29 @@ def _masked(
         output = output.masked_fill(hidden.unsqueeze(-1), 0)
         lse = None if lse is None else lse.masked_fill(hidden, -torch.inf)
     return output, lse
+
+
+def _check_call(
+    query: Tensor, key: Tensor, value: Tensor, causal_mask: Tensor | None, dropout_p: float, *, tokens_first: bool
+) -> None:
+    check_plain(query, key, value)
+    if dropout_p:
+        _refuse_dropout(dropout_p)
+    if not query.ndim == key.ndim == value.ndim == 4:
+        _refuse_axes(query, key, value, tokens_first=tokens_first)
+    if causal_mask is not None:
+        _refuse_causal_mask()
+
+
+def _is_added(attn_mask: Tensor | None) -> bool:
+    return attn_mask is not None and getattr(attn_mask, "dtype", None) is not torch.bool
+
+
+def _is_adapted(query: Tensor, key: Tensor, attn_mask: Tensor | None, *, is_causal: bool) -> bool:
+    """Whether `attention` was called with other tensors than these, tokens first, or has other results."""
+    if attn_mask is not None:
+        return attn_mask.dtype != torch.bool or _differs_by_head(attn_mask)
+    return is_causal and query.shape[1] != key.shape[1]
 
 
 def _differs_by_head(attn_mask: Tensor) -> bool:
