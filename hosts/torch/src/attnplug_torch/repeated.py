@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
-from attrs import frozen
+from attrs import define
 
 from attnplug.dense import DecisionCache, PreparedAttention, prepare_attention
 
@@ -20,7 +20,7 @@ _MOST: Final = 32
 """Kinds of calls that a thread keeps: as many as core keeps the metadata of."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class RepeatedCall:
     """
     What calls of one kind run on: one for all tensors of the same shapes, strides, dtypes and device.
@@ -33,6 +33,7 @@ class RepeatedCall:
         shape: Of the output, ``(batch, heads, queries, size)``.
         strides: Of the memory that a backend has written, seen in this shape.
         is_in_place: Whether these are the strides that torch's operators return.
+        is_checked: Whether a call of the kind has run, so that the tensors of others need no checks.
     """
 
     prepared: PreparedAttention
@@ -41,6 +42,7 @@ class RepeatedCall:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_in_place: bool
+    is_checked: bool = False
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, Tensor, Tensor]:
         """Return the candidate that ran, the output, and the LSE ``(batch, heads, queries)`` with heads innermost."""
@@ -49,7 +51,9 @@ class RepeatedCall:
             query.as_strided(*of_query) if of_query else _copied_rows(query, self.shape[2]),
             key.as_strided(*of_key) if of_key else _copied_rows(key, self.keys),
             value.as_strided(*of_value) if of_value else _copied_rows(value, self.keys),
+            is_checked=self.is_checked,
         )
+        self.is_checked = True
         batch, heads, queries, _ = self.shape
         seen = output.as_strided(self.shape, self.strides)
         if not self.is_in_place:
