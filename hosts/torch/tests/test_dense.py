@@ -16,6 +16,7 @@ import attnplug_torch
 from attnplug.errors import NoBackendError
 from attnplug_kit.oracle import attend
 from attnplug_torch import decisions, dense, repeated
+from core.tests.dense.counting import assert_costs_at_most
 from hosts.torch.tests.reference import TOLERANCES, counted, native, natively, natively_in_double, served, tensors
 
 CALLS = {
@@ -50,6 +51,17 @@ def test_heads_may_have_any_size(size, active) -> None:
 
     assert served() == 1
     torch.testing.assert_close(found.double(), natively_in_double(*inputs, is_causal=True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "grad", "python_calls"),
+    [({}, False, 40), ({"is_causal": True}, True, 40), ({"attn_mask": torch.zeros(9, 9)}, False, 85)],
+    ids=["plain", "causal, gradients", "mask"],
+)
+def test_a_repeated_call_costs_the_host_little(arguments, grad, python_calls, active) -> None:
+    inputs = [one.requires_grad_(grad) for one in tensors((1, 2, 9, 64), (1, 2, 9, 64))]
+
+    assert_costs_at_most(lambda: sdpa(*inputs, **arguments), python_calls, operations=2)
 
 
 MASKS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from torch.torch_version import TorchVersion
 
 import attnplug
 import attnplug_torch
-from attnplug_torch import decisions, dense, layers, routes
+from attnplug.dense import DecisionCache
+from attnplug_torch import decisions, dense, layers, measured, routes
 from attnplug_torch.visibility import Visibility
 from hosts.torch.tests.reference import counted, tensors
 
@@ -95,13 +97,15 @@ def test_names_are_public() -> None:
         _ = attnplug_torch.activate_all
 
 
-def decided(*, has_flash):
-    """Decide a call of the CPU; the built-in backend is all that serves it there."""
+def decided(*, has_flash, keys=100, device="cpu"):
+    """Decide a call; on the CPU the built-in backend is all that serves it."""
 
     def make():
         return attnplug.Requirements(head_size=24, num_q_heads=2, num_kv_heads=2, dtype="float32", return_lse=True)
 
-    return decisions.decide(("of a test", has_flash), torch.device("cpu"), make, has_flash=lambda: has_flash)
+    return decisions.decide(
+        ("of a test", has_flash), torch.device(device), make, has_flash=lambda: has_flash, keys=keys
+    )
 
 
 def test_torchs_fused_operator_is_preferred_to_the_built_in_backend_alone() -> None:
@@ -114,11 +118,75 @@ def test_torchs_fused_operator_is_preferred_to_the_built_in_backend_alone() -> N
 
 
 @pytest.fixture
+def on_hopper(monkeypatch):
+    """Return a function that has a backend chosen for every request, on a GPU that need not be here."""
+
+    def choose(backend, capability="9.0"):
+        device = attnplug.Device("cuda", compute_capability=capability)
+        monkeypatch.setattr(decisions, "device_of", lambda _: device)
+        monkeypatch.setattr(decisions, "shared_backend", lambda *_: SimpleNamespace(id=backend))
+        monkeypatch.setattr(decisions, "_decisions", DecisionCache(refusals=(decisions.RefusedError,)))
+
+    return choose
+
+
+def test_short_sequences_are_left_to_torch_where_it_was_measured_faster(on_hopper) -> None:
+    on_hopper("flash_attn/fa4")
+    with pytest.raises(decisions.RefusedError, match=r"took 0.86 of its time .*torch-h200.md: sdpa causal 1x4x8x64"):
+        decided(has_flash=True, keys=8, device="cuda")
+
+    assert decided(has_flash=True, keys=9, device="cuda").id == "flash_attn/fa4"
+    assert decided(has_flash=False, keys=8, device="cuda").id == "flash_attn/fa4"
+    with attnplug.using(backend="flash_attn/fa4"):  # named: it runs
+        assert decided(has_flash=True, keys=8, device="cuda").id == "flash_attn/fa4"
+
+
+@pytest.mark.parametrize(("backend", "capability"), [("flash_attn/fa4", "10.0"), ("flash_attn/fa2", "9.0")])
+def test_what_was_not_measured_runs_on_its_backend(backend, capability, on_hopper) -> None:
+    on_hopper(backend, capability)
+
+    assert decided(has_flash=True, keys=8, device="cuda").id == backend
+
+
+def test_a_refused_kind_is_not_decided_again(active, monkeypatch) -> None:
+    """It costs less than torch's operator: neither checks nor a look-up of the decision."""
+    inputs = tensors((1, 2, 9, 64), (1, 2, 5, 64))  # more causal queries than keys
+    for _ in range(2):
+        sdpa(*inputs, is_causal=True)
+    monkeypatch.setattr(dense, "backend_of", lambda *_, **__: pytest.fail("it was decided again"))
+    sdpa(*inputs, is_causal=True)
+    with pytest.raises(pytest.fail.Exception):  # another kind is
+        sdpa(*tensors((1, 2, 7, 64), (1, 2, 7, 64)), is_causal=True)
+
+    ((_, reason),) = counted()
+    assert "more queries than keys" in reason
+    assert counted() == {(None, reason): 3}
+
+
+def test_every_slower_row_of_the_evidence_page_is_left_to_torch() -> None:
+    """The built-in backend is left to torch whatever was measured."""
+    page = (Path(__file__).parents[3] / measured.SOURCE).read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    columns = rows[0]
+    found = {}
+    for row in rows[2:]:
+        keys = int(row[0].split()[2].split("x")[2])
+        for name in ("flash_attn/fa3_vllm", "flash_attn/fa4"):
+            ratio = float(row[columns.index(f"native / {name}")])
+            if row[1] == "work" and ratio < 0.97:
+                found.setdefault((name, keys), []).append((ratio, row[0]))
+
+    table = {(one.backend, one.keys): (one.ratio, one.row) for one in measured.FASTER_NATIVELY}
+    assert set(table) == set(found)
+    assert all(entry in found[key] for key, entry in table.items())
+
+
+@pytest.fixture
 def asked(monkeypatch):
     """Return what is said of torch's own operator in each decision; none is made."""
     answers = []
     for module in (dense, layers):
-        monkeypatch.setattr(module, "decide", lambda *_, has_flash: answers.append(has_flash()))
+        monkeypatch.setattr(module, "decide", lambda *_, has_flash, keys: answers.append(has_flash()))
     monkeypatch.setattr(decisions.torch.cuda, "is_current_stream_capturing", lambda: False)
     return answers
 

@@ -9,6 +9,7 @@ import torch
 import attnplug
 from attnplug.dense import DecisionCache, device_of, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
+from attnplug_torch.measured import measured_keys, slower_than_native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -69,7 +70,12 @@ _UNFUSED: Final = "torch/sdpa"
 
 
 def decide(
-    kind: Hashable, device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
+    kind: Hashable,
+    device: torch.device,
+    make: Callable[[], attnplug.Requirements],
+    *,
+    has_flash: Callable[[], bool],
+    keys: int,
 ) -> LoadedBackend:
     """
     Return the backend for a kind of call, loaded.
@@ -79,24 +85,30 @@ def decide(
         device: The device of the tensors.
         make: Returns the requirements; called where this has not been decided before in this scope.
         has_flash: Returns whether torch's own operator serves the call by a fused kernel on CUDA. It is then taken in
-            place of the built-in backend, unless that was named. Called as `make` is.
+            place of the built-in backend, and of one that was measured to be slower, unless a backend was named. Called
+            as `make` is.
+        keys: Keys of the longest sequence.
 
     Raises:
-        RefusedError: No backend can serve, or none but the built-in one, and none was named.
+        RefusedError: No backend can serve, or none was named and torch's own operator is faster.
         NoBackendError: The backend that was named cannot serve.
         PluginError: As for `attnplug.load`.
     """
-    return _decisions.get(kind, device, lambda: _decide(device, make, has_flash=has_flash))
+    short = measured_keys(keys) if device.type == "cuda" else None
+    return _decisions.get((kind, short), device, lambda: _decide(device, make, short, has_flash=has_flash))
 
 
 def _decide(
-    device: torch.device, make: Callable[[], attnplug.Requirements], *, has_flash: Callable[[], bool]
+    device: torch.device, make: Callable[[], attnplug.Requirements], short: int | None, *, has_flash: Callable[[], bool]
 ) -> LoadedBackend:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)
-        if backend.id == _UNFUSED and has_flash() and not attnplug.explain(requirements, where).listed:
-            raise RefusedError(f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps")
+        reason = "" if short is None else slower_than_native(backend.id, where, short)
+        if backend.id == _UNFUSED:
+            reason = f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps"
+        if reason and has_flash() and not attnplug.explain(requirements, where).listed:
+            raise RefusedError(reason)
     except REFUSALS as error:
         raise refused(error) from error
     return backend

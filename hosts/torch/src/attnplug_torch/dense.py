@@ -21,7 +21,7 @@ from attnplug_torch.decisions import (
     refused,
     unknown_arguments,
 )
-from attnplug_torch.repeated import find, kind_of, make
+from attnplug_torch.repeated import find, kind_of, leave, make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,6 +121,7 @@ def backend_of(
         query.device,
         lambda: requirements_like_sdpa(query, key, value, attn_mask, is_causal=is_causal, return_lse=True),
         has_flash=lambda: query.is_cuda,  # torch has chosen flash attention already
+        keys=key.shape[2],
     )
 
 
@@ -144,12 +145,19 @@ def _attend(
             return _attend(query, key, value, dropout_p, is_causal, scale, ends_together=ends_together)
     given = (query, key, value, scale)
     kind = kind_of(*given, is_causal=is_causal, ends_together=ends_together)
-    call = None if dropout_p or is_captured(query) else find(kind)
+    depends = dropout_p or is_captured(query)  # on what is not of the kind
+    call = None if depends else find(kind)
+    if isinstance(call, str):
+        raise RefusedError(call)
     try:
         if call is None:
             backend_of(query, key, value, is_causal=is_causal, attn_mask=None, dropout_p=dropout_p)
             call = make(kind, *given, is_causal=is_causal, ends_together=ends_together)
         return call.run(query, key, value)
+    except RefusedError as refusal:
+        if refusal.error is None and not depends:
+            leave(kind, refusal.reason)
+        raise
     except (*REFUSALS, TensorError) as error:
         raise refused(error) from error
 

@@ -90,6 +90,7 @@ def backend_of(call: PackedCall) -> LoadedBackend:
         query.device,
         lambda: _requirements(call, form, is_cross),
         has_flash=lambda: _has_flash(call),
+        keys=call.max_seq_len,
     )
 
 

@@ -62,7 +62,7 @@ class RepeatedCall:
         return self.prepared.id, seen, requested.as_strided((batch, heads, queries), (queries * heads, 1, heads))
 
 
-_calls: Final[DecisionCache[RepeatedCall]] = DecisionCache(_MOST, per_thread=True)
+_calls: Final[DecisionCache[RepeatedCall | str]] = DecisionCache(_MOST, per_thread=True)
 
 
 def kind_of(
@@ -77,9 +77,14 @@ def kind_of(
     return _calls.key((tensors, is_causal, ends_together, scale), query.device)
 
 
-def find(kind: Hashable) -> RepeatedCall | None:
-    """Return what calls of this kind run on, or None where this thread has made none."""
+def find(kind: Hashable) -> RepeatedCall | str | None:
+    """Return what calls of this kind run on, or why torch's own operator serves them; None for none in this thread."""
     return _calls.find(kind)
+
+
+def leave(kind: Hashable, reason: str) -> None:
+    """Keep why torch's own operator serves calls of a kind."""
+    _calls.keep(kind, reason)
 
 
 def make(
