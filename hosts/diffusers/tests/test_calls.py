@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.errors import NoBackendError, NotNegotiatedError, SettingsError, TensorError
 from attnplug_kit.oracle import attend
+from core.tests.dense.counting import assert_costs_at_most
 from hosts.diffusers.tests.models import MASK
 
 CALLS = {
@@ -166,6 +167,13 @@ def test_dropout_runs_natively_where_that_was_requested(dispatch, dispatched, ru
 
     assert not runs
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("fallback", "python_calls"), [(False, 44), (True, 62)])
+def test_a_repeated_call_costs_the_host_little(fallback, python_calls, dispatched) -> None:
+    inputs = tensors((1, 12, 4, 64))
+
+    assert_costs_at_most(lambda: dispatched(*inputs, native_fallback=fallback), python_calls, operations=12)
 
 
 def test_a_fallback_follows_the_scope(dispatched, runs) -> None:

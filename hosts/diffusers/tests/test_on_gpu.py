@@ -27,15 +27,15 @@ def on_gpu(small, dtype):
 @pytest.fixture
 def forwards(monkeypatch):
     """Return the forwards of every backend, each with its candidate."""
-    from attnplug.contract import Attention  # noqa: PLC0415 - imports torch
+    from attnplug.dense import PreparedAttention  # noqa: PLC0415 - imports torch
 
-    made, forward = [], Attention.forward
+    made, attend = [], PreparedAttention._attend
 
     def counted(self, *given, **more):
-        made.append(self.agreement.id)
-        return forward(self, *given, **more)
+        made.append(self.id)
+        return attend(self, *given, **more)
 
-    monkeypatch.setattr(Attention, "forward", counted)
+    monkeypatch.setattr(PreparedAttention, "_attend", counted)
     return made
 
 
@@ -46,7 +46,7 @@ def test_a_model_computes_what_it_does_by_itself(make, diffusers, bind, forwards
     with torch.no_grad():
         wanted = small()
         assert not forwards
-        with bind(small.model):
+        with bind(small.model, "auto"):  # by default, short sequences are native
             found = small()
 
     assert len(forwards) == small.calls
@@ -93,7 +93,7 @@ def test_calls_are_those_of_the_native_backend(queries, keys, arguments, dtype, 
     if mask is not None:
         arguments = {**arguments, "attn_mask": mask.to("cuda", dtype if mask.is_floating_point() else mask.dtype)}
 
-    member = attention_for(None, None, native_fallback=fallback).member
+    member = attention_for("auto", None, native_fallback=fallback).member
     found = dispatch.dispatch_attention_fn(*inputs, **arguments, backend=member)
 
     assert len(forwards) == 1
@@ -114,7 +114,7 @@ def test_the_inductor_compiles_a_bound_model(make, diffusers, bind, forwards) ->
 
     with torch.no_grad():
         wanted = small()
-        with bind(small.model):
+        with bind(small.model, "auto"):
             found = torch.compile(small.model, fullgraph=True)(**small.inputs, return_dict=False)[0]
 
     assert len(forwards) == small.calls

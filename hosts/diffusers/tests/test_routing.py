@@ -6,11 +6,14 @@ import ast
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import attnplug
 from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
 from attnplug_kit.oracle import attend
 
@@ -252,3 +255,96 @@ def test_a_direct_call_with_dropout_runs_natively_where_permitted(bind, runs) ->
     assert not runs
     assert "dropout_p=0.5" in binding.native
     torch.testing.assert_close(found, model(rows, rows, rows, dropout_p=0.5), rtol=0, atol=0)
+
+
+# --- what was measured to be faster natively ---
+
+
+@pytest.fixture
+def fallback(diffusers, monkeypatch):
+    """Return a function that decides calls of (queries, keys) on a GPU that need not be here."""
+    from attnplug_diffusers import fallback as module  # noqa: PLC0415 - imports torch
+
+    def decide(chosen, queries, keys, *, capability="9.0", backend=None, serves_rest=False, **call):
+        device = attnplug.Device("cuda", compute_capability=capability)
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+        monkeypatch.setattr(module, "shared_backend", lambda *_, **__: SimpleNamespace(id=chosen))
+        query, key = (described((1, tokens, 12, 128), **call) for tokens in (queries, keys))
+        decided = module.Fallback(backend, None, serves_rest=serves_rest)
+        return decided.reason(
+            query, key, key, None, dropout_p=0.0, is_causal=False, tokens_first=True, by_key=False
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return decide
+
+
+def described(shape, *, is_cuda=True, requires_grad=False):
+    """Return what of a tensor a decision reads."""
+    device = torch.device("cuda" if is_cuda else "cpu")
+    return SimpleNamespace(
+        dtype=torch.bfloat16, shape=shape, ndim=4, is_cuda=is_cuda, device=device, requires_grad=requires_grad
+    )  # fmt: skip
+
+
+FA3, FA4 = "flash_attn/fa3_vllm", "flash_attn/fa4"
+
+
+@pytest.mark.parametrize("serves_rest", [False, True])
+@pytest.mark.parametrize(
+    ("chosen", "queries", "keys", "row"),
+    [
+        (FA3, 32760, 512, "Wan 1.3B, 480p, 81 frames: cross"),
+        (FA3, 1536, 1536, "Flux, 512 px: joint"),
+        (FA3, 1, 1, "Wan 1.3B, 480p, 81 frames: cross"),
+        (FA4, 32760, 512, "Wan 1.3B, 480p, 81 frames: cross"),
+        (FA4, 1536, 1536, ""),
+        (FA3, 4608, 4608, ""),
+        ("flash_attn/fa2", 32760, 512, ""),
+    ],
+)
+def test_short_sequences_are_native_where_that_was_measured_faster(
+    chosen, queries, keys, row, serves_rest, fallback
+) -> None:
+    reason = fallback(chosen, queries, keys, serves_rest=serves_rest)
+
+    assert row in reason
+    assert bool(row) == ("diffusers-h200.md" in reason)
+
+
+def test_what_is_named_or_was_not_measured_runs_on_its_backend(fallback) -> None:
+    assert not fallback(FA3, 1536, 1536, capability="10.0")
+    assert not fallback(FA3, 1536, 1536, backend="flash_attn")
+    assert not fallback(FA3, 1536, 1536, backend="auto")
+    assert not fallback(FA3, 1536, 1536, is_cuda=False)
+    with torch.enable_grad():
+        assert not fallback(FA3, 1536, 1536, requires_grad=True)
+    with attnplug.using(backend="flash_attn/fa3_vllm"):
+        assert not fallback(FA3, 1536, 1536)
+    assert fallback(FA3, 1536, 1536)
+
+
+def test_a_graph_of_any_length_finds_the_rows(diffusers) -> None:
+    """The route is part of a graph, which has no break."""
+    from attnplug_diffusers.measured import measured_keys  # noqa: PLC0415 - see above
+
+    found = torch.compile(lambda one: one * measured_keys(one.shape[0]), fullgraph=True, dynamic=True, backend="eager")
+
+    assert [int(found(torch.ones(keys))[0]) for keys in (512, 513, 1537)] == [512, 1536, 0]
+
+
+def test_every_slower_row_of_the_evidence_page_is_native(diffusers) -> None:
+    """Rows of calls: those of models have other layers besides. Errors of 1 % in a ratio are within 0.97."""
+    from attnplug_diffusers import measured  # noqa: PLC0415 - see above
+
+    page = (Path(__file__).parents[3] / measured.SOURCE).read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    columns, *rows = lines
+    slower = {
+        (name, row[0]): float(row[columns.index(f"native / {name}")])
+        for row in rows
+        for name in (FA3, FA4)
+        if row[1] == "work" and float(row[columns.index(f"native / {name}")]) < 0.97
+    }
+
+    assert {(one.backend, one.row): one.ratio for one in measured.FASTER_NATIVELY} == slower

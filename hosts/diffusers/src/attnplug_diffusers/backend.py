@@ -45,12 +45,12 @@ class Settings:
     Attributes:
         backend: As for `attnplug.select`.
         options: As for `attnplug.select`.
-        fallback: Decides which calls diffusers' native attention runs; None for none.
+        fallback: Decides which calls diffusers' native attention runs.
     """
 
     backend: BackendNames | None
     options: Options | None
-    fallback: Fallback | None
+    fallback: Fallback
 
 
 @frozen(eq=False)
@@ -61,12 +61,12 @@ class Attention:
     Attributes:
         member: Its name in diffusers' enumeration; the registry has the function for it.
         route: Where copied functions call, that have no name to pass.
-        fallback: Decides which calls diffusers' native attention runs; None for none.
+        fallback: Decides which calls diffusers' native attention runs.
     """
 
     member: Any
     route: Route
-    fallback: Fallback | None
+    fallback: Fallback
     _classes: dict[type, type | None] = field(factory=dict)
 
     def rerouted(self, owner: type) -> type | None:
@@ -108,9 +108,9 @@ def attention_for(backend: BackendNames | None, options: Options | None, *, nati
     name = f"{NAME}{f':{text}' if text else ''}{' or native' if native_fallback else ''}"
     with _lock:
         if name not in _made:
-            settings = Settings(backend, options, Fallback(backend, options) if native_fallback else None)
+            settings = Settings(backend, options, Fallback(backend, options, serves_rest=native_fallback))
             member = _register(name, _dispatched(settings))
-            permit = _refuse_mask if settings.fallback is None else settings.fallback.note
+            permit = settings.fallback.note if native_fallback else _refuse_mask
             _made[name] = Attention(member, Route.to(_like_sdpa(settings), member, permit), settings.fallback)
         return _made[name]
 
@@ -210,9 +210,9 @@ def _attend(
         and can_leave_out(query, key, value, return_lse=return_lse)
     )
     fallback = settings.fallback
-    if fallback is None and attn_mask is not None and has_more_digits(attn_mask, query):
+    if not fallback.serves_rest and attn_mask is not None and has_more_digits(attn_mask, query):
         _refuse_digits(attn_mask, query)
-    if fallback is not None and not return_lse:
+    if not return_lse:
         about: dict[str, Any] = {name: call[name] for name in ("dropout_p", "is_causal")}
         if fallback.reason(query, key, value, attn_mask, tokens_first=tokens_first, by_key=by_key, **about):
             if not tokens_first:

@@ -59,10 +59,10 @@ class Binding:
         """
         Why calls ran in diffusers' native attention, sorted.
 
-        Empty without `native_fallback`. Models that are bound with the same settings share it.
+        No backend serves them, with `native_fallback`; or none is named, and native attention was measured to be
+        faster. Models that are bound with the same settings share it.
         """
-        fallback = self._attention.fallback
-        return () if fallback is None else tuple(sorted(fallback.reasons))
+        return tuple(sorted(self._attention.fallback.reasons))
 
     def restore(self) -> None:
         """

@@ -1,4 +1,7 @@
-"""Which calls no backend serves: diffusers' native attention runs these for a model that is bound with a fallback."""
+"""
+Which calls diffusers' native attention runs: those that it was measured to run faster, and for a model that is bound
+with a fallback those that no backend serves.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+import attnplug
 from attnplug.dense import DecisionCache, device_of, requirements_like_sdpa, shared_backend
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError
 from attnplug_diffusers.masks import has_more_digits
+from attnplug_diffusers.measured import measured_keys, slower_than_native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +30,11 @@ class Fallback:
     Args:
         backend: As for `attnplug.select`.
         options: As for `attnplug.select`.
+        serves_rest: Whether native attention runs what no backend serves.
     """
 
-    def __init__(self, backend: BackendNames | None, options: Options | None) -> None:
+    def __init__(self, backend: BackendNames | None, options: Options | None, *, serves_rest: bool) -> None:
+        self.serves_rest = serves_rest
         self._backend = backend
         self._options = options
         self._decisions: DecisionCache[str] = DecisionCache()
@@ -48,23 +55,24 @@ class Fallback:
         by_key: bool,
     ) -> str:
         """
-        Return why no backend serves a call; nothing where one does.
+        Return why native attention runs a call; nothing where a backend does.
 
         `by_key` says that the mask leaves out keys, and is no mask for a backend (`attnplug_diffusers.packed`).
 
         In ``torch.compile`` this is decided when the graph is traced, and is part of the graph.
         """
-        if query.ndim != 4:
-            return _noted(self._index, f"a query of {query.ndim} axes")
-        if dropout_p:
-            return _noted(self._index, f"dropout_p={dropout_p:g}")
-        if attn_mask is not None and attn_mask.requires_grad:
-            return _noted(self._index, "a mask that requires a gradient")
-        if attn_mask is not None and has_more_digits(attn_mask, query):
-            return _noted(self._index, f"an added mask of {attn_mask.dtype} for a call in {query.dtype}")
-        if not torch.compiler.is_compiling() and query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return _noted(self._index, "a CUDA graph is captured")
+        if not (self.serves_rest or query.is_cuda):
+            return ""
         heads, tokens = (2, 1) if tokens_first else (1, 2)
+        learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        # No row has a mask or gradients, and a backend that is named runs.
+        may_be_faster = query.is_cuda and attn_mask is None and self._backend is None and not (learns or dropout_p)
+        short = measured_keys(key.shape[tokens]) if may_be_faster and query.ndim == 4 else 0
+        if not (short or self.serves_rest):
+            return ""
+        refused = _refused(query, attn_mask, dropout_p, is_captured=self.serves_rest and _is_captured(query))
+        if refused:
+            return _noted(self._index, refused)
         return _decided(
             self._index,
             query.dtype,
@@ -73,7 +81,8 @@ class Fallback:
             "" if by_key else _mask_kind(attn_mask),
             is_causal,
             by_key or query.shape[tokens] != key.shape[tokens],
-            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+            learns,
+            short,
         )
 
     def note(self, reason: str) -> None:
@@ -96,6 +105,7 @@ class Fallback:
         is_causal: bool,  # noqa: FBT001 - a call of it is a key of the decisions
         is_cross: bool,  # noqa: FBT001 - likewise
         learns: bool,  # noqa: FBT001 - likewise
+        short: int,
     ) -> str:
         heads, kv_heads, size, size_v = sizes
         queries, keys = 1, 2 if is_cross and not is_causal else 1
@@ -107,10 +117,29 @@ class Fallback:
         given = torch.empty(queries, keys, dtype=kind, device="meta") if mask else None
         try:
             requirements = requirements_like_sdpa(query, key, value, given, is_causal=is_causal, return_lse=learns)
-            shared_backend(requirements, device_of(device), backend=self._backend, options=self._options)
+            where = device_of(device)
+            chosen = shared_backend(requirements, where, backend=self._backend, options=self._options).id
         except (NoBackendError, RequirementsError, NotNegotiatedError) as error:
-            return error.summary
-        return ""
+            return error.summary if self.serves_rest else ""  # the call itself is refused
+        reason = slower_than_native(chosen, where, short) if short else ""
+        return reason if reason and not attnplug.explain(requirements, where).listed else ""
+
+
+def _refused(query: Tensor, attn_mask: Tensor | None, dropout_p: float, *, is_captured: bool) -> str:
+    """Return why no backend serves a call, whatever is requested of it; or nothing."""
+    if query.ndim != 4:
+        return f"a query of {query.ndim} axes"
+    if dropout_p:
+        return f"dropout_p={dropout_p:g}"
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "a mask that requires a gradient"
+    if attn_mask is not None and has_more_digits(attn_mask, query):
+        return f"an added mask of {attn_mask.dtype} for a call in {query.dtype}"
+    return "a CUDA graph is captured" if is_captured else ""
+
+
+def _is_captured(query: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _FALLBACKS: Final[list[Fallback]] = []
