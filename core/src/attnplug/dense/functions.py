@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,6 +14,8 @@ from attnplug.dense.prepared import find_repeated, keep_repeated
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from attnplug.request.settings import BackendNames, Options
@@ -99,7 +101,7 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
     elif learns:
         # The op would take several times as long around the call.
         keywords = (causal, scale, sliding_window, logits_soft_cap, attn_mask, sinks, alibi_slopes, backend, options)
-        output, lse = _Recorded.apply(query, key, value, mask, bias, sinks, alibi_slopes, params, keywords)
+        output, lse = _recorded(query, key, value, mask, bias, sinks, alibi_slopes, params, keywords)
     else:
         keep = None if form is None else partial(keep_repeated, form, query, key, value)
         output, lse = run_padded(query, key, value, params, tensors, keep)
@@ -198,6 +200,9 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         made: tuple[Tensor | None, ...] = _op.padded_gradients(ctx, *grads)
         return (*made[:7], None, None)
+
+
+_recorded: Final[Callable[..., Any]] = _Recorded.apply
 
 
 def _is_traced(query: Tensor) -> bool:

@@ -90,8 +90,8 @@ def attend_like_sdpa(  # noqa: PLR0913 - the arguments of torch's function, and 
     else:
         output, lse = _attend(query, key, value, settings, return_lse=return_lse)
     if form is not None and not _is_adapted(query, key, attn_mask, is_causal=is_causal):
-        call = (is_causal, scale, None, None, return_lse, backend)
-        repeat_as(form, find_repeated(query, key, value, call, tensors)[1], heads_first=not tokens_first)
+        inner = (is_causal, scale, None, None, return_lse, backend)  # as `attention` has it
+        repeat_as(form, find_repeated(query, key, value, inner, tensors)[1], heads_first=not tokens_first)
     if not tokens_first:
         output, lse = output.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     return (output, lse) if return_lse else output

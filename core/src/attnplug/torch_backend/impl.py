@@ -143,7 +143,7 @@ class TorchImpl(AttentionImpl):
         heads: tuple[int, ...] = (self.num_q_heads,)
         if not tile.causal and self.num_queries_per_kv > 1:
             heads = self._heads
-            query = query.unflatten(1, heads).transpose(2, 3).flatten(2, 3)
+            query = query.view(members, *heads, *query.shape[2:]).transpose(2, 3).flatten(2, 3)
         out, found = kernel.attend(query, key, value, tile.mask, self._score_params, causal=tile.causal)
         target = narrow(output, whole.rows).view(members, -1, *heads, self.head_size_v)
         # The kernels return tokens before heads in memory, as the output is: then this copies one block.
@@ -163,7 +163,8 @@ class TorchImpl(AttentionImpl):
     def _adjusted(self, tile: Tile, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return results ``(members, rows, heads...)`` with the rows that attend to nothing, and the sinks."""
         if tile.fully_masked is not None:
-            out, lse = _without(tile.fully_masked[(..., *(None,) * (out.ndim - 3))], out, lse)
+            rows = tile.fully_masked.view(*tile.fully_masked.shape, *(1,) * (out.ndim - 3))
+            out, lse = _without(rows, out, lse)
         if self._sinks is not None and lse is not None:
             sinks = self._sinks.view(lse.shape[2:])
             out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)

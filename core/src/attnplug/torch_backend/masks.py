@@ -205,19 +205,20 @@ class Tiler:
         return index_on(self._device, lens).view(2, -1)
 
     def _ragged_tiles(self, group: Rectangle) -> tuple[Tile, ...]:
-        params, fully_masked = self._params, None
+        params, fully_masked, mask = self._params, None, None
         if not group.uniform and group.rows == 1 and self._custom is None and self._bias is None and not params.alibi:
             # Decodes: a single row attends to all keys of its segment.
             shown = torch.arange(group.keys, device=self._device) < self._lens(group)[1].unsqueeze(1)
-            mask = additive_mask(shown, params.mask_dtype)[:, None, None]
-            return masked_tiles(params, mask.repeat_interleave(params.ratio, 2))
+            of_rows = additive_mask(shown, params.mask_dtype)[:, None, None]
+            return masked_tiles(params, of_rows.repeat_interleave(params.ratio, 2))
         relative, visible = self._visible(group)
         if self._custom is not None:
             own = self._custom.of(group, self._lens)
             visible = own if visible is None else visible & own
             fully_masked = visible.any(-1).logical_not_()
             visible = visible | fully_masked.unsqueeze(2)  # a softmax over nothing would be NaN
-        mask = None if visible is None else additive_mask(self._repeated(visible, 1), params.mask_dtype).unsqueeze(1)
+        if visible is not None:
+            mask = additive_mask(self._repeated(visible, 1), params.mask_dtype).unsqueeze(1)
         if self._bias is not None:
             bias = self._folded(self._bias.of(group, self._lens))
             mask = bias if mask is None else mask + bias
