@@ -11,6 +11,7 @@ import attnplug
 from attnplug import attention, attention_varlen
 from attnplug.dense import flash_attn_varlen_func, flash_attn_with_kvcache
 from attnplug.errors import NoBackendError, TensorError
+from core.tests.dense.counting import assert_costs_at_most
 from core.tests.dense.flash_reference import HEADS, KV_HEADS, SIZE, cached, starts_of
 
 
@@ -93,6 +94,14 @@ def test_a_graph_computes_gradients() -> None:
 
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_repeated_op_costs_the_host_little() -> None:
+    """As `attention`, which a graph calls by it."""
+    query, key, value = (torch.randn(1, 5, 4, 8) for _ in range(3))
+    rest = (None, None, None, None, False, None, None, None, False, [], "{}")
+
+    assert_costs_at_most(lambda: torch.ops.attnplug.attention(query, key, value, *rest), 34, operations=1)
 
 
 def test_fake_tensors_have_results_of_the_right_shape() -> None:

@@ -5,6 +5,7 @@ autograd differentiates them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from attnplug.dense.calls import lengths_of, run_packed, run_padded
 from attnplug.dense.gradient import attention_gradients
 from attnplug.dense.params import NO_TENSORS, CallParams, CallTensors
+from attnplug.dense.prepared import find_repeated, keep_repeated
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -42,7 +44,13 @@ def params_of(*given: Any) -> CallParams:
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    output, lse = run_padded(query, key, value, params_of(*rest[4:]), tensors_of(*rest[:4]))
+    tensors, params = tensors_of(*rest[:4]), params_of(*rest[4:])
+    form, repeated = find_repeated(query, key, value, ("op", *params), tensors)
+    found = None if repeated is None else repeated.run(query, key, value, tensors)
+    if found is None:
+        keep = None if form is None else partial(keep_repeated, form, query, key, value)
+        found = run_padded(query, key, value, params, tensors, keep)
+    output, lse = found
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

@@ -290,8 +290,10 @@ def _by_head(tokens: Tensor, where: slice, members: int) -> Tensor:
     """Return ``(members, heads, rows, size)`` of a slice of ``(tokens, heads, size)``: one view in place of three."""
     (_, heads, size), (row, head, element) = tokens.shape, tokens.stride()
     rows = (where.stop - where.start) // members
-    first = tokens.storage_offset() + where.start * row
-    return tokens.as_strided((members, heads, rows, size), (rows * row, head, row, element), first)
+    shape, strides = (members, heads, rows, size), (rows * row, head, row, element)
+    if not where.start:  # the offset is the tensor's
+        return tokens.as_strided(shape, strides)
+    return tokens.as_strided(shape, strides, tokens.storage_offset() + where.start * row)
 
 
 def _unfolded(rows: Tensor, shape: Sequence[int]) -> Tensor:
