@@ -7,7 +7,8 @@ drafts has another one, with a mask. Both read and write the pools of SGLang.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from attrs import evolve
@@ -21,6 +22,8 @@ from attnplug_sglang.pools import pools_of
 from attnplug_sglang.steps import Engine, Kind, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from attnplug_sglang.batches import Lengths
@@ -34,7 +37,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
     """
     Steps of SGLang as batches of attnplug, and its pools as KV caches.
 
-    Where the model has no modules yet, a layer is decided at its first call in a step that runs eagerly.
+    Where the model has no modules yet, a layer is decided at its first call outside of a capture.
 
     Args:
         model_runner: SGLang's model runner, with its weights and its pools.
@@ -69,7 +72,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._kv_in_cache = True
         self.forward_metadata: Step | None = None
         self._is_late = not self._engine.layers
-        self._pending: tuple[Any, Lengths] | None = None  # the step in which late layers may be called first
+        self._pending: Callable[[], Step] | None = None  # builds the step in which late layers may be called first
         if not self._is_late:
             self._kind(_EXTEND)
 
@@ -89,14 +92,18 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         if found is not None:
             return found
         if not self._engine.layers:
-            raise NotNegotiatedError(
-                "a graph was requested before any layer of the model was there",
-                "attnplug decides for the layers that the model has, or at the first call of a layer in an eager step",
-                "make the backend after the model, or run an eager step first",
-            )
+            self._refuse_absent()
         requested = _requested(name, drafts, has_graphs=self._max_batch_size > 0)
         self._kinds[name, drafts] = kind = self._decided({**requested, "drafts": drafts})
         return kind
+
+    @staticmethod
+    def _refuse_absent() -> NoReturn:
+        raise NotNegotiatedError(
+            "a graph was requested before any layer of the model was there",
+            "attnplug decides for the layers that the model has, or at the first call of a layer outside of a capture",
+            "make the backend after the model, or run a step first",
+        )
 
     def _decided(self, requested: dict[str, Any]) -> Kind:
         """Decide, for layers whose K/V may be in the pool before the call; and without them if nothing serves that."""
@@ -134,17 +141,22 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
                 return
         lengths = lengths_of(forward_batch)
         attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
-        self._pending = (forward_batch, lengths) if attends and self._is_late else None
-        is_ready = attends and self._engine.layers
-        self.forward_metadata = self._kind_of(lengths).build(forward_batch, lengths) if is_ready else None
+        build = partial(self._build, forward_batch, lengths)
+        self._pending = build if attends and self._is_late else None
+        self.forward_metadata = build() if attends and self._engine.layers else None
 
-    def _bind_late(self, layer: Any, step: Any, lengths: Lengths, *, has_sinks: bool) -> None:
+    def _build(self, step: Any, lengths: Lengths) -> Step:
+        return self._kind_of(lengths).build(step, lengths)
+
+    def _bind_late(self, layer: Any, build: Callable[[], Step], *, has_sinks: bool) -> None:
         """Decide again, with a layer that is called for the first time, and build the step for it too."""
         found = HostLayer(f"layers.{len(self._engine.layers)}", layer, has_sinks)
         check_layer(found)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._refuse_absent()
         self._release()
         self._engine = evolve(self._engine, layers=(*self._engine.layers, found))
-        self.forward_metadata = self._kind_of(lengths).build(step, lengths)
+        self.forward_metadata = build()
 
     def _release(self) -> None:
         for kind in self._kinds.values():
@@ -192,7 +204,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         del forward_batch
         sinks = kwargs.pop("sinks", None)
         if self._pending is not None and all(known.module is not layer for known in self._engine.layers):
-            self._bind_late(layer, *self._pending, has_sinks=sinks is not None)
+            self._bind_late(layer, self._pending, has_sinks=sinks is not None)
         step = self.forward_metadata
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         width = layer.tp_q_head_num * layer.v_head_dim
@@ -248,7 +260,6 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         Raises:
             NotNegotiatedError: SGLang captures a step of other than decodes and drafts.
         """
-        self._pending = None
         spec: Any = getattr(forward_batch, "spec_info", None)
         mode, drafts, name = forward_batch.forward_mode, 0, _EXTEND
         if mode.is_target_verify():
@@ -263,11 +274,21 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
                 "attnplug-sglang has graphs of decodes, and of drafts that are verified",
                 "start SGLang with --cuda-graph-backend-prefill breakable, or disabled",
             )
-        kind, size = self._kind(name, drafts), forward_batch.seq_lens.shape[0]
-        if in_capture:
-            self.forward_metadata = kind.capture(size, max(self._max_batch_size, size))
+        size, capture = forward_batch.seq_lens.shape[0], partial(self._capture, name, drafts, forward_batch)
+        self._pending = capture if in_capture and self._is_late else None
+        if in_capture and not self._engine.layers:
+            self.forward_metadata = None
+        elif in_capture:
+            self.forward_metadata = self._kind(name, drafts).capture(size, max(self._max_batch_size, size))
         else:
-            self.forward_metadata = kind.replay(forward_batch, size)
+            self.forward_metadata = self._kind(name, drafts).replay(forward_batch, size)
+
+    def _capture(self, name: str, drafts: int, step: Any) -> Step:
+        """Return the step of a graph for layers that are called while SGLang warms its shape up."""
+        size = step.seq_lens.shape[0]
+        captured = self._kind(name, drafts).capture(size, max(self._max_batch_size, size))
+        captured.prepare(step)
+        return captured
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """
