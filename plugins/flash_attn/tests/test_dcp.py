@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attnplug.contract import Layer
 from attnplug_flash_attn import builder, dcp, impl
+from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
@@ -232,6 +233,7 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
             launches.found["attend"] += 1
             write_lse(lse, torch.empty(lse.T.shape))
 
+    monkeypatch.setattr(builder, "Ranks", Ranks)  # which threads of other tests replace
     for module, name in ((dcp, "merge_into"), (dcp, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
         monkeypatch.setattr(module, name, launches.one(name))
     step = DcpStep(ranks=2, interleave=4, new=(1, 1), cached=(9, 14), group=4, return_lse=return_lse, padding=1)
