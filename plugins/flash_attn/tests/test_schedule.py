@@ -120,6 +120,17 @@ def test_graphs_share_one_memory_whose_tail_is_zero() -> None:
     assert not memory_of(prefills)[prefills.shape[0] :].any()
 
 
+def test_what_a_replay_may_have_written_is_zeroed() -> None:
+    """Where graphs record their schedules, a build does not know how much of the memory the last replay took."""
+    harness = Captured(GraphShape(8, 8, 1), GraphShape(2, 2, 1))
+    memory = memory_of(harness.schedule(1, [1, 1], [9, 20]))
+    (kept,) = harness.builder.wrapped._schedules._memories.values()
+    kept.is_recorded = True
+    memory.fill_(7)
+    schedule = harness.schedule(1, [1, 1], [9, 20])
+    assert not memory[schedule.shape[0] :].any()
+
+
 def test_plans_of_a_graph_are_made_once() -> None:
     harness = Captured(GraphShape(4, 4, 1))
     built = [harness.builder.build(harness.batch(*lens), graph=harness.graphs[0]) for lens in ([[1, 1]], [[1], [60]])]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from attnplug_sglang.layers import HostLayer
     from attnplug_sglang.pools import Pools
 
+_COLUMNS = 16
+"""Block tables of eager steps have multiples of so many columns: Triton compiles anew for strides of another kind."""
+
 _PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 """Page sizes that a refusal looks for."""
 
@@ -248,6 +251,7 @@ class Kind:
             return None
         self._renew_scales()
         starts, pages = self._starts_of(count, 1), -(-longest // self.engine.pools.page_size)
+        pages = -(-pages // _COLUMNS) * _COLUMNS
         given = step.req_pool_indices[:count], step.seq_lens[:count], step.out_cache_loc
         exact = torch.tensor(values, dtype=torch.int32) if self.reads_lengths else None
         made: dict[tuple[str, bool], Batch] = {}

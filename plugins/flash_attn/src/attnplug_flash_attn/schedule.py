@@ -50,17 +50,33 @@ def longest_schedule(limits: Limits) -> int:
     return 1 + -(-most // 4) * 4 * 4
 
 
+@define(eq=False)
+class Memory:
+    """
+    The memory of a pass's schedules in graphs.
+
+    Attributes:
+        tensor: The memory, int32.
+        used: How much of it the last schedule took, as far as this process has written it; zeros follow.
+        is_recorded: Whether replays write it too.
+    """
+
+    tensor: Tensor
+    used: int = 0
+    is_recorded: bool = False
+
+
 @frozen(eq=False)
 class GraphSchedule:
     """
     The schedule of a pass in one graph.
 
     Attributes:
-        memory: The memory, int32, which other graphs use too.
+        memory: The memory, which other graphs use too.
         tensor: Its beginning, which the graph reads.
     """
 
-    memory: Tensor
+    memory: Memory
     tensor: Tensor
 
     def write(self, schedule: Tensor) -> None:
@@ -69,10 +85,14 @@ class GraphSchedule:
 
         Kernels would take the rest of a longer schedule for work, and overwrite the output.
         """
+        count, memory = self.tensor.shape[0], self.memory
+        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            memory.is_recorded = True
+        used = memory.tensor.shape[0] if memory.is_recorded else memory.used
+        if used > count:
+            memory.tensor[count:used].zero_()
+        memory.used = count
         self.tensor.copy_(schedule)
-        rest = self.memory[self.tensor.shape[0] :]
-        if rest.shape[0]:  # all of it: a graph does not know what another one has written
-            rest.zero_()
 
 
 @frozen(eq=False)
@@ -106,7 +126,7 @@ class Schedules:
     def __init__(self, builder: MetadataBuilder, kernels: Kernels) -> None:
         self._builder = builder
         self._kernels = kernels
-        self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        self._memories: WeakValueDictionary[Hashable, Memory] = WeakValueDictionary()
 
     def add(self, plan: Plan, key: Hashable, params: LayerParams, graph: GraphBuffers | None) -> Plan:
         """
@@ -183,11 +203,11 @@ class Schedules:
 
     def _memory(self, name: Hashable, count: int) -> GraphSchedule:
         found = self._memories.get(name)
-        if found is None or found.shape[0] < count:
+        if found is None or found.tensor.shape[0] < count:
             size = max(count, longest_schedule(self._builder.limits))
-            found = torch.zeros(size, dtype=torch.int32, device=self._builder.state.device)
+            found = Memory(torch.zeros(size, dtype=torch.int32, device=self._builder.state.device))
             self._memories[name] = found
-        return GraphSchedule(found, found[:count])
+        return GraphSchedule(found, found.tensor[:count])
 
 
 def carried_over(plan: Plan, before: Plan) -> Plan:
