@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
@@ -30,10 +30,9 @@ _COUNTS: Final = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len
 _counts_of: Final = attrgetter(*_COUNTS)
 _INTS: Final = {int}
 _indexes_of: Final = attrgetter(
-    *("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_computed_tokens_cpu"),
+    *("query_start_loc", "seq_lens", "block_table", "slot_mapping"),
     *("query_start_loc_cpu", "seq_lens_cpu", "block_table_cpu", "slot_mapping_cpu"),
 )
-_form_of: Final = attrgetter("shape", "dtype", "device")
 
 
 def refuse_batch(batch: object, where: str) -> NoReturn:
@@ -91,7 +90,6 @@ class BatchGuard:
         self._size = agreement.block_size or 1
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if requested.paged else None
         self._requests_plain = requests_plain(requested)
-        self._forms: list[Any] | None = None
         # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
         self._threshold = requested.decode_query_len if requested.paged and "decode" in requested.phases else 0
         self._orders_keys = requested.attn_type != "encoder_decoder" and (
@@ -124,23 +122,20 @@ class BatchGuard:
             check_null_padding(with_lengths(batch, self.terms), self._size)
         if exact.dummy and not in_place:
             exact = with_null_pages(exact, self.terms, lengths, self._size)
-        # Forms of index tensors that were checked are kept: those of a step are nearly always those of the one before.
-        forms = self._forms_of(exact)
-        is_known = forms is not None and forms == self._forms
+        is_usual = self._is_of_usual_form(exact)
         query_lens = lengths.query_lens
-        if query_lens is None or not is_known:
+        if query_lens is None or not is_usual:
             query_lens = self._check_queries(exact, lengths)
         if exact.num_actual_tokens != tokens and not batch.num_padded_reqs and (in_place or not exact.dummy):
             check_slots_beyond(batch, exact.num_actual_tokens)
-        seq_lens = self._check_lengths(exact, lengths, query_lens, is_known=is_known)
+        seq_lens = self._check_lengths(exact, lengths, query_lens, is_usual=is_usual)
         if not (self._requests_plain and exact.causal is self._requested.causal and is_plain(exact)):
             check_negotiated(exact, self._agreement, query_lens, self._device_type, is_exact=self.terms.exact)
         num_decodes, num_decode_tokens = self._count_decodes(exact, lengths, query_lens)
         if self._pages is not None:
-            rows, highest = self._pages.check(exact, query_lens, seq_lens, is_known=is_known)
+            rows, highest = self._pages.check(exact, query_lens, seq_lens, is_usual=is_usual)
         else:
             rows, highest = check_dense(exact, seq_lens, self._device_type, is_exact=self.terms.exact), -1
-        self._forms = forms
         return BatchSplit(
             batch=exact,
             num_decodes=num_decodes,
@@ -151,18 +146,42 @@ class BatchGuard:
             highest_block=highest,
         )
 
-    def _forms_of(self, batch: Batch) -> list[Any] | None:
-        """Return all that the checks of forms read of a paged batch; None where a CPU copy has to be compared."""
-        indexes = starts, lens, table, slots, _, *copies = _indexes_of(batch)
-        if self._pages is None or table is None:
-            return None
-        if self._device_type == "cpu" and not (
-            starts is copies[0] and lens is copies[1] and table is copies[2] and slots is copies[3]
+    def _is_of_usual_form(self, batch: Batch) -> bool:
+        """
+        Whether the index tensors of a paged batch have the forms that they should, and no CPU copy has to be compared.
+
+        It says in one function what the guards find out, and word, one by one.
+        """
+        starts, lens, table, slots, starts_cpu, lens_cpu, table_cpu, slots_cpu = _indexes_of(batch)
+        if self._pages is None or table is None or slots is None or batch.key_start_loc is not None:
+            return False
+        reqs, device = batch.num_reqs, starts.device
+        of_starts, of_requests, of_table, of_slots = starts.shape, lens.shape, table.shape, slots.shape
+        if not (
+            device.type == self._device_type
+            and of_starts == (reqs + 1,)
+            and of_requests == (reqs,)
+            and len(of_table) == 2
+            and of_table[0] == reqs
+            and (of_table[1] <= 1 or table.stride()[1] == 1)
+            and len(of_slots) == 1
+            and of_slots[0] >= batch.num_actual_tokens
+            and starts.dtype is lens.dtype is table.dtype is torch.int32
+            and slots.dtype is torch.int64
+            and device == lens.device == table.device == slots.device
         ):
-            return None
-        forms: list[Any] = [None if tensor is None else _form_of(tensor) for tensor in indexes]
-        forms += (batch.num_reqs, batch.num_actual_tokens, batch.dummy, table.stride())
-        return forms
+            return False
+        if self._device_type == "cpu":
+            return starts is starts_cpu and lens is lens_cpu and table is table_cpu and slots is slots_cpu
+        for copy, shape, dtype in (
+            (starts_cpu, of_starts, torch.int32),
+            (lens_cpu, of_requests, torch.int32),
+            (table_cpu, of_table, torch.int32),
+            (slots_cpu, of_slots, torch.int64),
+        ):
+            if copy is not None and not (copy.is_cpu and copy.dtype is dtype and copy.shape == shape):
+                return False
+        return True
 
     def _check_each_count(self, batch: Batch) -> None:
         """Compare number by number, and word what is wrong."""
@@ -213,10 +232,10 @@ class BatchGuard:
         host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
         return _refuse_starts(batch, host) if lengths.query_lens is None else lengths.query_lens
 
-    def _check_lengths(self, batch: Batch, lengths: Lengths, query_lens: Tensor, *, is_known: bool) -> Tensor | None:
+    def _check_lengths(self, batch: Batch, lengths: Lengths, query_lens: Tensor, *, is_usual: bool) -> Tensor | None:
         """Return the exact CPU sequence lengths; None where the host does not know them."""
         shape, computed = (batch.num_reqs,), batch.num_computed_tokens_cpu
-        if not is_known:
+        if not is_usual:
             check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self.terms.exact
         if batch.seq_lens_cpu is None and not exact:
@@ -227,7 +246,7 @@ class BatchGuard:
                 check_index("num_computed_tokens_cpu", computed, shape, torch.int32, "cpu")
             return None
         host = batch.seq_lens_cpu
-        if host is None or not is_known:
+        if host is None or not is_usual:
             host = check_mirror("seq_lens", batch.seq_lens, host, exact=exact)
         assert lengths.seq_range is not None  # noqa: S101 - of a CPU copy of this form
         low, high = lengths.seq_range

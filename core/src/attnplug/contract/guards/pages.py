@@ -56,7 +56,7 @@ class PageGuard:
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, *, is_known: bool) -> tuple[int, int]:
+    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, *, is_usual: bool) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
@@ -64,7 +64,7 @@ class PageGuard:
             batch: The exact batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
-            is_known: Whether tensors of the same forms were checked, and no CPU copy is of another one on the CPU.
+            is_usual: Whether the forms of its index tensors were checked, and no CPU copy has to be compared.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
@@ -72,7 +72,7 @@ class PageGuard:
             TensorError: A tensor has the wrong shape, dtype or device.
         """
         table, slots = batch.block_table, batch.slot_mapping
-        if table is None or not is_known or batch.key_start_loc is not None:
+        if table is None or not is_usual:
             table, slots = self._check_form(batch)
         keys = seq_lens  # of each request in this rank's pages, where the host knows them
         if keys is not None and not self._places:
@@ -83,7 +83,7 @@ class PageGuard:
         if batch.dummy:
             return self._check_dummy(batch)
         host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
-        if not is_known:
+        if not is_usual:
             _check_copies(table, host_table, slots, host_slots)
         rows = self._num_key_rows(slots, host_slots) if self._is_cross or slots is None else slots.shape[0]
         highest = self._highest
