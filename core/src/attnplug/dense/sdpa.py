@@ -195,12 +195,18 @@ def _masked(
         # A boolean mask is that of all heads for backends; an added one may differ.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     output, lse = _attend(query, key, value, settings, attn_mask=attn_mask, return_lse=return_lse)
-    if attn_mask.is_floating_point():
+    if attn_mask.is_floating_point() and not _is_finite(attn_mask):
         # `attention` takes -inf as the lowest number, so that a query without keys attends to all of them alike.
         hidden = (attn_mask[(None,) * (4 - attn_mask.ndim)] == -torch.inf).all(-1).transpose(1, 2)
         output = output.masked_fill(hidden.unsqueeze(-1), 0)
         lse = None if lse is None else lse.masked_fill(hidden, -torch.inf)
     return output, lse
+
+
+def _is_finite(attn_mask: Tensor) -> bool:
+    """Whether an additive mask is known to hide no key. On a device that is not read, and in a graph not known."""
+    is_plain = not torch.compiler.is_compiling() and type(attn_mask) is torch.Tensor and attn_mask.is_cpu
+    return is_plain and attn_mask.numel() > 0 and bool(attn_mask.amin() > -torch.inf)
 
 
 def _check_call(
