@@ -279,6 +279,8 @@ def test_empty_calls_have_empty_results() -> None:
 COSTS = {
     "plain": ({}, {}, 26, 12),
     "causal": ({}, {"causal": True}, 26, 12),
+    "many queries": ({"queries": 600}, {}, 26, 12),
+    "many queries and a mask": ({"queries": 600}, {"attn_mask": torch.ones(600, 7, dtype=torch.bool)}, 40, 17),
     "grouped heads": ({"kv_heads": 2}, {}, 28, 17),
     "mask": ({}, {"attn_mask": torch.ones(7, 7, dtype=torch.bool)}, 40, 17),
     "bias": ({}, {"attn_mask": torch.zeros(7, 7)}, 40, 14),
