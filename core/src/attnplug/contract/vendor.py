@@ -381,8 +381,6 @@ class MetadataBuilder:
             `persist`), at one address. False refuses graphs.
         requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single
             one: the requests at the front that are as long as the first one are decodes then, all others prefills.
-        decodes_first: Whether a host should move decodes to the front of a batch, for kernels that compute them apart:
-            they are faster there, or batch-invariant there alone. False saves the host that work. Each order is right.
         backend: The backend.
         agreement: What was negotiated.
         impls: The implementations that this builder serves.
@@ -394,7 +392,6 @@ class MetadataBuilder:
 
     supports_graphs: ClassVar[bool] = False
     requires_uniform_decodes: ClassVar[bool] = False
-    decodes_first: bool = True
 
     backend: Backend
     agreement: Agreement
@@ -486,6 +483,16 @@ class MetadataBuilder:
         The default is True. Override it to exclude some.
         """
         del batch
+        return True
+
+    @property
+    def decodes_first(self) -> bool:
+        """
+        Whether a host should move decodes to the front of a batch. The default is True.
+
+        It is for kernels that compute decodes apart: they are faster there, or batch-invariant there alone. False saves
+        the host that work. Each order is right.
+        """
         return True
 
     @property

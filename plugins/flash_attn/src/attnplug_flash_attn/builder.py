@@ -74,8 +74,6 @@ class FlashAttentionBuilder(MetadataBuilder):
             and not (self._is_cross or self.batch_invariant)
         )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
-        # One call computes decodes behind prefills as well. Only their results depend on the call, by its tiles.
-        self.decodes_first = self.batch_invariant and self._ranks is None
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         # A schedule depends on the plan key alone, so that scales and sinks of these may be former ones.
         self._params = {key: group[0].params for key, group in groups.items()}
@@ -102,6 +100,11 @@ class FlashAttentionBuilder(MetadataBuilder):
                     write_cumulative(call.seqused_k, call.cu_seqlens_k)
         if self._keeps_plans and metadata.graph is not None:
             self._schedules.renew(self._plans_in(metadata.graph).calls)  # of the lengths that are written above
+
+    @property
+    def decodes_first(self) -> bool:
+        """Where results may not depend on the call, by its tiles: one call computes decodes behind prefills as well."""
+        return self.batch_invariant and self._ranks is None
 
     @property
     def replays_without_build(self) -> bool:
