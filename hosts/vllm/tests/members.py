@@ -296,6 +296,8 @@ _MODEL: Final = (
     *read("vllm.sequence:IntermediateTensors"),
 )
 
+_BENCH: Final = (*read("vllm:LLM", "collective_rpc", "llm_engine"), *read("vllm:SamplingParams"))
+
 MEMBERS: Final[tuple[Member, ...]] = (
     *_REGISTRATION,
     *_PLATFORM,
@@ -307,4 +309,5 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *_CONFIGURATION,
     *_INT8,
     *_MODEL,
+    *_BENCH,
 )
