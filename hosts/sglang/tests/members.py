@@ -95,5 +95,14 @@ MEMBERS: Final[tuple[Member, ...]] = (
         *("decode_attention_backend", "enable_unified_memory", "dcp_size", "enable_prefill_cp", "attn_cp_size"),
         "speculative_eagle_topk",
     ),
+    # the benchmark
+    *read(f"{_SRT}.configs.model_config:ModelConfig", "from_server_args"),
+    *read(f"{_SRT}.model_executor.model_runner:ModelRunner"),
+    *read(f"{_ARGS}:PortArgs", "init_new"),
+    *read(f"{_SRT}.model_executor.forward_context:ForwardContext"),
+    *read(f"{_SRT}.model_executor.forward_context:forward_context"),
+    *read(f"{_SRT}.distributed:bootstrap", versions=">0.5.15"),
+    *read(f"{_SRT}.runtime_context:SpawnRanks", versions=">0.5.15"),
+    *read(f"{_SRT}.runtime_context:publish", versions=">0.5.15"),
 )
 """What is used. A parameter that SGLang adds with a default to what is called changes nothing."""
