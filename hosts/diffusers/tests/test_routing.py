@@ -326,9 +326,11 @@ def test_what_is_named_or_was_not_measured_runs_on_its_backend(fallback) -> None
 
 def test_a_graph_of_any_length_finds_the_rows(diffusers) -> None:
     """The route is part of a graph, which has no break."""
-    from attnplug_diffusers.measured import measured_keys  # noqa: PLC0415 - see above
+    from attnplug_diffusers.measured import FASTER_NATIVELY  # noqa: PLC0415 - see above
 
-    found = torch.compile(lambda one: one * measured_keys(one.shape[0]), fullgraph=True, dynamic=True, backend="eager")
+    found = torch.compile(
+        lambda one: one * FASTER_NATIVELY.keys_of(one.shape[0]), fullgraph=True, dynamic=True, backend="eager"
+    )
 
     assert [int(found(torch.ones(keys))[0]) for keys in (512, 513, 1537)] == [512, 1536, 0]
 
@@ -337,7 +339,7 @@ def test_every_slower_row_of_the_evidence_page_is_native(diffusers) -> None:
     """Rows of calls: those of models have other layers besides. Errors of 1 % in a ratio are within 0.97."""
     from attnplug_diffusers import measured  # noqa: PLC0415 - see above
 
-    page = (Path(__file__).parents[3] / measured.SOURCE).read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / measured.FASTER_NATIVELY.source).read_text(encoding="utf-8")
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     columns, *rows = lines
     slower = {
@@ -347,4 +349,4 @@ def test_every_slower_row_of_the_evidence_page_is_native(diffusers) -> None:
         if row[1] == "work" and float(row[columns.index(f"native / {name}")]) < 0.97
     }
 
-    assert {(one.backend, one.row): one.ratio for one in measured.FASTER_NATIVELY} == slower
+    assert {(one.backend, one.row): one.ratio for one in measured.FASTER_NATIVELY.rows} == slower

@@ -6,6 +6,7 @@ Attention as one function call, for callers without a KV cache: `attention` and 
 `shared_backend`, `BatchPlanner`, `device_of`, `use_device` and `renew_parameters` are what they are made of, for hosts
 with dense calls;
 `prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, and `DecisionCache` keeps it.
+`NativeRows` has the calls for which the host's own attention was measured to be faster.
 The names load on first use, since they import torch.
 """
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
+    from attnplug.dense.native_rows import NativeRow as NativeRow
+    from attnplug.dense.native_rows import NativeRows as NativeRows
     from attnplug.dense.prepared import prepare_attention as prepare_attention
     from attnplug.dense.prepared import prepare_attention_varlen as prepare_attention_varlen
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
@@ -40,6 +43,7 @@ _MODULES: Final = {
     "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
+    "attnplug.dense.native_rows": "NativeRow NativeRows",
     "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen",
     "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
 }

@@ -13,7 +13,7 @@ import attnplug
 from attnplug.dense import DecisionCache, device_of, requirements_like_sdpa, shared_backend
 from attnplug.errors import NoBackendError, NotNegotiatedError, RequirementsError
 from attnplug_diffusers.masks import has_more_digits
-from attnplug_diffusers.measured import measured_keys, slower_than_native
+from attnplug_diffusers.measured import FASTER_NATIVELY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class Fallback:
         learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         # No row has a mask or gradients, and a backend that is named runs.
         may_be_faster = query.is_cuda and attn_mask is None and self._backend is None and not (learns or dropout_p)
-        short = measured_keys(key.shape[tokens]) if may_be_faster and query.ndim == 4 else 0
+        short = FASTER_NATIVELY.keys_of(key.shape[tokens]) if may_be_faster and query.ndim == 4 else 0
         if not (short or self.serves_rest):
             return ""
         refused = _refused(query, attn_mask, dropout_p, is_captured=self.serves_rest and _is_captured(query))
@@ -121,7 +121,7 @@ class Fallback:
             chosen = shared_backend(requirements, where, backend=self._backend, options=self._options).id
         except (NoBackendError, RequirementsError, NotNegotiatedError) as error:
             return error.summary if self.serves_rest else ""  # the call itself is refused
-        reason = slower_than_native(chosen, where, short) if short else ""
+        reason = FASTER_NATIVELY.reason(chosen, where, short) if short else ""
         return reason if reason and not attnplug.explain(requirements, where).listed else ""
 
 

@@ -9,7 +9,7 @@ import torch
 import attnplug
 from attnplug.dense import DecisionCache, device_of, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
-from attnplug_torch.measured import measured_keys, slower_than_native
+from attnplug_torch.measured import FASTER_NATIVELY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -94,17 +94,17 @@ def decide(
         NoBackendError: The backend that was named cannot serve.
         PluginError: As for `attnplug.load`.
     """
-    short = measured_keys(keys) if device.type == "cuda" else None
+    short = FASTER_NATIVELY.keys_of(keys) if device.type == "cuda" else 0
     return _decisions.get((kind, short), device, lambda: _decide(device, make, short, has_flash=has_flash))
 
 
 def _decide(
-    device: torch.device, make: Callable[[], attnplug.Requirements], short: int | None, *, has_flash: Callable[[], bool]
+    device: torch.device, make: Callable[[], attnplug.Requirements], short: int, *, has_flash: Callable[[], bool]
 ) -> LoadedBackend:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)
-        reason = "" if short is None else slower_than_native(backend.id, where, short)
+        reason = FASTER_NATIVELY.reason(backend.id, where, short) if short else ""
         if backend.id == _UNFUSED:
             reason = f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps"
         if reason and has_flash() and not attnplug.explain(requirements, where).listed:
