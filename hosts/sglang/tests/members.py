@@ -101,8 +101,11 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *read(f"{_ARGS}:PortArgs", "init_new"),
     *read(f"{_SRT}.model_executor.forward_context:ForwardContext"),
     *read(f"{_SRT}.model_executor.forward_context:forward_context"),
-    *read(f"{_SRT}.distributed:bootstrap", versions=">0.5.15"),
-    *read(f"{_SRT}.runtime_context:SpawnRanks", versions=">0.5.15"),
-    *read(f"{_SRT}.runtime_context:publish", versions=">0.5.15"),
+    *called(
+        f"{_SRT}.distributed.bootstrap:init_parallel_runtime", "server_args", "device", "dist_port", versions=">0.5.20"
+    ),
+    *called(f"{_SRT}.distributed.bootstrap:init_layer_runtime", "model_config", versions=">0.5.20"),
+    *read(f"{_SRT}.runtime_context:SpawnRanks", versions=">0.5.20"),
+    *called(f"{_SRT}.runtime_context:publish", "server_args", "role", "ranks", versions=">0.5.20"),
 )
 """What is used. A parameter that SGLang adds with a default to what is called changes nothing."""

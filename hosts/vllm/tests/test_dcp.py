@@ -24,6 +24,7 @@ from attnplug_flash_attn import dcp, impl
 from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 from attnplug_kit.oracle import attend
 from attnplug_vllm import facts
+from hosts.vllm.tests.cuda_platform import stub_compiled
 from hosts.vllm.tests.rig import ORDERS, Rig
 from plugins.flash_attn.tests.exact_backend import make_backend
 from plugins.flash_attn.tests.launches import Launches
@@ -192,6 +193,7 @@ def launches_of_a_layer(monkeypatch):
 
 def launches_of_vllm(monkeypatch, group):
     """Count what vLLM's FlashAttention launches in the same step."""
+    stub_compiled(monkeypatch)  # an import without them would stay, and fail where others have them
     from vllm.v1.attention.backends import flash_attn  # noqa: PLC0415 - its private parts are those of 0.32
     from vllm.v1.attention.ops import dcp as dcp_of_vllm  # noqa: PLC0415
 

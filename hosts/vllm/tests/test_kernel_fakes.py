@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 import torch
 from vllm.config import CUDAGraphMode
 
+from benchmarks.host_time import NAME, of_vllm
 from hosts.vllm.tests.rig import HAS_LAYOUTS, Rig
+from plugins.flash_attn.tests.launches import Launches
 from tests.backends.fakes import FakeLibraries
 
 PLUGINS = Path(__file__).parents[3] / "plugins"
@@ -119,3 +122,23 @@ def test_graphs_of_any_batch(fake):
     rig.add(3)
     for step in ([(0, 5), (1, 2)], [(0, 1), (1, 1)], [(1, 1), (2, 6)]):
         assert rig.replay(graph, step, 8) < 2e-2
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+@pytest.mark.parametrize("fake", ["flash_attn/fa3_vllm"], indirect=True)
+def test_a_build_into_a_graph_takes_few_calls(fake, padded):
+    assert fake == f"{NAME}/fa3_vllm"
+    step = of_vllm(8, "meta", in_graph=True, padded=padded)
+    step.call(step.prepare())
+    (given, again), calls, operations = (step.prepare(), step.prepare()), [], Launches()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+    step.call(given)
+    sys.setprofile(before)
+    with operations:
+        step.call(again)
+
+    assert "BatchGuard.check" not in calls
+    assert len(calls) <= 66, calls
+    compared = {"sub": 1, "amin": 1, "_local_scalar_dense": 1} if padded else {}  # lengths of 0 with queries of 0
+    assert operations.found == {"equal": 1, "copy_": 1, **compared}  # the starts; the schedule into its buffer

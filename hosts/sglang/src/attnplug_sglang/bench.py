@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import frozen
 
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, RequestError
 from attnplug_sglang.names import AUTO, name_of
 from attnplug_sglang.registration import register
 
@@ -100,15 +100,25 @@ def make_runner(folder: Path, device: str, page_size: int, tokens: int, kv_cache
 
 
 def _begin(options: Any, device: str, port: int, config: Any) -> Any:
-    """Begin the process as versions after 0.5.15 want it, and return the model's configuration."""
-    from sglang.srt.distributed import bootstrap  # noqa: PLC0415 - 0.5.15 lacks it
-    from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: PLC0415 - likewise
+    """Begin the process as versions after 0.5.20 want it, and return the model's configuration."""
+    try:
+        from sglang.srt.distributed.bootstrap import (  # noqa: PLC0415 - 0.5.15 lacks it
+            init_layer_runtime,
+            init_parallel_runtime,
+        )
+        from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise RequestError(
+            f"the installed SGLang has another way to begin a process: {error}",
+            "the benchmark knows those of 0.5.15 and 0.5.23",
+            "install sglang==0.5.23, or measure whole engines with benchmarks/sglang_engines.py",
+        ) from error
 
     options.resolve_once()
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     found = config.from_server_args(options)
-    bootstrap.init_parallel_runtime(server_args=options, device=device, dist_port=port)
-    bootstrap.init_layer_runtime(model_config=found)
+    init_parallel_runtime(server_args=options, device=device, dist_port=port)
+    init_layer_runtime(model_config=found)
     return found
 
 

@@ -68,11 +68,10 @@ class StepMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM is no depen
             pool: The layer's KV cache, likewise.
 
         Raises:
-            ContractError: The step has no builder that waits for a layer.
             NoBackendError: What was decided on cannot serve the dtype, or the flag `causal` of the step.
         """
-        if self.late is not None:
-            self.parts, self.late = self.late.build_for(impl, layer, query, pool, self.common), None
+        assert self.late is not None  # noqa: S101 - for the type checker
+        self.parts, self.late = self.late.build_for(impl, layer, query, pool, self.common), None
 
 
 @frozen(eq=False)

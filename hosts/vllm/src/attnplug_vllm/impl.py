@@ -155,7 +155,7 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         if attn_metadata is None:
             return output.zero_()
         if kv_cache is not self._pool or output_scale is not None or output_block_scale is not None:
-            if self.binding is None:
+            if self.binding is None and getattr(attn_metadata, "late", None) is not None:
                 attn_metadata.bind(self, layer, query, kv_cache)
             self._prepare(layer, kv_cache, output_scale, output_block_scale)
         self._attend(query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width))
