@@ -236,8 +236,8 @@ class Kind:
         """
         Return decodes that run eagerly, whose tensors one launch writes.
 
-        None where there are none, or where requests have to be looked at one by one: one is too long, or only the
-        device has lengths that a backend reads.
+        None where there are none, or where each request is checked by itself: one is too long, or only the device has
+        lengths that a backend reads.
         """
         width, lengths = self.engine.table.shape[1], getattr(step, "seq_lens_cpu", None)
         count, longest = step.seq_lens.shape[0], width
