@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 
 import torch
 
-from attnplug.errors import LayerError
+from attnplug.errors import LayerError, NotNegotiatedError
 from hosts.vllm.tests.rig import ORDERS, Rig
 
 SLOPES = [2.0 ** -(head + 1) for head in range(4)]
@@ -90,6 +90,12 @@ def test_a_builder_before_its_layer(given):
     layer = rig.layers.pop("layers.0")
     rig.builder = rig.make_builder(["layers.0"])
     assert not rig.builder.parts
+    with pytest.raises(NotNegotiatedError, match="a layer that no model has"):
+        rig.builder.build_for_cudagraph_capture(rig.dummy(2))
+    empty = rig.builder.build(0, rig.dummy(2))
+    assert (
+        rig.builder.update_block_table(empty, empty.common.block_table_tensor, empty.slot_mapping).late is rig.builder
+    )
     layer.impl = impl = rig.make_layer(given, {}).impl
     assert impl.requirements.dtype == "float32"
     rig.layers["layers.0"] = layer

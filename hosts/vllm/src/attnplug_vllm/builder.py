@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape
-from attnplug.errors import BatchError
+from attnplug.errors import BatchError, NotNegotiatedError
 from attnplug_vllm import facts
 from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
 
@@ -209,8 +209,14 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         Return metadata that a CUDA graph is captured with, or that of a dummy step which is replayed from one.
 
         Raises:
-            ContractError: The agreed graph level does not allow the shape.
+            ContractError: The agreed graph level does not allow the shape, or the layer is not made yet.
         """
+        if self._awaited:
+            raise NotNegotiatedError(
+                f"vLLM captures a graph of {self._awaited!r}, a layer that no model has",
+                "a layer that is made after its builder is bound in its first eager step",
+                "run a step first, or make the layer before the builder",
+            )
         if self._lacks_pools:
             self._take_pools()
         batch = self._batch(common_attn_metadata, 0, dummy=True)
@@ -231,6 +237,8 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             ContractError: As for `build`.
         """
         common = metadata.common.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
+        if self._awaited:
+            return GroupBuilder.build(self, 0, common)
         others = {other.agreement: other for other in metadata.parts.values() if other.graph is None}
         if self._lacks_pools or any(part.backend.agreement not in others for part in self.parts):
             # Not `self.build`: the batch is already what a wrapper of vLLM makes of it.
