@@ -217,6 +217,35 @@ def test_a_page_runs_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tests_of_a_page_run_in_their_order() -> None:
+    numbers = range(9)
+    file = "".join(f"def test_{number}(): pass\n" for number in numbers)
+    shown = "\n".join(f"test_page.py::test_{number} PASSED ..." for number in numbers)
+    page = f"""
+<!-- in: an empty folder -->
+
+```console
+$ pytest --version
+pytest ...
+```
+
+<!-- writes: test_page.py -->
+
+```python
+{file}
+```
+
+```console
+$ pytest -v
+...
+{shown}
+...
+```
+"""
+
+    assert run_page("page.md", page) == 3
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [

@@ -80,6 +80,8 @@ class Session:
             raise SessionError("only attnplug, pytest, pip install and cd to a folder run there")
         outside = {name: value for name, value in os.environ.items() if not (self._home and name.startswith(_OURS))}
         plain = {**outside, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
+        if self._home is not None:
+            plain["PYTEST_ADDOPTS"] = "-p no:randomly"  # a reader's pytest keeps the order of the files
         if name != "pip":
             program = f"{self._environment}\nimport runpy; runpy.run_module({name!r}, None, '__main__', alter_sys=True)"
             return forked.run("-c", program, *arguments, cwd=self.folder, env=plain)
