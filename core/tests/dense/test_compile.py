@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnplug
 from attnplug import attention, attention_varlen
 from attnplug.dense import flash_attn_varlen_func, flash_attn_with_kvcache
-from attnplug.errors import NoBackendError, TensorError
+from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
 from core.tests.dense.counting import assert_costs_at_most
 from core.tests.dense.flash_reference import HEADS, KV_HEADS, SIZE, cached, starts_of
 
@@ -101,7 +102,28 @@ def test_a_repeated_op_costs_the_host_little() -> None:
     query, key, value = (torch.randn(1, 5, 4, 8) for _ in range(3))
     rest = (None, None, None, None, False, None, None, None, False, [], "{}")
 
-    assert_costs_at_most(lambda: torch.ops.attnplug.attention(query, key, value, *rest), 34, operations=1)
+    assert_costs_at_most(lambda: torch.ops.attnplug.attention_forward(query, key, value, *rest), 24, operations=1)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_graph_without_gradients_refuses_them(is_packed) -> None:
+    """Autograd does not see its op, and would return none in silence."""
+    given = [*(one.flatten(0, 1) if is_packed else one for one in tensors()), torch.randn(4)]
+
+    def call(query, key, value, sinks):
+        if is_packed:
+            return attention_varlen(query, key, value, torch.tensor([0, 3, 14], dtype=torch.int32), sinks=sinks)
+        return attention(query, key, value, sinks=sinks)
+
+    graph = make_fx(call, tracing_mode="fake")(*given)
+    torch.testing.assert_close(graph(*given), call(*given))
+    for one in given:
+        one.requires_grad_()
+        with pytest.raises(NotNegotiatedError, match="traced without them"):
+            graph(*given)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(*given), call(*given))
+        one.requires_grad_(requires_grad=False)
 
 
 def test_fake_tensors_have_results_of_the_right_shape() -> None:
@@ -136,12 +158,13 @@ def test_the_ops_keep_the_rules_of_torch(gradient) -> None:
     none = (None, None, None, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-    torch.library.opcheck(torch.ops.attnplug.attention.default, (*given, *none, *PARAMS), test_utils=tests)
-    torch.library.opcheck(
-        torch.ops.attnplug.attention_varlen.default,
-        (*packed, starts, None, None, None, *none, *PARAMS),
-        test_utils=tests,
-    )
+    ops = torch.ops.attnplug
+    padded_ops = (ops.attention,) if gradient else (ops.attention, ops.attention_forward)
+    packed_ops = (ops.attention_varlen,) if gradient else (ops.attention_varlen, ops.attention_varlen_forward)
+    for op in padded_ops:
+        torch.library.opcheck(op.default, (*given, *none, *PARAMS), test_utils=tests)
+    for op in packed_ops:
+        torch.library.opcheck(op.default, (*packed, starts, None, None, None, *none, *PARAMS), test_utils=tests)
 
 
 @pytest.mark.slow

@@ -97,7 +97,8 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
     learns = torch.is_grad_enabled() and _records_gradients(query, key, value, attn_mask, None, sinks, alibi_slopes)
     params = CallParams(causal, scale, sliding_window, logits_soft_cap, return_lse or learns, names, table)
     if _is_traced(query):
-        output, lse = torch.ops.attnplug.attention(query, key, value, mask, bias, sinks, alibi_slopes, *params)
+        op = torch.ops.attnplug.attention if learns else torch.ops.attnplug.attention_forward
+        output, lse = op(query, key, value, mask, bias, sinks, alibi_slopes, *params)
     elif learns:
         # The op would take several times as long around the call.
         keywords = (causal, scale, sliding_window, logits_soft_cap, attn_mask, sinks, alibi_slopes, backend, options)
@@ -174,7 +175,8 @@ def attention_varlen(  # noqa: PLR0913 - as for `attention`
     starts, copies = (query_start_loc, key_start_loc), (query_start_loc_cpu, key_start_loc_cpu)
     if learns or _is_traced(query):
         given = (*starts, *copies, custom_mask, attn_bias, sinks, alibi_slopes)
-        output, lse = torch.ops.attnplug.attention_varlen(query, key, value, *given, *params)
+        op = torch.ops.attnplug.attention_varlen if learns else torch.ops.attnplug.attention_varlen_forward
+        output, lse = op(query, key, value, *given, *params)
     else:
         tensors = _op.tensors_of(custom_mask, attn_bias, sinks, alibi_slopes)
         output, lse = run_packed(query, key, value, starts, copies, params, tensors)

@@ -1,6 +1,9 @@
 """
-Dense calls as custom ops: `torch.compile(fullgraph=True)` takes them into its graph as they are, with any shape, and
-autograd differentiates them.
+Dense calls as custom ops: `torch.compile(fullgraph=True)` takes them into its graph as they are, with any shape.
+
+`attention` and `attention_varlen` are differentiated by autograd. `attention_forward` and `attention_varlen_forward`,
+for calls that record no gradient, do without the Python code that torch puts around an op for autograd: it takes longer
+than a repeated call prepares itself.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from attnplug.dense.prepared import find_repeated, keep_repeated
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 _PARAMS: Final = (
@@ -28,6 +33,7 @@ _STARTS: Final = "Tensor query_start, Tensor? key_start, Tensor? query_start_cpu
 _INPUTS: Final = "Tensor query, Tensor key, Tensor value"
 _RESULTS: Final = "Tensor grad_output, Tensor grad_lse, Tensor output, Tensor lse"
 _GRADS: Final = "(Tensor, Tensor, Tensor, Tensor)"
+_SINKS: Final = -9  # before the slopes and the seven numbers, in the arguments of every op
 
 
 def tensors_of(mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None) -> CallTensors:
@@ -58,6 +64,23 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tens
     starts, copies, tensors, params = rest[:2], rest[2:4], rest[4:8], rest[8:]
     output, lse = run_packed(query, key, value, starts, copies, params_of(*params), tensors_of(*tensors))
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _without_gradient(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel of an op that autograd does not see."""
+
+    def checked(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        learns = query.requires_grad or key.requires_grad or value.requires_grad
+        sinks = rest[_SINKS]
+        if torch.is_grad_enabled() and (learns or (sinks is not None and sinks.requires_grad)):
+            raise NotNegotiatedError(
+                "gradients are recorded through a graph that was traced without them",
+                "its inputs need none, as when it was traced",
+                "trace it with inputs that require gradients, or run it in torch.no_grad()",
+            )
+        return kernel(query, key, value, *rest)
+
+    return checked
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -121,7 +144,7 @@ def _fake_backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del grad_output, grad_lse, output, lse
-    sinks = rest[-9]  # before the slopes and the seven numbers
+    sinks = rest[_SINKS]
     grad_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
 
@@ -166,8 +189,12 @@ def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
     torch.library.register_fake(f"attnplug::{name}", fake, lib=_library)
 
 
-_define("attention", f"{_INPUTS}, {_TENSORS}, {_PARAMS}) -> (Tensor, Tensor)", _padded, _fake)
-_define("attention_varlen", f"{_INPUTS}, {_STARTS}, {_TENSORS}, {_PARAMS}) -> (Tensor, Tensor)", _packed, _fake)
+for _name, _given, _kernel in (
+    ("attention", f"{_INPUTS}, {_TENSORS}, {_PARAMS}", _padded),
+    ("attention_varlen", f"{_INPUTS}, {_STARTS}, {_TENSORS}, {_PARAMS}", _packed),
+):
+    _define(_name, f"{_given}) -> (Tensor, Tensor)", _kernel, _fake)
+    _define(f"{_name}_forward", f"{_given}) -> (Tensor, Tensor)", _without_gradient(_kernel), _fake)
 _define(
     "attention_backward",
     f"{_RESULTS}, {_INPUTS}, {_TENSORS}, {_PARAMS}) -> {_GRADS}",

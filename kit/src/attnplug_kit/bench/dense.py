@@ -48,7 +48,7 @@ def measure_here(repeats: int, target: Target) -> SectionResult:
 
     ours = partial(attention, query, key, value, backend=target.backend)
     operator = partial(
-        torch.ops.attnplug.attention,
+        torch.ops.attnplug.attention_forward,
         *(query, key, value, None, None, None, None),
         *(False, None, None, None, False, [target.backend] if target.backend else [], "{}"),
     )
