@@ -49,6 +49,18 @@ class Call:
         return not isinstance(cache, KVCache) or cache.device.type == "meta" or is_clear(cache)
 
 
+def test_products_of_a_call_are_not_rounded_by_autocast():
+    class Impl(ToyImpl):
+        def run(self, query, *_):
+            self.product = query[:, 0] @ query[:, 0].T
+
+    call = Call(type("Backend", (ToyBackend,), {"impl_class": Impl}))
+    with torch.autocast("cpu", torch.bfloat16):
+        call.run()
+
+    assert call.impl.wrapped.product.dtype == torch.float32
+
+
 def test_a_call_that_fits_runs():
     call = Call()
 

@@ -306,14 +306,41 @@ def test_a_mask_of_a_device_is_built_in_few_operations(is_added, operations, mon
     assert_costs_at_most(lambda: attention(query, key, value, attn_mask=mask), 160, operations)
 
 
+@pytest.mark.parametrize("name", [*COSTS, "soft cap"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_autocast_changes_nothing(name, is_first) -> None:
+    """Neither of a call nor of its gradients: the dtype is that of the tensors, as it was negotiated."""
+    sizes, features, *_ = COSTS.get(name, ({}, {"logits_soft_cap": 5.0}))
+    inputs = [one.requires_grad_() for one in tensors(**sizes)]
+
+    def results():
+        with torch.no_grad():
+            alone = attention(*inputs, **features)
+        output = attention(*inputs, **features)
+        return alone, output, *torch.autograd.grad(output.square().sum(), inputs)
+
+    wanted = [] if is_first else results()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results()
+    for one, other in zip(found, wanted or results(), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
 def test_calls_of_one_form_are_repeated_for_this_form_alone(monkeypatch) -> None:
-    """Strides, dtypes, axes and gradients are part of it; tensors of another class are checked each time."""
+    """
+    Strides, dtypes, axes and gradients are part of it; tensors of another class are checked each time. The alignment
+    is not: nothing is decided by it, and kernels that depend on it look at the addresses of each call.
+    """
     checked, check = [], ForwardGuard.check_call
     monkeypatch.setattr(ForwardGuard, "check_call", lambda *given: (checked.append(1), check(*given))[1])
     query, key, value = tensors(kv_heads=4)
     wanted = attention(query, key, value)
     forms = {
         "the same": (query.clone(), key, value),
+        "the same, unaligned": [
+            torch.cat((one.new_zeros(1), one.flatten()))[1:].view_as(one) for one in (query, key, value)
+        ],
         "other strides": (query.transpose(1, 2).contiguous().transpose(1, 2), key, value),
         "another last axis": (query.transpose(2, 3).contiguous().transpose(2, 3), key, value),
         "no strides between batches": (query, key[:1].expand_as(key), value[:1].expand_as(value)),
@@ -327,7 +354,9 @@ def test_calls_of_one_form_are_repeated_for_this_form_alone(monkeypatch) -> None
         assert all(torch.equal(one, results[0]) for one in results)
         assert torch.equal(results[0], wanted) == ("between" not in name)
 
-    assert counts == {name: {"the same": 0, "another class": 3}.get(name, 1) for name in forms}
+    assert counts == {
+        name: {"the same": 0, "the same, unaligned": 0, "another class": 3}.get(name, 1) for name in forms
+    }
 
 
 def test_a_mask_that_requires_a_gradient_is_refused_after_a_call_without_gradients() -> None:

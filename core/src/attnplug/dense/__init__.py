@@ -5,7 +5,8 @@ Attention as one function call, for callers without a KV cache: `attention` and 
 `flash_attn_varlen_func` and `flash_attn_with_kvcache` are the same with FlashAttention's arguments, KV cache included.
 `shared_backend`, `BatchPlanner`, `device_of`, `use_device` and `renew_parameters` are what they are made of, for hosts
 with dense calls;
-`prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, and `DecisionCache` keeps it.
+`prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, `rows_of` sees its tensors as
+rows, and `DecisionCache` keeps it.
 `NativeRows` has the calls for which the host's own attention was measured to be faster.
 The names load on first use, since they import torch.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from attnplug.dense.native_rows import NativeRows as NativeRows
     from attnplug.dense.prepared import prepare_attention as prepare_attention
     from attnplug.dense.prepared import prepare_attention_varlen as prepare_attention_varlen
+    from attnplug.dense.prepared import rows_of as rows_of
     from attnplug.dense.sdpa import attend_like_sdpa as attend_like_sdpa
     from attnplug.dense.sdpa import autocast_like_sdpa as autocast_like_sdpa
     from attnplug.dense.sdpa import requirements_like_sdpa as requirements_like_sdpa
@@ -44,7 +46,7 @@ _MODULES: Final = {
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
     "attnplug.dense.native_rows": "NativeRow NativeRows",
-    "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen",
+    "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen rows_of",
     "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
 }
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MOST_CALLS: Final = 32
 """Entries of each cache of a thread: a plan of FlashInfer takes 8 MiB of device memory."""
 
+_is_autocast_enabled: Final = torch.is_autocast_enabled
 NAME: Final = "attnplug.attention"
 """The layer's name in messages."""
 
@@ -67,6 +68,7 @@ class PreparedAttention:
     _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
     _rows: tuple[int, int] = field(repr=False)
     _return_lse: bool = field(repr=False)
+    _device_type: str = field(repr=False)
     _flatten: Flatten = field(repr=False)  # makes the masks of a call those of a `Batch`
     _metadata: Metadata | None = field(default=None, init=False, repr=False)
     _masks: tuple[Tensor | None, Tensor | None] | None = field(default=None, init=False, repr=False)  # of `_metadata`
@@ -164,7 +166,7 @@ class PreparedAttention:
         impl, output, lse = self._planner.impl, query.new_empty(self._rows), None
         if self._return_lse:
             lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
-        if is_checked and metadata is not None:
+        if is_checked and metadata is not None and not _is_autocast_enabled(self._device_type):
             # What `forward` compares is equal to that of a call that it has checked, and the results are new memory.
             impl.wrapped.run(query, key, value, None, metadata, output, lse)
         elif metadata is not None:
@@ -359,6 +361,7 @@ def _prepare(
             shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
             rows=(sum(lengths[0]), planner.impl.output_width),
             return_lse=params.return_lse,
+            device_type=device.type,
             flatten=flatten,
         )
         return prepared.build() if tensors.mask is tensors.bias is None else prepared

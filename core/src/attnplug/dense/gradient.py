@@ -37,6 +37,20 @@ def attention_gradients(
         params: The call's numbers.
         tensors: Its other tensors; masks are ``(batch, heads, queries, keys)``, or of shapes that expand to it.
     """
+    kind = inputs[0].device.type
+    # As in the forward: products of torch would be rounded to another dtype.
+    with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
+        return _gradients(grads, inputs, results, params, tensors)
+
+
+def _gradients(
+    grads: tuple[Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    params: CallParams,
+    tensors: CallTensors,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute what `attention_gradients` returns."""
     mask, bias, sinks, alibi_slopes = tensors
     query, key, value = inputs
     batch, rows, heads, size = query.shape

@@ -75,7 +75,8 @@ def find_repeated(
 
     The form is None where a call is not repeated: it is part of a transform or a capture, records gradients, has
     tensors of another class or layout, or is made while another device is the current one. That of a mask, sinks and
-    slopes has nothing of their values, which each call reads.
+    slopes has nothing of their values, which each call reads. Autocast is no part of it, since calls keep the dtype of
+    their tensors in it; nor is alignment, by which nothing is decided.
 
     Args:
         query: ``(batch, tokens, heads, size)``, or with the heads before the tokens; and so are key and value.
@@ -121,7 +122,7 @@ def keep_repeated(form: Hashable, query: Tensor, key: Tensor, value: Tensor, pre
         value: Likewise.
         prepared: What it has run on.
     """
-    rows = (_rows_of(query), _rows_of(key), _rows_of(value))
+    rows = (rows_of(query), rows_of(key), rows_of(value))
     _repeated.keep(form, RepeatedCall(prepared, rows, heads_first=False))
 
 
@@ -131,8 +132,17 @@ def repeat_as(form: Hashable, call: RepeatedCall | None, *, heads_first: bool) -
         _repeated.keep(form, RepeatedCall(call.prepared, call.rows, heads_first))
 
 
-def _rows_of(tensor: Tensor) -> Rows | None:
-    """Return shape and strides of ``(batch, tokens, heads, size)`` as rows, or None where it has to be copied."""
+def rows_of(tensor: Tensor) -> Rows | None:
+    """
+    Return how `PreparedAttention.run` sees a padded tensor without a copy, for calls that repeat its shape and strides.
+
+    Args:
+        tensor: ``(batch, tokens, heads, size)``.
+
+    Returns:
+        Shape and strides of ``(batch * tokens, heads, size)``, as ``Tensor.as_strided`` takes them; None where the
+        tensor has to be copied.
+    """
     (batch, tokens, heads, size), (of_batch, of_token, of_head, of_element) = tensor.shape, tensor.stride()
     if of_element != 1 or not (batch == 1 or tokens == 1 or of_batch == tokens * of_token):
         return None

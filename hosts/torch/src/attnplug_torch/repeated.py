@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from attrs import define
 
-from attnplug.dense import DecisionCache, PreparedAttention, prepare_attention
+from attnplug.dense import DecisionCache, PreparedAttention, prepare_attention, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -123,22 +123,13 @@ def make(
     made = RepeatedCall(
         prepared=prepared,
         keys=keys,
-        rows=tuple(map(_rows_of, tokens_first)),
+        rows=tuple(map(rows_of, tokens_first)),
         shape=(batch, heads, queries, size),
         strides=strides,
         is_in_place=strides == query.stride(),
     )
     _calls.keep(kind, made)
     return made
-
-
-def _rows_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return shape and strides of ``(batch, tokens, heads, size)`` as rows, or None where it has to be copied."""
-    (batch, tokens, heads, size), (of_batch, of_token, of_head, of_element) = tensor.shape, tensor.stride()
-    if of_element != 1 or not (batch == 1 or tokens == 1 or of_batch == tokens * of_token):
-        return None
-    step = of_batch if tokens == 1 and batch > 1 else of_token
-    return (batch * tokens, heads, size), (step, of_head, 1)
 
 
 def _copied_rows(tensor: Tensor, tokens: int) -> Tensor:
