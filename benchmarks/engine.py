@@ -14,9 +14,10 @@ of a small model the time is host time. A failure of one configuration is report
 On a GPU each configuration generates once more, under torch's profiler: `busy` is the share of its decode steps in
 which the GPU works. What is missing from 1 is host time that no kernel hides.
 
-With --also the engine runs on another backend too, in the same turns. With --through transformers' continuous batching
-runs on a backend of attnplug too, or on an attention of transformers (sdpa, paged|eager, flash_attention_3). With --out
-the result is written into that folder after each comparison, as engine.json and engine.md.
+With --also the engine runs on another backend too, in the same turns; with --serial without async scheduling, too. With
+--through transformers' continuous batching runs on a backend of attnplug too, or on an attention of transformers (sdpa,
+paged|eager, flash_attention_3). With --out the result is written into that folder after each comparison, as engine.json
+and engine.md.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def main() -> int:
 
 
 @contextmanager
-def attnplug_engine(options: Any, preset: Preset, device: str, backend: list[str] | None) -> Iterator[Configuration]:
+def attnplug_engine(
+    options: Any, preset: Preset, device: str, backend: list[str] | None, *, serial: bool = False
+) -> Iterator[Configuration]:
     """Yield a generation through the engine."""
     engine = Engine(
         preset.model(device),
@@ -179,6 +182,7 @@ def attnplug_engine(options: Any, preset: Preset, device: str, backend: list[str
         max_num_tokens=max(preset.requests, options.batch_tokens),
         max_seq_len=preset.prompt + preset.new,
         graphs=options.graphs,
+        async_scheduling=False if serial else None,
         prefix_caching=False,
     )
     ids = sorted({selection.id for selection in engine.selections.values()})
@@ -237,6 +241,8 @@ def _compare(options: Any, preset: Preset, device: str) -> dict[str, Any]:
 
 def _configurations(options: Any, preset: Preset, device: str) -> dict[str, AbstractContextManager[Configuration]]:
     found = {"attnplug": attnplug_engine(options, preset, device, options.backend)}
+    if options.serial:
+        found["attnplug, serial"] = attnplug_engine(options, preset, device, options.backend, serial=True)
     for name in options.also:
         found[f"attnplug {name}"] = attnplug_engine(options, preset, device, [name])
     # All models are made before a manager runs: its thread draws from the generator that weights come from.
@@ -352,6 +358,7 @@ def _options() -> Any:
         default=[],
         help="run transformers' continuous batching on this backend of attnplug, or on this attention, too; repeatable",
     )
+    parser.add_argument("--serial", action="store_true", help="run the engine without async scheduling too")
     parser.add_argument("--out", type=Path, help="folder to write the results into")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, for all configurations")

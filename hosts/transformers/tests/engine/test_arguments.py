@@ -243,10 +243,10 @@ def test_leaving_the_with_block_closes_the_engine(host):
 
 def test_stats(host):
     with Engine(model("llama"), block_size=4, num_blocks=6, max_num_reqs=2, max_num_tokens=8) as engine:
-        assert engine.stats == EngineStats(steps=0, replayed_steps=0, preemptions=0, blocks_in_use=0)
+        assert engine.stats == EngineStats(steps=0, replayed_steps=0, steps_ahead=0, preemptions=0, blocks_in_use=0)
         requests = [engine.submit([token] * 4, max_new_tokens=9) for token in (1, 2)]
         engine.step()
-        assert engine.stats == EngineStats(steps=1, replayed_steps=0, preemptions=0, blocks_in_use=2)
+        assert engine.stats == EngineStats(steps=1, replayed_steps=0, steps_ahead=0, preemptions=0, blocks_in_use=2)
         while engine.has_work:
             engine.step()
 

@@ -53,10 +53,11 @@ def assert_idle(engine):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tokens_are_those_of_transformers(open_engine, name):
     _, prompts, expected = reference(name)
-    engine = open_engine(name)
+    engine = open_engine(name, async_scheduling=True)
 
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     assert engine.generate(prompts, max_new_tokens=NEW) == expected  # with all prefixes cached
+    assert engine.stats.steps_ahead > NEW
     assert_idle(engine)
     assert len({token for tokens in expected for token in tokens}) > 8  # a model that repeats itself proves little
 
@@ -73,25 +74,26 @@ def test_learned_positions_and_chunks(open_engine, name):
 @given(
     name=st.sampled_from(NAMES),
     block_size=st.sampled_from([1, 3, 8, 16, 32]),
-    max_num_reqs=st.integers(1, 9),
-    more_tokens=st.integers(0, 40),
+    sizes=st.tuples(st.integers(1, 9), st.integers(0, 40)),
     prefix_caching=st.booleans(),
     spare=st.sampled_from([0, 1, 3, 100]),
+    ahead=st.booleans(),
     order=st.permutations(range(9)),
     arrivals=st.lists(st.integers(0, 12), min_size=9, max_size=9),
 )
 def test_the_tokens_depend_on_nothing_but_the_prompt(
-    name, block_size, max_num_reqs, more_tokens, prefix_caching, spare, order, arrivals
+    name, block_size, sizes, prefix_caching, spare, ahead, order, arrivals
 ):
     made, prompts, expected = reference(name)
     longest = -(-(max(map(len, prompts)) + NEW) // block_size)
     engine = Engine(
         made,
         block_size=block_size,
-        max_num_reqs=max_num_reqs,
-        max_num_tokens=max_num_reqs + more_tokens,
+        max_num_reqs=sizes[0],
+        max_num_tokens=sum(sizes),
         prefix_caching=prefix_caching,
         num_blocks=1 + longest + spare,
+        async_scheduling=ahead,
     )
     try:
         found = _arriving(engine, [prompts[index] for index in order], arrivals)
@@ -178,7 +180,9 @@ def test_a_seed_draws_equal_tokens_from_equal_logits(open_engine, monkeypatch, d
 
     alone, _ = run(seen[0], {}, prompts[:1])
     crowded, preemptions = run(
-        seen[1], {"num_blocks": 14, "block_size": 4, "max_num_tokens": 6, "max_num_reqs": 6}, prompts
+        seen[1],
+        {"num_blocks": 14, "block_size": 4, "max_num_tokens": 6, "max_num_reqs": 6, "async_scheduling": True},
+        prompts,
     )
 
     assert preemptions > 0
@@ -210,6 +214,66 @@ def test_a_cancelled_request_keeps_its_tokens(open_engine):
     assert_idle(engine)
 
 
+EVERY_SAMPLING = [
+    Sampling(max_new_tokens=3),
+    Sampling(max_new_tokens=9, temperature=1.0, seed=1),
+    Sampling(max_new_tokens=5, temperature=1.0, top_p=0.8, seed=2),
+    Sampling(max_new_tokens=9, temperature=1.0, top_k=9, seed=3),
+    Sampling(max_new_tokens=9, repetition_penalty=1.3, logit_bias={5: 2.0}),
+    Sampling(max_new_tokens=9, frequency_penalty=0.5, temperature=1.0, seed=4, logprobs=2),
+    Sampling(max_new_tokens=9, logprobs=0),
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_ahead_draws_the_same_tokens(open_engine, graphs):
+    """Seeds, penalties and log-probabilities are those of the tokens before, which come after the next launch."""
+    made, prompts, _ = reference("llama")
+    results = []
+    for ahead in (False, True):
+        engine = open_engine(made, async_scheduling=ahead, graphs=graphs)
+        some = engine.generate(prompts[:7], sampling=EVERY_SAMPLING, return_requests=True)
+        results.append([(one.new_tokens, one.logprobs) for one in some])
+        assert bool(engine.stats.steps_ahead) == ahead
+
+    assert results[0] == results[1]
+
+
+def test_a_late_stop_costs_one_token(open_engine):
+    made, prompts, expected = reference("llama")
+    engine = open_engine(made, async_scheduling=True)
+    stop = expected[0][4]
+    count = expected[0].index(stop) + 1
+    stopped = engine.submit(prompts[0], max_new_tokens=NEW, stop_tokens=[stop])
+    while not stopped.is_finished:
+        engine.step()
+
+    assert stopped.new_tokens == expected[0][:count]
+    assert (engine.stats.steps, engine.stats.steps_ahead) == (count + 1, count)
+    assert_idle(engine)
+    assert engine.step() == []
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+
+
+def test_what_was_launched_ahead_is_dropped_with_its_reason(open_engine):
+    """It is run again on other weights; nobody waits for it after a cancel."""
+    made, prompts, expected = reference("llama")
+    engine = open_engine(made, async_scheduling=True)
+    request = engine.submit(prompts[0], max_new_tokens=NEW)
+    engine.step()
+    ahead = engine.stats.steps
+    engine.reset_prefix_cache()
+    engine.step()
+    assert (ahead, engine.stats.steps) == (2, 4)
+    engine.cancel(request)
+    other = engine.submit(prompts[1], max_new_tokens=NEW)
+    while engine.has_work:
+        engine.step()
+
+    assert (request.new_tokens, other.new_tokens) == (expected[0][:2], expected[1])
+    assert_idle(engine)
+
+
 def test_requests_that_never_fit_are_refused(open_engine):
     engine = open_engine("llama", num_blocks=4, block_size=8, max_seq_len=64)
 
@@ -228,7 +292,7 @@ def test_requests_that_never_fit_are_refused(open_engine):
 
 def test_a_failed_step_is_repeated(open_engine, monkeypatch):
     made, prompts, expected = reference("gemma2")
-    engine = open_engine("gemma2", block_size=4, num_blocks=40)
+    engine = open_engine("gemma2", block_size=4, num_blocks=40, async_scheduling=True)
     requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
     layer, run = made.model.layers[2].mlp, made.model.layers[2].mlp.forward
     count = 0

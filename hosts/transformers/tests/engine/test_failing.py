@@ -14,13 +14,14 @@ GOOD = list(range(1, 12))
 DRAWING = Sampling(temperature=1.0, seed=1)
 
 
-@pytest.fixture(params=["llama", "gemma2"])
+@pytest.fixture(params=[("llama", True), ("gemma2", False)])
 def engine(host, request):
     """Make an engine over few blocks, on a model that computes NaN from one token."""
-    made = model(request.param)
+    name, ahead = request.param
+    made, limits = model(name), {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": 64}
     with torch.no_grad():
         made.get_input_embeddings().weight[BAD] = float("nan")
-    with Engine(made, num_blocks=12, block_size=8, max_num_reqs=4, max_num_tokens=16, max_seq_len=64) as engine:
+    with Engine(made, num_blocks=12, block_size=8, **limits, async_scheduling=ahead) as engine:
         yield engine
 
 
@@ -79,15 +80,14 @@ def test_generate_names_the_prompt_and_the_request(engine):
 
 def test_a_request_fails_in_a_replayed_step(host):
     made = model("llama")
-    with Engine(made, graphs=True, max_num_reqs=4, max_seq_len=64) as engine:
+    with Engine(made, graphs=True, max_num_reqs=4, max_seq_len=64, async_scheduling=True) as engine:
         requests = [engine.submit([token, 1], max_new_tokens=5, stop_tokens=()) for token in (5, 6)]
         expected = engine.generate([[6, 1]], max_new_tokens=5)[0]
         assert [request.finish_reason for request in requests] == ["length"] * 2
 
-        bad, good = (engine.submit([token, 1], max_new_tokens=5) for token in (5, 6))
-        engine.step()
         with torch.no_grad():
             made.get_input_embeddings().weight[requests[0].new_tokens[0]] = float("nan")
+        bad, good = (engine.submit([token, 1], max_new_tokens=5) for token in (5, 6))
         finish(engine)
 
     assert (bad.finish_reason, len(bad.new_tokens)) == ("failed", 1)

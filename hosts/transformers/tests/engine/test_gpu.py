@@ -84,7 +84,7 @@ def test_a_decode_step_synchronizes_once(on_gpu):
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logits = engine._runner.run(step)
+        logits = engine._runner.run(engine._runner.prepare(step))
         tokens = sample(logits, step.sampling)
     finally:
         torch.cuda.set_sync_debug_mode("default")

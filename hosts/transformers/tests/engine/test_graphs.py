@@ -24,7 +24,12 @@ def graphed(host):
     made = []
 
     def opened(name, **how):
-        made.append(Engine(reference(name)[0], **{"graphs": True, "max_num_reqs": 5, "max_seq_len": 128, **how}))
+        made.append(
+            Engine(
+                reference(name)[0],
+                **{"graphs": True, "max_num_reqs": 5, "max_seq_len": 128, "async_scheduling": True, **how},
+            )
+        )
         return made[-1]
 
     yield opened

@@ -47,7 +47,9 @@ class Workload:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self.host = fake.Host(9 if window is None else 5, 2, max_num_reqs=3, max_num_tokens=6, sliding_window=window)
+        self.host = fake.Host(
+            9 if window is None else 5, 2, max_num_reqs=3, max_num_tokens=6, sliding_window=window, ahead=True
+        )
         self.requests = [
             Request(id=number, tokens=prompt, max_new_tokens=length)
             for number, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
@@ -111,6 +113,7 @@ def all_places(window):
     workload.check()
     assert workload.host.scheduler.num_preemptions or window  # with a window they need few blocks
     assert any(request.num_cached_tokens for request in workload.requests)
+    assert workload.host.num_ahead
     return found
 
 
@@ -176,7 +179,8 @@ class TestEngine:
 
     def run(self, made, watch):
         """Generate, submit and step; what is interrupted is called again."""
-        with Engine(made, block_size=4, num_blocks=9, max_num_reqs=2, max_seq_len=32) as engine:
+        limits = {"block_size": 4, "num_blocks": 9, "max_num_reqs": 2, "max_seq_len": 32}
+        with Engine(made, **limits, async_scheduling=True) as engine:
             with watch:
                 found = again(lambda: engine.generate(PROMPTS[:3], max_new_tokens=3, sampling=DRAWING))
                 assert not again(lambda: engine.has_work)  # what an interrupted generate() has begun is canceled
@@ -189,6 +193,7 @@ class TestEngine:
                 while again(lambda: engine.has_work):
                     again(engine.step)
             assert engine.stats.blocks_in_use == 0
+            assert engine.stats.steps_ahead
             assert other.finish_reason == "cancelled"
             return [*found, request.new_tokens]
 
@@ -252,7 +257,8 @@ class TestOutputs:
     def run(self, made, watch):
         """Generate with all of them; what is interrupted is called again."""
         how = {"frequency_penalty": 0.5, "temperature": 1.0, "seed": 3, "logprobs": 1, "n": 2}
-        with Engine(made, block_size=4, num_blocks=12, max_num_reqs=3, tokenizer=byte_level()) as engine:
+        limits = {"block_size": 4, "num_blocks": 12, "max_num_reqs": 3}
+        with Engine(made, **limits, tokenizer=byte_level(), async_scheduling=True) as engine:
             sampling = Sampling(**how, stop=["\n\n", "zz"], max_new_tokens=4)
             with watch:
                 found = again(lambda: engine.generate(PROMPTS[:2], sampling=sampling, return_requests=True))

@@ -27,8 +27,9 @@ def some_request(random: Random, number: int) -> Request:
     return Request(id=number, tokens=prompt, max_new_tokens=random.randint(1, 11), stop_tokens=stops)
 
 
-def check_result(request: Request) -> None:
-    wanted = fake.generate(request.tokens[: request.num_prompt_tokens], request.max_new_tokens, request.stop_tokens)
+def check_result(request: Request, window: int | None = None) -> None:
+    prompt = request.tokens[: request.num_prompt_tokens]
+    wanted = fake.generate(prompt, request.max_new_tokens, request.stop_tokens, window)
     assert not request.blocks
     if request.finish_reason in ("cancelled", "failed"):
         assert request.new_tokens == wanted[: len(request.new_tokens)]
@@ -39,13 +40,16 @@ def check_result(request: Request) -> None:
 
 
 def small_host(random: Random, *, prefix_caching: bool) -> fake.Host:
-    size = random.randint(1, 4)
+    size, window = random.randint(1, 4), random.choice([None, None, 3])
+    fewest = 22 // size if window is None else 3
     return fake.Host(
-        random.randint(22 // size + 2, 44 // size + 2),  # any one request fits, and never many
+        random.randint(fewest + 2, 2 * fewest + 2),  # any one request fits, and never many
         size,
         prefix_caching=prefix_caching,
+        sliding_window=window,
         max_num_reqs=random.randint(1, 8),
         max_num_tokens=random.randint(8, 24),
+        ahead=random.random() < 0.5,
     )
 
 
@@ -67,14 +71,16 @@ def test_ten_thousand_requests_leak_no_block(prefix_caching: bool) -> None:
             host.check()
             for request in [request for request in alive if request.is_finished]:
                 alive.remove(request)
-                check_result(request)
+                check_result(request, host.sliding_window)
                 seen[request.status] += 1
                 seen["reused"] += request.num_cached_tokens
         assert host.pool.num_free == host.pool.num_usable
         seen["preempted"] += host.scheduler.num_preemptions
+        seen["ahead"] += host.num_ahead
     assert seen["finished"] + seen["cancelled"] == 10_000
     assert seen["cancelled"] > 100
     assert seen["preempted"] > 300
+    assert seen["ahead"] > 1000
     assert (seen["reused"] > 1000) if prefix_caching else not seen["reused"]
 
 
@@ -93,6 +99,7 @@ prompts = st.lists(
     st.integers(1, 5),
     st.integers(0, 20),
     st.lists(st.integers(0, 5), max_size=8),
+    st.booleans(),
 )
 @settings(max_examples=examples(150))
 def test_tokens_do_not_depend_on_the_schedule(
@@ -103,6 +110,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     max_num_reqs: int,
     spare_tokens: int,
     pauses: list[int],
+    ahead: bool,
 ) -> None:
     host = fake.Host(
         30 // block_size + 2 + spare_blocks,
@@ -110,6 +118,7 @@ def test_tokens_do_not_depend_on_the_schedule(
         prefix_caching=prefix_caching,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_reqs + spare_tokens,
+        ahead=ahead,
     )
     requests = []
     for number, (prompt, length) in enumerate(prompts):
@@ -189,6 +198,7 @@ def test_drawn_tokens_do_not_depend_on_the_schedule(
         max_num_reqs=6,
         max_num_tokens=max_num_tokens,
         choose=choose_by_logits,
+        ahead=True,
     )
 
     assert drawn_tokens(crowd, lengths, together=True) == drawn_tokens(alone, lengths, together=False)

@@ -65,6 +65,7 @@ class Host:
         max_num_tokens: int = 16,
         max_seq_len: int = 1000,
         sliding_window: int | None = None,
+        ahead: bool = False,
         choose: Callable[[list[int], list[Request]], list[int]] | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
@@ -73,14 +74,29 @@ class Host:
         self.sliding_window = sliding_window  # at least 2: a slot's number follows from the one before
         self.choose = choose or (lambda states, _: [next_token(state) for state in states])
         self.cache = [0] * (num_blocks * block_size)
+        self.ahead = ahead  # schedules as an engine with async_scheduling
+        self.num_ahead = 0
+        self._launched: tuple[Step, list[int]] | None = None
 
     def step(self) -> list[Request]:
-        step = self.scheduler.schedule()
-        if step is None:
-            assert not self.scheduler.has_work
-            return []
-        self.check_step(step)
-        return self.scheduler.finish_step(step, self.run(step))
+        launched, self._launched = self._launched, None
+        if launched is None or not self.scheduler.awaits(launched[0]):
+            step = self.scheduler.schedule()
+            if step is None:
+                assert not self.scheduler.has_work
+                return []
+            self.check_step(step)
+            launched = step, self.states(step, [one.request.tokens[one.start : one.stop] for one in step])
+        step, states = launched
+        following = self.scheduler.schedule_ahead() if self.ahead else None
+        tokens = self.choose(states, step.sampling)
+        if following is not None:
+            self.check_ahead(step, following)
+            self.num_ahead += 1
+            launched = following, self.states(following, [[tokens[place]] for place in following.follows])
+        moved = self.scheduler.finish_step(step, tokens)
+        self._launched = launched if following is not None else None
+        return moved
 
     def finish(self) -> None:
         while self.scheduler.has_work:
@@ -91,32 +107,52 @@ class Host:
         return [request.blocks[at // size] * size + at % size for at in range(start, stop)]
 
     def run(self, step: Step) -> list[int]:
-        for one in step:
+        tokens = [one.request.tokens[one.start : one.stop] for one in step]
+        return self.choose(self.states(step, tokens), step.sampling)
+
+    def states(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Write the tokens of a step into the cache, and return what its next tokens follow from."""
+        for one, given in zip(step, tokens, strict=True):
             slots = self.slots(one.request, max(one.start - 1, 0), one.stop)
             state = self.cache[slots.pop(0)] if one.start else _START
-            for token, slot in zip(one.request.tokens[one.start : one.stop], slots, strict=True):
+            for token, slot in zip(given, slots, strict=True):
                 state = self.cache[slot] = hash((state, token))
         seen = [self.slots(one.request, self.first_seen(one.stop), one.stop) for one in step if one.samples]
-        states = [hash(tuple(self.cache[slot] for slot in slots)) for slots in seen]
-        return self.choose(states, step.sampling)
+        return [hash(tuple(self.cache[slot] for slot in slots)) for slots in seen]
 
     def first_seen(self, stop: int) -> int:
         """Return the first token that the last one of a sequence attends to."""
         return 0 if self.sliding_window is None else max(0, stop - self.sliding_window)
 
     def check_step(self, step: Step) -> None:
-        pool = self.pool
         assert 1 <= len(step) <= self.limits.max_num_reqs
         assert step.num_tokens <= self.limits.max_num_tokens
-        assert len({one.request for one in step}) == len(step)
         lengths = [one.num_new_tokens for one in step]
         assert lengths[: lengths.count(1)] == [1] * lengths.count(1)
-        slots: list[int] = []
         for one in step:
-            assert one.request.status == "running"
             assert one.start == one.request.num_computed_tokens
             assert 1 <= one.num_new_tokens <= len(one.request.tokens) - one.start
             assert one.samples == (one.stop == len(one.request.tokens))
+        self._check_slots(step)
+
+    def check_ahead(self, step: Step, following: Step) -> None:
+        """Check a step of decodes whose tokens are those of the step before."""
+        places = following.follows
+        assert places is not None
+        assert len(places) == len(following)
+        assert [step.sampling[place] for place in places] == following.sampling
+        stops = {one.request: one.stop for one in step}
+        assert stops.keys() >= set(self.scheduler.running)  # nobody is left behind
+        for one in following:
+            assert (one.start, one.num_new_tokens, one.samples) == (stops[one.request], 1, True)
+            assert one.stop < one.request.max_tokens
+        self._check_slots(following)
+
+    def _check_slots(self, step: Step) -> None:
+        pool, slots = self.pool, list[int]()
+        assert len({one.request for one in step}) == len(step)
+        for one in step:
+            assert one.request.status == "running"
             slots += self.slots(one.request, one.start, one.stop)
         assert len(set(slots)) == len(slots)
         written = {slot // pool.block_size for slot in slots}

@@ -32,7 +32,7 @@ from attnplug_transformers.engine.model_attention import ModelAttention
 from attnplug_transformers.engine.options import check_options_known
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.runner import Runner
-from attnplug_transformers.engine.sampler import Sampler
+from attnplug_transformers.engine.sampler import Sampler, download
 from attnplug_transformers.engine.scheduler import Scheduler
 from attnplug_transformers.engine.submission import Submission
 from attnplug_transformers.engine.weights import Weights
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
+    from torch import Tensor
     from typing_extensions import Self
 
     from attnplug import Selection
     from attnplug.contract import Attention
     from attnplug.request import BackendNames, Options
+    from attnplug_transformers.engine.runner import Inputs
+    from attnplug_transformers.engine.schedule import Step
 
 _log = logging.getLogger(__name__)
 
@@ -72,13 +75,14 @@ class EngineCore:
         options: Options | None = None,
         prefix_caching: bool = True,
         graphs: bool | None = None,
+        async_scheduling: bool | None = None,
         memory_fraction: float = 0.9,
         assume: str | None = None,
         tokenizer: Any = None,
         **unknown: object,
     ) -> None:
         check_options_known("Engine()", unknown, EngineCore.__init__)
-        check_options(graphs, prefix_caching, kv_cache_dtype)
+        check_options(graphs, async_scheduling, prefix_caching, kv_cache_dtype)
         check_class(model)
         layers = model_layers(
             model.config,
@@ -122,7 +126,10 @@ class EngineCore:
         self._weights = Weights(model)
         self._evaluation = EvaluationMode(model)
         self._exclusive = ExclusiveCall()
-        self._num_steps = 0
+        on_cuda = self._runner.device.type == "cuda"
+        self._runs_ahead = on_cuda if async_scheduling is None else async_scheduling
+        self._launched: tuple[Step, Tensor] | None = None  # ahead of the tokens of the step before, with its logits
+        self._num_steps = self._num_ahead = 0
 
     def _init_caches(self, limits: Limits, memory_fraction: float) -> Limits:
         """Size and allocate the KV caches, and return the limits with their number of blocks."""
@@ -163,6 +170,7 @@ class EngineCore:
         return EngineStats(
             steps=self._num_steps,
             replayed_steps=self._runner.num_replays,
+            steps_ahead=self._num_ahead,
             preemptions=self._scheduler.num_preemptions,
             blocks_in_use=pool.num_usable - pool.num_free,
         )
@@ -186,7 +194,7 @@ class EngineCore:
         with self._exclusive.enter("submit"):
             self._check_open()
             if self._weights.have_changed(self.num_graphs):
-                self._scheduler.reset_prefix_cache()
+                self._reset_prefix_cache()
                 self._weights.store()
             self._scheduler.add(request)
 
@@ -200,6 +208,10 @@ class EngineCore:
         """
         Run the model once, and return the requests that got a token or failed; an empty list without work.
 
+        With `async_scheduling` the device has begun the next step when it returns, if that one has only decodes of the
+        same requests. Of requests that have ended since, it computes a token that nobody gets. A request that is
+        submitted meanwhile starts in the step behind it.
+
         A request with non-finite logits (NaN, infinity, or all tokens ruled out) fails: its `finish_reason` is
         ``"failed"``, and the others go on.
 
@@ -210,19 +222,40 @@ class EngineCore:
             self._check_open()
             self._evaluation.check()
             check_autocast(self._runner.device)
-            step = self._scheduler.schedule()
-            if step is None:
-                return []
-            logits = self._runner.run(step)
-            tokens, logprobs = self._sampler.run(logits, step.sampling)
-            self._num_steps += 1
-            moved = self._scheduler.finish_step(step, tokens, logprobs)
+            moved = self._step()
         failed = [request for request in moved if request.finish_reason == "failed"]
         if ids := [request.id for request in failed if request.error is None]:
             _log.warning("requests %s have failed: their logits are non-finite", ids)
         if ids := [request.id for request in failed if request.error is not None]:
             _log.warning("requests %s have failed: the tokenizer cannot decode their tokens", ids)
         return moved
+
+    def _step(self) -> list[Request]:
+        """Finish the step that was launched ahead, or else a new one; meanwhile the device begins the next one."""
+        launched, self._launched = self._launched, None
+        if launched is None or not self._scheduler.awaits(launched[0]):
+            step = self._scheduler.schedule()
+            if step is None:
+                return []
+            launched = self._launch(step, self._runner.prepare(step))
+        step, logits = launched
+        # While the device computes: all of the next step that its tokens make no difference to.
+        following = self._scheduler.schedule_ahead() if self._runs_ahead else None
+        inputs = None if following is None else self._runner.prepare(following)
+        sampled, logprobs = self._sampler.run(logits, step.sampling)
+        tokens = download(sampled)
+        if following is not None and inputs is not None:
+            launched = self._launch(following, inputs, sampled)
+            self._num_ahead += 1
+        moved = self._scheduler.finish_step(step, tokens(), logprobs)
+        if following is not None:
+            self._launched = launched
+        return moved
+
+    def _launch(self, step: Step, inputs: Inputs, sampled: Tensor | None = None) -> tuple[Step, Tensor]:
+        logits = self._runner.run(inputs, sampled)
+        self._num_steps += 1
+        return step, logits
 
     def cancel(self, request: Request) -> None:
         """
@@ -250,11 +283,16 @@ class EngineCore:
         computed: let them end first, or cancel them.
         """
         with self._exclusive.enter("reset_prefix_cache"):
-            self._scheduler.reset_prefix_cache()
+            self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        self._launched = None  # it is run again, on the model of now
+        self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Cancel all requests, free the KV caches, and restore the model's own attention."""
         with self._exclusive.enter("close"):
+            self._launched = None
             if self._restore.alive:
                 for request in (*self._scheduler.running, *self._scheduler.waiting):
                     self._scheduler.cancel(request)

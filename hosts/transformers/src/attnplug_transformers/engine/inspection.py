@@ -48,7 +48,7 @@ _TOLERANCE: Final = 0.05
 """How far rows of one token at one position may differ by the rounding of a 16-bit dtype, relative to the largest."""
 
 
-def check_options(graphs: object, prefix_caching: object, kv_cache_dtype: object) -> None:
+def check_options(graphs: object, async_scheduling: object, prefix_caching: object, kv_cache_dtype: object) -> None:
     """
     Check the types of an engine's options.
 
@@ -61,6 +61,8 @@ def check_options(graphs: object, prefix_caching: object, kv_cache_dtype: object
 
     if graphs is not None and not isinstance(graphs, bool):
         refuse("graphs", graphs, "True, False or None", "leave graphs out to capture steps on CUDA")
+    if async_scheduling is not None and not isinstance(async_scheduling, bool):
+        refuse("async_scheduling", async_scheduling, "True, False or None", "leave it out to run ahead on CUDA")
     if not isinstance(prefix_caching, bool):
         refuse("prefix_caching", prefix_caching, "True or False", "leave prefix_caching out for True")
     if not isinstance(kv_cache_dtype, (str, torch.dtype)):

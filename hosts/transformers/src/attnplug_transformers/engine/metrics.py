@@ -13,12 +13,14 @@ class EngineStats:
     Attributes:
         steps: Forward passes of the model.
         replayed_steps: Those of them that were replays of captured decode steps.
+        steps_ahead: Those of them that were launched before the tokens of the step before were on the host.
         preemptions: Times that a request released its blocks for an older one, to be recomputed later.
         blocks_in_use: Blocks that requests own now.
     """
 
     steps: int
     replayed_steps: int
+    steps_ahead: int
     preemptions: int
     blocks_in_use: int
 

@@ -19,6 +19,7 @@ _RENAMED: Final = {
     **dict.fromkeys(("enable_prefix_caching", "disable_radix_cache"), "prefix_caching=True or False"),
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "graphs=False"),
     **dict.fromkeys(("attention_backend", "attn_implementation"), "backend=..."),
+    "disable_overlap_schedule": "async_scheduling=False",
     "page_size": "block_size=...",
     "num_gpu_blocks_override": "num_blocks=...",
     "torch_dtype": "dtype=... to Engine.from_pretrained(), or load the model in this dtype",

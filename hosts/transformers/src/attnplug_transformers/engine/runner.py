@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug.batching import BatchAssembler, positions_of
@@ -33,7 +33,7 @@ class Inputs:
     The tensors of one step, with the tokens of all requests concatenated.
 
     Attributes:
-        input_ids: ``(1, tokens)`` int64.
+        input_ids: ``(1, tokens)`` int64; of a step that follows another one, places among the tokens of that one.
         positions: ``(1, tokens)`` int64, of each token in its request.
         batch: Lengths, block table and slots, for the builders.
         rows: ``(requests that sample,)`` int64, the tokens whose logits are sampled from; None for all tokens.
@@ -55,13 +55,16 @@ def prepare(step: Step, assembler: BatchAssembler, device: torch.device) -> Inpu
         device: The model's device.
     """
     assembler.clear()
-    tokens: list[int] = []
+    tokens = list(step.follows or ())
     rows: list[int] = []
+    count = 0
     for one in step:
         assembler.add(one.num_new_tokens, one.start, one.request.blocks)
-        tokens += one.request.tokens[one.start : one.stop]
+        if step.follows is None:
+            tokens += one.request.tokens[one.start : one.stop]
+        count += one.num_new_tokens
         if one.samples:
-            rows.append(len(tokens) - 1)
+            rows.append(count - 1)
     batch = assembler.finish()
     ids = upload(torch.tensor(tokens, dtype=torch.int64), device)[None]
     every = len(rows) == len(tokens)
@@ -77,8 +80,8 @@ class Runner:
     """
     The model with its backends and KV caches.
 
-    `run` prepares the inputs of a step, builds the metadata of each group, and calls the model. A captured graph takes
-    the place of the last part: it reads inputs and metadata from fixed addresses.
+    `prepare` makes the inputs of a step. `run` builds the metadata of each group, and calls the model. A captured graph
+    takes the place of the last part: it reads inputs and metadata from fixed addresses.
 
     Args:
         model: The model, on the engine's attention.
@@ -130,20 +133,35 @@ class Runner:
         self._builders, self._caches = (), {}
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Tensor:
-        """Return ``(requests that sample, vocabulary)`` logits, in the order of ``step.sampling``."""
+    def prepare(self, step: Step) -> Inputs:
+        """Return the inputs of a step. Where it follows another one, nothing here reads the tokens of that one."""
         with use_device(self.device):
             # It keeps rows between steps; one that an exception left halfway is not used again.
             assembler, self._assembler = self._assembler or self._new_assembler(), None
             inputs = prepare(step, assembler, self.device)
             self._assembler = assembler
+            return inputs
+
+    @torch.inference_mode()
+    def run(self, inputs: Inputs, sampled: Tensor | None = None) -> Tensor:
+        """
+        Launch a step, and return its logits: ``(requests that sample, vocabulary)``, in the order of ``step.sampling``.
+
+        Args:
+            inputs: What `prepare` returned for it. The logits are valid until the next step.
+            sampled: The tokens of the step before, where it follows that one.
+        """
+        with use_device(self.device):
+            if sampled is not None:
+                # A request that has failed has no token, and is left out of the results.
+                inputs = evolve(inputs, input_ids=sampled.clamp(min=0)[inputs.input_ids])
             captured = None if self._graphs is None else self._graphs.find(inputs)
             if self._graphs is not None and captured is not None:
                 self.num_replays += 1
                 return self._graphs.replay(captured, inputs)
             metadata = tuple(builder.build(inputs.batch) for builder in self._builders)
             # It waits for the device: decode steps, which are many, are not checked.
-            ranges = self._ranges if self._ranges and any(one.num_new_tokens > 1 for one in step) else None
+            ranges = self._ranges if self._ranges and inputs.batch.max_query_len > 1 else None
             logits = self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata, ranges)
             if ranges is not None:
                 ranges.finish()

@@ -11,7 +11,7 @@ from attnplug_transformers.engine.penalties import TokenCounts, add_biases, pena
 from attnplug_transformers.engine.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from transformers import LogitsProcessorList
@@ -27,16 +27,35 @@ class Sampler:
         self._counts = TokenCounts()
 
     @torch.inference_mode()
-    def run(self, logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def run(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, list[TokenLogprobs | None] | None]:
         """
-        Return the next token of each request, and the log-probabilities that requests report.
+        Return the next token of each request, ``(len(requests),)`` int64 on the device of the logits, and the
+        log-probabilities that requests report.
+
+        It waits for the device where a request has top-k, top-p, processors or log-probabilities.
 
         Args:
             logits: ``(len(requests), vocabulary)`` floats, which are not changed.
             requests: The requests, in the order of the rows.
         """
-        tokens: list[int] = sample(process(logits, requests, self._counts), requests).tolist()
-        return tokens, logprobs_of(logits, tokens, requests)
+        tokens = sample(process(logits, requests, self._counts), requests)
+        if all(request.logprobs is None for request in requests):
+            return tokens, None
+        return tokens, logprobs_of(logits, tokens.tolist(), requests)
+
+
+def download(tokens: Tensor) -> Callable[[], list[int]]:
+    """Copy tokens to the host behind what the device has to do so far; the result waits for the copy alone."""
+    if not tokens.is_cuda:
+        return tokens.tolist
+    copy, copied = tokens.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def result() -> list[int]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return result
 
 
 def process(logits: Tensor, requests: Sequence[Request], counts: TokenCounts) -> Tensor:

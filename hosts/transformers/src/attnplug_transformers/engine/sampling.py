@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from attnplug.contract import upload
 from attnplug.errors import TensorError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         for start in range(0, len(rows), most):
             part = rows[start : start + most]
             everything = len(rows) == len(requests)  # a slice saves a copy
-            index = slice(start, start + most) if everything else torch.tensor(part, device=logits.device)
+            index = slice(start, start + most) if everything else upload(torch.tensor(part), logits.device)
             tokens[index] = choose(logits[index], [requests[row] for row in part])
     return tokens
 
@@ -236,4 +237,4 @@ def _search(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
+    return upload(torch.tensor(values, dtype=torch.float64), like.device).unsqueeze(-1)

@@ -42,9 +42,12 @@ class Step:
 
     Attributes:
         scheduled: One entry per request, at least one.
+        follows: Of a step that was scheduled before the tokens of the one before it were known: which of them its
+            requests go on with, by their places in the `sampling` of that step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
+    follows: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         return iter(self.scheduled)

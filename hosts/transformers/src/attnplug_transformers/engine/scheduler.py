@@ -68,7 +68,8 @@ class Scheduler:
         self._unfinished: dict[Request, None] = {}
         self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._running: dict[Request, None] = {}
-        self._step: Step | None = None
+        # The step that was scheduled last, and the one that was scheduled ahead of its tokens.
+        self._steps: list[Step] = []
         # None between calls. During one: what was scheduled for the requests whose new tokens are not final yet.
         self._uncommitted: Sequence[ScheduledRequest] | None = None
 
@@ -154,9 +155,50 @@ class Scheduler:
         chunks += self._admit(budget - sum(one.num_new_tokens for one in chunks))
         # The last chunk of a prompt may be one token: before the longer ones it runs as a decode, which is faster.
         chunks.sort(key=lambda one: one.num_new_tokens > 1)
-        self._step = Step((*decodes, *chunks)) if decodes or chunks else None
+        self._steps = [Step((*decodes, *chunks))] if decodes or chunks else []
         self._uncommitted = None
-        return self._step
+        return self._steps[0] if self._steps else None
+
+    def schedule_ahead(self) -> Step | None:
+        """
+        Return the step behind the one that `schedule` returned, while that one runs.
+
+        All of its requests decode the tokens that are not known yet. Those that turn out to have ended are left out of
+        its results: a late stop costs one token. None where there is more to decide: chunks of prompts, requests that
+        can be admitted, or blocks that have to be taken from others.
+        """
+        self._recover()
+        # At most one request is within its prompt, and a step has a chunk of it or all of its rest.
+        if len(self._steps) != 1 or not all(one.samples for one in self._steps[0]) or self._may_admit():
+            return None
+        pool = self._pool
+        going = [
+            (place, one)
+            for place, one in enumerate(self._steps[0])
+            if one.request in self._running
+            and one.stop + 1 < one.request.max_tokens  # unless its next token is its last
+        ]
+        short = [one.request for _, one in going if len(one.request.blocks) * pool.block_size <= one.stop]
+        if not going or len(short) > pool.num_free:
+            return None
+        self._uncommitted = ()
+        for request in short:
+            request.blocks += pool.allocate(1)
+        decodes = tuple(ScheduledRequest(one.request, one.stop, 1, samples=True) for _, one in going)
+        self._steps.append(Step(decodes, follows=tuple(place for place, _ in going)))
+        self._uncommitted = None
+        return self._steps[1]
+
+    def _may_admit(self) -> bool:
+        """Whether a waiting request may get a place and blocks after this step, which frees those left of windows."""
+        if not self._waiting or len(self._running) >= self.limits.max_num_reqs:
+            return False
+        return self._frees or self._pool.num_free > sum(map(self._growth, self._running))
+
+    def awaits(self, step: Step) -> bool:
+        """Return whether `finish_step` takes this step next, and anything of it is still of use."""
+        self._recover()
+        return self._steps[:1] == [step] and any(one.request in self._running for one in step)
 
     def finish_step(
         self, step: Step, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
@@ -167,7 +209,7 @@ class Scheduler:
         They are recorded for all requests, or, after an exception, for all or none of them.
 
         Args:
-            step: What `schedule` returned last.
+            step: What `schedule` returned last; or `schedule_ahead`, where that one is finished.
             tokens: One for each of ``step.sampling``, in that order. A negative one is no token: its request fails, and
                 its blocks leave the prefix cache.
             logprobs: The log-probabilities of each token, in the same order; None without.
@@ -176,7 +218,7 @@ class Scheduler:
             The requests that got a token or failed, without those canceled since the step was scheduled.
 
         Raises:
-            BatchError: The step is not the last one, or there is not one token for each request that samples.
+            BatchError: The step is another one, or there is not one token for each request that samples.
         """
         self._recover()
         self._check_results(step, tokens)
@@ -185,7 +227,7 @@ class Scheduler:
         results = [(one, next(sampled) if one.samples else None) for one in step.scheduled]
         results = [(one, token) for one, token in results if one.request in self._running]
         self._uncommitted = [one for one, _ in results]
-        self._step = None
+        self._steps = self._steps[1:]
         for one, token in results:
             self._advance(one, token, now, reported)
         self._uncommitted = ()  # from here on the tokens are final
@@ -210,7 +252,7 @@ class Scheduler:
         self._unfinished = {request: None for request in self._unfinished if not request.is_finished}
         self._waiting = OrderedDict.fromkeys(self._unfinished)
         self._running = {}
-        self._step = None
+        self._steps = []
         self._pool.clear()
         self._uncommitted = None
 
@@ -400,11 +442,11 @@ class Scheduler:
             )
 
     def _check_results(self, step: Step, tokens: Sequence[int]) -> None:
-        if step is not self._step:
+        if self._steps[:1] != [step]:
             raise BatchError(
                 "a step was finished that is not the last one scheduled",
                 "a step is finished once, before the next one is scheduled",
-                "run what schedule() returned last",
+                "run what schedule() returned last, then what schedule_ahead() returned",
             )
         count = len(step.sampling)
         if len(tokens) != count or any(type(token) is not int for token in tokens):
