@@ -244,12 +244,12 @@ class EngineCore:
         inputs = None if following is None else self._runner.prepare(following)
         sampled, logprobs = self._sampler.run(logits, step.sampling)
         tokens = download(sampled)
+        ahead = None
         if following is not None and inputs is not None:
-            launched = self._launch(following, inputs, sampled)
+            ahead = self._launch(following, inputs, sampled)
             self._num_ahead += 1
         moved = self._scheduler.finish_step(step, tokens(), logprobs)
-        if following is not None:
-            self._launched = launched
+        self._launched = ahead
         return moved
 
     def _launch(self, step: Step, inputs: Inputs, sampled: Tensor | None = None) -> tuple[Step, Tensor]:
