@@ -4,6 +4,7 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 8b --out FILE [--rounds 5]
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=int8_ixformer/triton --size 8b --kv-cache-dtype int8 --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 1b-mqa --mode graphs --tp 2 --dcp 2
 
 Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
 Models are Llama-like with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
@@ -17,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -44,12 +46,13 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 128,
     },
 }
+SIZES["1b-mqa"] = SIZES["1b"] | {"num_key_value_heads": 1}  # ranks of one head may share its context
 LOADS = {
     "64 x (512 + 128)": (64, 512, 128),
     "8 x (8192 + 256)": (8, 8192, 256),
     "2 x (32768 + 128)": (2, 32768, 128),
 }
-CACHE_BYTES = {"1b": 6 << 30, "8b": 10 << 30, "phi3-small": 10 << 30}
+CACHE_BYTES = {"1b": 6 << 30, "1b-mqa": 6 << 30, "8b": 10 << 30, "phi3-small": 10 << 30}
 PHI3_SMALL = {"model_type": "phi3small", "architectures": ["Phi3SmallForCausalLM"], "max_position_embeddings": 65536}
 MODES = {
     "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
@@ -57,10 +60,12 @@ MODES = {
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # workers are asked for their backend by a function
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
@@ -74,6 +79,8 @@ def main() -> int:
         "--kv-cache-dtype", choices=("fp8", "int8", "int8_k"), help="int8 formats: of attnplug's engine"
     )
     parser.add_argument("--mode", default="compiled", choices=sorted(MODES))
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of tensor parallelism")
+    parser.add_argument("--dcp", type=int, default=1, help="those of them that share a context")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file of the results, as JSON")
     parser.add_argument("--wait-for", type=Path, help="measure when this file exists: several pairs may start at once")
@@ -86,8 +93,7 @@ def main() -> int:
         return _serve(options)
     own, _, plugged = options.pair.partition("=")
     options.load = options.load or list(LOADS)[:2]
-    command = f"python benchmarks/vllm_pairs.py --pair {options.pair} --size {options.size} --mode {options.mode}"
-    command += f" --kv-cache-dtype {options.kv_cache_dtype}" if options.kv_cache_dtype else ""
+    command = shlex.join(["python", "benchmarks/vllm_pairs.py", *_words(options)])
     started = time.monotonic()
     engines = {name: _start(options, name) for name in (own, plugged)}
     ready = {name: _answer(engine) for name, engine in engines.items()}
@@ -131,8 +137,7 @@ def _measure(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) 
 
 
 def _start(options: argparse.Namespace, backend: str) -> subprocess.Popen[str]:
-    words = ["--pair", options.pair, "--size", options.size, "--mode", options.mode, "--serve", backend]
-    words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    words = [*_words(options), "--serve", backend]
     phi3_small, plugged = options.size == "phi3-small", "/" in backend
     plugins = {"VLLM_PLUGINS": "attnplug" if plugged or phi3_small else ""}  # its model is a plugin's on every backend
     if plugged and not phi3_small:  # of which only some layers are block-sparse: attnplug decides
@@ -144,6 +149,16 @@ def _start(options: argparse.Namespace, backend: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return what both engines of a pair are made of, as arguments."""
+    words = ["--pair", options.pair, "--size", options.size, "--mode", options.mode]
+    words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    for name in ("tp", "dcp"):
+        count = getattr(options, name)
+        words += [f"--{name}", str(count)] if count > 1 else []
+    return words
 
 
 def _answer(engine: subprocess.Popen[str]) -> Any:
@@ -158,9 +173,8 @@ def _serve(options: argparse.Namespace) -> int:
     os.dup2(2, 1)  # whatever vLLM prints is no answer
     engine, prompts = _engine(options)
     config = engine.llm_engine.vllm_config
-    layers = config.compilation_config.static_forward_context.values()
     ready = {
-        "attention": sorted({_name_of(layer.impl) for layer in layers}),
+        "attention": engine.collective_rpc(_attention_of)[0],
         "graphs": str(config.compilation_config.cudagraph_mode),
         "tokens of the KV cache": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
     }
@@ -168,6 +182,11 @@ def _serve(options: argparse.Namespace) -> int:
     for line in sys.stdin:
         print(json.dumps(_run(engine, prompts[line.strip()], *LOADS[line.strip()])), file=answers, flush=True)
     return 0
+
+
+def _attention_of(worker: Any) -> list[str]:
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    return sorted({_name_of(layer.impl) for layer in layers})
 
 
 def _name_of(impl: Any) -> str:
@@ -193,6 +212,8 @@ def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         kv_cache_memory_bytes=CACHE_BYTES[options.size],
         gpu_memory_utilization=0.1,
         enable_prefix_caching=False,
+        tensor_parallel_size=options.tp,
+        decode_context_parallel_size=options.dcp,
         disable_log_stats=False,
         attention_backend="CUSTOM" if plugged else options.serve,
         compilation_config=MODES[options.mode] | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
