@@ -49,7 +49,7 @@ def download(tokens: Tensor) -> Callable[[], list[int]]:
     if not tokens.is_cuda:
         return tokens.tolist
     copy, copied = tokens.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
+    copied.record(torch.cuda.current_stream(tokens.device))  # which need not be the current device
 
     def result() -> list[int]:
         copied.synchronize()
