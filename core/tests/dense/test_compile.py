@@ -126,6 +126,23 @@ def test_a_graph_without_gradients_refuses_them(is_packed) -> None:
         one.requires_grad_(requires_grad=False)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_part_of_a_graph_without_gradients(backend) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def model(query, key, value):
+        with torch.no_grad():
+            fixed = attention(query, key, value)
+        return fixed * query + attention(query.detach(), key, value)
+
+    query, key, value = tensors()
+    learned = query.clone().requires_grad_()
+    fixed = attention(query, key, value)
+    model(learned, key, value).sum().backward()
+
+    torch.testing.assert_close(learned.grad, fixed)
+    torch.testing.assert_close(model(query, key, value), fixed * query + fixed)
+
+
 def test_fake_tensors_have_results_of_the_right_shape() -> None:
     with FakeTensorMode():
         query, key = torch.empty(2, 7, 4, 16, dtype=torch.bfloat16), torch.empty(2, 9, 2, 16, dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from attnplug.contract.calls.op import cache_arguments, enlist
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import check_call_sinks
 from attnplug.contract.guards.scales import replace_scales
+from attnplug.contract.inputs.kv_cache import autocast_type_of, outside_autocast
 from attnplug.contract.vendor import AttentionImpl
 from attnplug.errors import LayerError
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from attnplug.contract.vendor import Metadata
     from attnplug.negotiation.agreement import Agreement
 
-_is_autocast_enabled: Final = torch.is_autocast_enabled  # two look-ups less in each call
+_is_autocast_enabled: Final = torch.is_autocast_enabled  # saves two attribute look-ups per call
 _NO_SINKS_YET: Final = object()
 """What a layer with `sinks_with_call` is bound to before the first call: no argument is identical to it."""
 
@@ -98,8 +99,7 @@ class Attention(InProcess):
             kept=backend.kept_forms((self.query_dtype, self.output_dtype, self.output_width)),
         )
         self._guard = ForwardGuard(impl.layer, form, self.agreement, self.device)
-        kind = self.device.type
-        self._autocast_type = kind if torch.amp.is_autocast_available(kind) else "cpu"
+        self._autocast_type = autocast_type_of(self.device)
         self._call_sinks: object = _NO_SINKS_YET if impl.layer.sinks_with_call else None
         self._builders: WeakSet[Captured] = WeakSet()
         self._number = enlist(self)
@@ -127,7 +127,7 @@ class Attention(InProcess):
         sinks: Tensor | None = None,
     ) -> None:
         """
-        Attend, and write the result into `output`. ``torch.autocast`` changes nothing of it.
+        Attend, and write the result into `output`. ``torch.autocast`` does not affect it.
 
         Args:
             query: ``(tokens, num_q_heads, head_size)``; the last axis is contiguous, as of every tensor here.
@@ -167,8 +167,7 @@ class Attention(InProcess):
         if is_profiling:
             self.wrapped.run_profile(query, key, value, output, lse)
         elif _is_autocast_enabled(self._autocast_type):
-            # Products of torch would be rounded to another dtype than the one that was negotiated.
-            with torch.autocast(self._autocast_type, enabled=False):
+            with outside_autocast(self.device):  # it would change the dtypes that were negotiated
                 self.wrapped.run(query, key, value, kv_cache, metadata, output, lse)
         else:
             self.wrapped.run(query, key, value, kv_cache, metadata, output, lse)

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from attnplug.contract.inputs.batch import Batch, with_fields
-from attnplug.contract.inputs.kv_cache import outside_inference_mode
+from attnplug.contract.inputs.kv_cache import autocast_type_of, outside_inference_mode
 from attnplug.contract.inputs.upload import upload
 from attnplug.dense.backends import planner_of, renew_parameters, split_of
 from attnplug.dense.decisions import DecisionCache
@@ -68,7 +68,7 @@ class PreparedAttention:
     _shape: tuple[int, ...] = field(repr=False)  # of the output as the caller of `attention` gets it
     _rows: tuple[int, int] = field(repr=False)
     _return_lse: bool = field(repr=False)
-    _device_type: str = field(repr=False)
+    _autocast_type: str = field(repr=False)
     _flatten: Flatten = field(repr=False)  # makes the masks of a call those of a `Batch`
     _metadata: Metadata | None = field(default=None, init=False, repr=False)
     _masks: tuple[Tensor | None, Tensor | None] | None = field(default=None, init=False, repr=False)  # of `_metadata`
@@ -166,7 +166,7 @@ class PreparedAttention:
         impl, output, lse = self._planner.impl, query.new_empty(self._rows), None
         if self._return_lse:
             lse = query.new_empty((self._rows[0], impl.num_q_heads), dtype=torch.float32)
-        if is_checked and metadata is not None and not _is_autocast_enabled(self._device_type):
+        if is_checked and metadata is not None and not _is_autocast_enabled(self._autocast_type):
             # What `forward` compares is equal to that of a call that it has checked, and the results are new memory.
             impl.wrapped.run(query, key, value, None, metadata, output, lse)
         elif metadata is not None:
@@ -361,7 +361,7 @@ def _prepare(
             shape=(*inputs[0].shape[:-1], inputs[2].shape[-1]),
             rows=(sum(lengths[0]), planner.impl.output_width),
             return_lse=params.return_lse,
-            device_type=device.type,
+            autocast_type=autocast_type_of(device),
             flatten=flatten,
         )
         return prepared.build() if tensors.mask is tensors.bias is None else prepared

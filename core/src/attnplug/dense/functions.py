@@ -44,6 +44,7 @@ def attention(  # noqa: PLR0913 - every feature of attention is one argument
     `scope_key` stays equal. Sinks and slopes are copied for each call. A new shape builds metadata, and nothing waits
     for the device, unless a backend takes sinks or slopes in `make_impl` alone: then each call makes one. It works in
     ``torch.compile(fullgraph=True)``, where it decides when the graph runs. It cannot be captured in a CUDA graph.
+    ``torch.autocast`` does not affect it: tensors are computed in their dtype.
 
     Gradients of query, key, value and sinks are computed by torch, from the output and the log-sum-exp, which is
     requested of the backend then. The backward holds float32 copies of key, value and their gradients, and scores of up

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from attnplug.contract.inputs.kv_cache import outside_autocast
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,20 +39,6 @@ def attention_gradients(
         params: The call's numbers.
         tensors: Its other tensors; masks are ``(batch, heads, queries, keys)``, or of shapes that expand to it.
     """
-    kind = inputs[0].device.type
-    # As in the forward: products of torch would be rounded to another dtype.
-    with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
-        return _gradients(grads, inputs, results, params, tensors)
-
-
-def _gradients(
-    grads: tuple[Tensor, Tensor | None],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
-    params: CallParams,
-    tensors: CallTensors,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what `attention_gradients` returns."""
     mask, bias, sinks, alibi_slopes = tensors
     query, key, value = inputs
     batch, rows, heads, size = query.shape
@@ -64,27 +52,28 @@ def _gradients(
     weight = (grads[0].float() * results[0].float()).sum(-1)  # D
     weight = weight if grads[1] is None else weight - grads[1]
     step = max(1, _SCORES_AT_ONCE // max(1, batch * heads * keys))
-    for first in range(0, rows, step):
-        part = slice(first, min(rows, first + step))
-        q = query[:, part].float().reshape(batch, part.stop - first, *groups, size)
-        grad = grads[0][:, part].float().reshape(batch, part.stop - first, *groups, value.shape[-1])
-        lse = _by_group(results[1][:, part], groups)
-        scores, slope = _scores(q, k, scale, params.logits_soft_cap)
-        visible, distance = _visibility(params, range(first, part.stop), rows, keys, mask, query.device)
-        if alibi_slopes is not None:
-            scores = scores - alibi_slopes.float().view(1, *groups, 1, 1) * distance
-        if bias is not None:
-            scores = scores + _bias(bias, part, groups)
-        # Rows that attend to nothing have an LSE of -inf.
-        shown = visible if visible is None else visible.unsqueeze(2)
-        weights = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
-        weights = weights if shown is None else weights.masked_fill(~shown, 0)
-        grad_value += torch.einsum("bgrqk,bqgrd->bkgd", weights, grad)
-        inner = torch.einsum("bqgrd,bkgd->bgrqk", grad, v) - _by_group(weight[:, part], groups)
-        grad_scores = weights * inner
-        grad_scores = grad_scores if slope is None else grad_scores * slope
-        grad_query[:, part] = torch.einsum("bgrqk,bkgd->bqgrd", grad_scores, k).flatten(2, 3) * scale
-        grad_key += torch.einsum("bgrqk,bqgrd->bkgd", grad_scores, q) * scale
+    with outside_autocast(query.device):  # as the forward
+        for first in range(0, rows, step):
+            part = slice(first, min(rows, first + step))
+            q = query[:, part].float().reshape(batch, part.stop - first, *groups, size)
+            grad = grads[0][:, part].float().reshape(batch, part.stop - first, *groups, value.shape[-1])
+            lse = _by_group(results[1][:, part], groups)
+            scores, slope = _scores(q, k, scale, params.logits_soft_cap)
+            visible, distance = _visibility(params, range(first, part.stop), rows, keys, mask, query.device)
+            if alibi_slopes is not None:
+                scores = scores - alibi_slopes.float().view(1, *groups, 1, 1) * distance
+            if bias is not None:
+                scores = scores + _bias(bias, part, groups)
+            # Rows that attend to nothing have an LSE of -inf.
+            shown = visible if visible is None else visible.unsqueeze(2)
+            weights = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+            weights = weights if shown is None else weights.masked_fill(~shown, 0)
+            grad_value += torch.einsum("bgrqk,bqgrd->bkgd", weights, grad)
+            inner = torch.einsum("bqgrd,bkgd->bgrqk", grad, v) - _by_group(weight[:, part], groups)
+            grad_scores = weights * inner
+            grad_scores = grad_scores if slope is None else grad_scores * slope
+            grad_query[:, part] = torch.einsum("bgrqk,bkgd->bqgrd", grad_scores, k).flatten(2, 3) * scale
+            grad_key += torch.einsum("bgrqk,bqgrd->bkgd", grad_scores, q) * scale
     if grad_sinks is not None and sinks is not None:
         share = (sinks.float() - results[1]).exp().nan_to_num(posinf=0.0)
         grad_sinks = -(share * weight).sum((0, 1)).to(sinks.dtype)

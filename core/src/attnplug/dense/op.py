@@ -1,9 +1,8 @@
 """
 Dense calls as custom ops: `torch.compile(fullgraph=True)` takes them into its graph as they are, with any shape.
 
-`attention` and `attention_varlen` are differentiated by autograd. `attention_forward` and `attention_varlen_forward`,
-for calls that record no gradient, do without the Python code that torch puts around an op for autograd: it takes longer
-than a repeated call prepares itself.
+Autograd differentiates `attention` and `attention_varlen`. Calls that record no gradient are `attention_forward` and
+`attention_varlen_forward`: torch runs no Python code for autograd around them, which took a third of a call.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tens
 
 
 def _without_gradient(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel of an op that autograd does not see."""
+    """Return the kernel of an op without a gradient formula: it refuses to run where gradients are recorded."""
 
     def checked(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         learns = query.requires_grad or key.requires_grad or value.requires_grad

@@ -75,8 +75,8 @@ def find_repeated(
 
     The form is None where a call is not repeated: it is part of a transform or a capture, records gradients, has
     tensors of another class or layout, or is made while another device is the current one. That of a mask, sinks and
-    slopes has nothing of their values, which each call reads. Autocast is no part of it, since calls keep the dtype of
-    their tensors in it; nor is alignment, by which nothing is decided.
+    slopes has nothing of their values, which each call reads. Autocast and alignment are
+    not part of it: calls keep the dtype of their tensors, and no decision depends on alignment.
 
     Args:
         query: ``(batch, tokens, heads, size)``, or with the heads before the tokens; and so are key and value.

@@ -328,6 +328,16 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def autocast_type_of(device: torch.device) -> str:
+    """Return the device type whose ``torch.autocast`` applies to a device; the CPU's for types that have none."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+
+
+def outside_autocast(device: torch.device) -> torch.autocast:
+    """Keep the dtype of tensors inside this context, which autocast would round for products."""
+    return torch.autocast(autocast_type_of(device), enabled=False)
+
+
 def in_one_storage(one: Tensor, other: Tensor) -> bool:
     """Whether the memory that two tensors are parts of is the same somewhere. Tensors of the device meta have none."""
     storage, other_storage = one.untyped_storage(), other.untyped_storage()
