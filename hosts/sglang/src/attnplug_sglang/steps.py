@@ -236,8 +236,8 @@ class Kind:
         """
         Return decodes that run eagerly, whose tensors one launch writes.
 
-        None where there are none, or where each request is checked by itself: one is too long, or only the device has
-        lengths that a backend reads.
+        None if the batch is empty, or each request has to be checked alone: one is too long, or a backend reads lengths
+        that only the device has.
         """
         width, lengths = self.engine.table.shape[1], getattr(step, "seq_lens_cpu", None)
         count, longest = step.seq_lens.shape[0], width

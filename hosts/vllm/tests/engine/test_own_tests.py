@@ -54,7 +54,7 @@ CONFIGURATIONS = {
         "torch_dtype": "float32",
     },
 }
-# attnplug runs under two of vLLM's names: FlexAttention has tests of its own, with blocks of 128 tokens.
+# attnplug runs under two of vLLM's names: FlexAttention has separate tests, with blocks of 128 tokens.
 PLUGIN = """
 import pytest
 

@@ -128,7 +128,7 @@ class EngineCore:
         self._exclusive = ExclusiveCall()
         on_cuda = self._runner.device.type == "cuda"
         self._runs_ahead = on_cuda if async_scheduling is None else async_scheduling
-        self._launched: tuple[Step, Tensor] | None = None  # ahead of the tokens of the step before, with its logits
+        self._launched: tuple[Step, Tensor] | None = None  # a step that runs already, with its logits
         self._num_steps = self._num_ahead = 0
 
     def _init_caches(self, limits: Limits, memory_fraction: float) -> Limits:
@@ -208,9 +208,8 @@ class EngineCore:
         """
         Run the model once, and return the requests that got a token or failed; an empty list without work.
 
-        With `async_scheduling` the device has begun the next step when it returns, if that one has only decodes of the
-        same requests. Of requests that have ended since, it computes a token that nobody gets. A request that is
-        submitted meanwhile starts in the step behind it.
+        With `async_scheduling` the next step is launched before this returns, if it only decodes the same requests. Its
+        tokens of requests that have finished are discarded. A request that is submitted now starts one step later.
 
         A request with non-finite logits (NaN, infinity, or all tokens ruled out) fails: its `finish_reason` is
         ``"failed"``, and the others go on.
@@ -231,7 +230,7 @@ class EngineCore:
         return moved
 
     def _step(self) -> list[Request]:
-        """Finish the step that was launched ahead, or else a new one; meanwhile the device begins the next one."""
+        """Finish the launched step, or a new one, and launch the next step if it only decodes the same requests."""
         launched, self._launched = self._launched, None
         if launched is None or not self._scheduler.awaits(launched[0]):
             step = self._scheduler.schedule()
@@ -239,7 +238,7 @@ class EngineCore:
                 return []
             launched = self._launch(step, self._runner.prepare(step))
         step, logits = launched
-        # While the device computes: all of the next step that its tokens make no difference to.
+        # The device computes meanwhile. Nothing here depends on the tokens of this step.
         following = self._scheduler.schedule_ahead() if self._runs_ahead else None
         inputs = None if following is None else self._runner.prepare(following)
         sampled, logprobs = self._sampler.run(logits, step.sampling)
@@ -286,7 +285,7 @@ class EngineCore:
             self._reset_prefix_cache()
 
     def _reset_prefix_cache(self) -> None:
-        self._launched = None  # it is run again, on the model of now
+        self._launched = None  # the next step computes it again, with the changed model
         self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class Engine(EngineCore):
         graphs: Whether decode steps are captured once and replayed, as CUDA graphs on CUDA: a step then takes little
             host time. True requires graphs of the backends; None captures on CUDA where backends and model allow it,
             and `why_eager` has the reason where they do not.
-        async_scheduling: Whether the next decode step is scheduled, and begins on the device, while this one's tokens
-            are on their way to the host. A late stop costs one token. None is True on CUDA.
+        async_scheduling: Whether the next decode step is scheduled and launched before the tokens of the current step
+            are on the host. A stop then costs one extra token, which is discarded. None is True on CUDA.
         memory_fraction: The share of a CUDA device's memory that may be in use, KV caches included.
         assume: Read a model type that attnplug does not know as this one; refused for a type that it knows.
         tokenizer: A tokenizer of transformers, for prompts and stop strings as text, and for the text of requests.

@@ -13,7 +13,7 @@ class EngineStats:
     Attributes:
         steps: Forward passes of the model.
         replayed_steps: Those of them that were replays of captured decode steps.
-        steps_ahead: Those of them that were launched before the tokens of the step before were on the host.
+        steps_ahead: Those of them that were launched before the tokens of the previous step were on the host.
         preemptions: Times that a request released its blocks for an older one, to be recomputed later.
         blocks_in_use: Blocks that requests own now.
     """

@@ -33,7 +33,8 @@ class Inputs:
     The tensors of one step, with the tokens of all requests concatenated.
 
     Attributes:
-        input_ids: ``(1, tokens)`` int64; of a step that follows another one, places among the tokens of that one.
+        input_ids: ``(1, tokens)`` int64 token ids; if the step was scheduled ahead, indices into the sampled tokens of
+            the previous step.
         positions: ``(1, tokens)`` int64, of each token in its request.
         batch: Lengths, block table and slots, for the builders.
         rows: ``(requests that sample,)`` int64, the tokens whose logits are sampled from; None for all tokens.
@@ -57,14 +58,12 @@ def prepare(step: Step, assembler: BatchAssembler, device: torch.device) -> Inpu
     assembler.clear()
     tokens = list(step.follows or ())
     rows: list[int] = []
-    count = 0
     for one in step:
         assembler.add(one.num_new_tokens, one.start, one.request.blocks)
         if step.follows is None:
             tokens += one.request.tokens[one.start : one.stop]
-        count += one.num_new_tokens
         if one.samples:
-            rows.append(count - 1)
+            rows.append(len(tokens) - 1)
     batch = assembler.finish()
     ids = upload(torch.tensor(tokens, dtype=torch.int64), device)[None]
     every = len(rows) == len(tokens)
@@ -134,7 +133,7 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, step: Step) -> Inputs:
-        """Return the inputs of a step. Where it follows another one, nothing here reads the tokens of that one."""
+        """Return the inputs of a step. If it was scheduled ahead, they do not depend on the previous step's tokens."""
         with use_device(self.device):
             # It keeps rows between steps; one that an exception left halfway is not used again.
             assembler, self._assembler = self._assembler or self._new_assembler(), None
@@ -149,11 +148,11 @@ class Runner:
 
         Args:
             inputs: What `prepare` returned for it. The logits are valid until the next step.
-            sampled: The tokens of the step before, where it follows that one.
+            sampled: The tokens of the previous step, on the device, if this one was scheduled ahead.
         """
         with use_device(self.device):
             if sampled is not None:
-                # A request that has failed has no token, and is left out of the results.
+                # NO_TOKEN of a failed request is no valid index; the result of this row is discarded.
                 inputs = evolve(inputs, input_ids=sampled.clamp(min=0)[inputs.input_ids])
             captured = None if self._graphs is None else self._graphs.find(inputs)
             if self._graphs is not None and captured is not None:

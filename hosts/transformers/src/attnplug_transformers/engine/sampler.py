@@ -45,7 +45,7 @@ class Sampler:
 
 
 def download(tokens: Tensor) -> Callable[[], list[int]]:
-    """Copy tokens to the host behind what the device has to do so far; the result waits for the copy alone."""
+    """Start copying tokens to the host, and return a function that waits for this copy alone."""
     if not tokens.is_cuda:
         return tokens.tolist
     copy, copied = tokens.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]

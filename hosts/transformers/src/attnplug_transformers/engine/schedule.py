@@ -42,8 +42,8 @@ class Step:
 
     Attributes:
         scheduled: One entry per request, at least one.
-        follows: Of a step that was scheduled before the tokens of the one before it were known: which of them its
-            requests go on with, by their places in the `sampling` of that step.
+        follows: Of a step that was scheduled ahead: the index of each request in the `sampling` of the previous step,
+            whose token it decodes. None for other steps.
     """
 
     scheduled: tuple[ScheduledRequest, ...]

@@ -68,7 +68,7 @@ class Scheduler:
         self._unfinished: dict[Request, None] = {}
         self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._running: dict[Request, None] = {}
-        # The step that was scheduled last, and the one that was scheduled ahead of its tokens.
+        # Unfinished steps in order: what `schedule` returned, and what `schedule_ahead` returned.
         self._steps: list[Step] = []
         # None between calls. During one: what was scheduled for the requests whose new tokens are not final yet.
         self._uncommitted: Sequence[ScheduledRequest] | None = None
@@ -161,14 +161,14 @@ class Scheduler:
 
     def schedule_ahead(self) -> Step | None:
         """
-        Return the step behind the one that `schedule` returned, while that one runs.
+        Return the next step while the scheduled one runs and its tokens are unknown; None if that is not possible.
 
-        All of its requests decode the tokens that are not known yet. Those that turn out to have ended are left out of
-        its results: a late stop costs one token. None where there is more to decide: chunks of prompts, requests that
-        can be admitted, or blocks that have to be taken from others.
+        The next step decodes the token of each request that may continue. `finish_step` discards its results for
+        requests that have finished meanwhile. It is not possible if a prompt has further chunks, a waiting request may
+        be admitted, or a request would have to be preempted.
         """
         self._recover()
-        # At most one request is within its prompt, and a step has a chunk of it or all of its rest.
+        # At most one running request has an unfinished prompt, and each step has a chunk of it.
         if len(self._steps) != 1 or not all(one.samples for one in self._steps[0]) or self._may_admit():
             return None
         pool = self._pool
@@ -176,7 +176,7 @@ class Scheduler:
             (place, one)
             for place, one in enumerate(self._steps[0])
             if one.request in self._running
-            and one.stop + 1 < one.request.max_tokens  # unless its next token is its last
+            and one.stop + 1 < one.request.max_tokens  # this step's token is not its last
         ]
         short = [one.request for _, one in going if len(one.request.blocks) * pool.block_size <= one.stop]
         if not going or len(short) > pool.num_free:
@@ -190,13 +190,13 @@ class Scheduler:
         return self._steps[1]
 
     def _may_admit(self) -> bool:
-        """Whether a waiting request may get a place and blocks after this step, which frees those left of windows."""
+        """Whether the next step may admit a waiting request. Each step may free blocks outside of windows."""
         if not self._waiting or len(self._running) >= self.limits.max_num_reqs:
             return False
         return self._frees or self._pool.num_free > sum(map(self._growth, self._running))
 
     def awaits(self, step: Step) -> bool:
-        """Return whether `finish_step` takes this step next, and anything of it is still of use."""
+        """Return whether `finish_step` takes this step next, and one of its requests still runs."""
         self._recover()
         return self._steps[:1] == [step] and any(one.request in self._running for one in step)
 
@@ -209,7 +209,7 @@ class Scheduler:
         They are recorded for all requests, or, after an exception, for all or none of them.
 
         Args:
-            step: What `schedule` returned last; or `schedule_ahead`, where that one is finished.
+            step: The oldest unfinished step: of `schedule`, then of `schedule_ahead`.
             tokens: One for each of ``step.sampling``, in that order. A negative one is no token: its request fails, and
                 its blocks leave the prefix cache.
             logprobs: The log-probabilities of each token, in the same order; None without.
@@ -218,7 +218,7 @@ class Scheduler:
             The requests that got a token or failed, without those canceled since the step was scheduled.
 
         Raises:
-            BatchError: The step is another one, or there is not one token for each request that samples.
+            BatchError: It is not the oldest unfinished step, or there is not one token for each request that samples.
         """
         self._recover()
         self._check_results(step, tokens)
