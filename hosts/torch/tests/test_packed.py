@@ -13,6 +13,7 @@ import attnplug
 import attnplug_torch
 from attnplug.errors import NoBackendError, NotNegotiatedError, TensorError
 from attnplug.torch_backend.impl import TorchImpl
+from attnplug_torch import layers
 from hosts.torch.tests.reference import TOLERANCES, by_sequence, counted, served, varlen_attn
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
@@ -349,3 +350,13 @@ def test_alibi_slopes_are_served(active) -> None:
     expected, expected_lse = by_sequence(*inputs, STARTS, KEY_STARTS, causal=True, alibi="linear", alibi_slopes=slopes)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.T.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_short_sequences_are_decided_where_long_ones_of_their_kind_are_served(active, monkeypatch) -> None:
+    decided, decide = [], layers.backend_of
+    monkeypatch.setattr(layers, "backend_of", lambda call: (decided.append(call.max_seq_len), decide(call))[1])
+
+    for longest in (5000, 9, 5000, 9):
+        varlen_attn(*rows(), STARTS, KEY_STARTS, 6, longest, window_size=(-1, 0))
+
+    assert decided == [5000, 9]

@@ -16,6 +16,7 @@ from attnplug.dense import DecisionCache
 from attnplug_torch import decisions, dense, layers, measured, routes
 from attnplug_torch.visibility import Visibility
 from hosts.torch.tests.reference import counted, tensors
+from tests.evidence_tables import ratios_on_the_device
 
 
 def test_a_route_is_a_sentence() -> None:
@@ -103,9 +104,8 @@ def decided(*, has_flash, keys=100, device="cpu"):
     def make():
         return attnplug.Requirements(head_size=24, num_q_heads=2, num_kv_heads=2, dtype="float32", return_lse=True)
 
-    return decisions.decide(
-        ("of a test", has_flash), torch.device(device), make, has_flash=lambda: has_flash, keys=keys
-    )
+    kind, rows = ("of a test", has_flash), measured.FASTER_NATIVELY
+    return decisions.decide(kind, torch.device(device), make, has_flash=lambda: has_flash, keys=keys, rows=rows)
 
 
 def test_torchs_fused_operator_is_preferred_to_the_built_in_backend_alone() -> None:
@@ -163,22 +163,20 @@ def test_a_refused_kind_is_not_decided_again(active, monkeypatch) -> None:
     assert counted() == {(None, reason): 3}
 
 
-def test_every_slower_row_of_the_evidence_page_is_left_to_torch() -> None:
+@pytest.mark.parametrize(
+    ("rows", "operator"), [(measured.FASTER_NATIVELY, "sdpa"), (measured.FASTER_PACKED, "varlen")], ids=lambda one: one
+)
+def test_every_slower_row_of_the_evidence_page_is_left_to_torch(rows, operator) -> None:
     """The built-in backend is left to torch whatever was measured."""
-    page = (Path(__file__).parents[3] / measured.FASTER_NATIVELY.source).read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
-    columns = rows[0]
-    found = {}
-    for row in rows[2:]:
-        keys = int(row[0].split()[2].split("x")[2])
-        for name in ("flash_attn/fa3_vllm", "flash_attn/fa4"):
-            ratio = float(row[columns.index(f"native / {name}")])
-            if row[1] == "work" and ratio < 0.97:
-                found.setdefault((name, keys), []).append((ratio, row[0]))
-
-    table = {(one.backend, one.keys): (one.ratio, one.row) for one in measured.FASTER_NATIVELY.rows}
-    assert set(table) == set(found)
-    assert all(entry in found[key] for key, entry in table.items())
+    page = Path(__file__).parents[3] / rows.source
+    for backend in ("flash_attn/fa3_vllm", "flash_attn/fa4"):
+        mine = {one.row: one for one in rows.rows if one.backend == backend}
+        found = {row: ratio for row, ratio in ratios_on_the_device(page, backend).items() if row.startswith(operator)}
+        assert mine.keys() <= found.keys()
+        for row, ratio in found.items():
+            keys = int(row.split()[2].split("x")[2])
+            assert (ratio < 0.97) == any(keys <= one.keys for one in mine.values()), row
+        assert all(one.ratio == found[row] for row, one in mine.items())
 
 
 @pytest.fixture
@@ -186,7 +184,7 @@ def asked(monkeypatch):
     """Return what is said of torch's own operator in each decision; none is made."""
     answers = []
     for module in (dense, layers):
-        monkeypatch.setattr(module, "decide", lambda *_, has_flash, keys: answers.append(has_flash()))
+        monkeypatch.setattr(module, "decide", lambda *_, has_flash, keys, rows: answers.append(has_flash()))
     monkeypatch.setattr(decisions.torch.cuda, "is_current_stream_capturing", lambda: False)
     return answers
 

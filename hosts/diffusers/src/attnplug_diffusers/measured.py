@@ -8,6 +8,7 @@ from attnplug.dense import NativeRow, NativeRows
 
 FASTER_NATIVELY: Final = NativeRows(
     "docs/reference/evidence/diffusers-h200.md",
+    NativeRow("flash_attn/fa3_vllm", (9, 0), 1, 0.85, "one token"),
     NativeRow("flash_attn/fa3_vllm", (9, 0), 512, 0.74, "Wan 1.3B, 480p, 81 frames: cross"),
     NativeRow("flash_attn/fa3_vllm", (9, 0), 1536, 0.93, "Flux, 512 px: joint"),
     NativeRow("flash_attn/fa4", (9, 0), 512, 0.77, "Wan 1.3B, 480p, 81 frames: cross"),

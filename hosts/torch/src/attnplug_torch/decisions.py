@@ -9,7 +9,6 @@ import torch
 import attnplug
 from attnplug.dense import DecisionCache, device_of, shared_backend
 from attnplug.errors import AttnplugError, NoBackendError, NotNegotiatedError, RequirementsError
-from attnplug_torch.measured import FASTER_NATIVELY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import LoadedBackend
+    from attnplug.dense import NativeRows
 
 
 class RefusedError(Exception):
@@ -76,6 +76,7 @@ def decide(
     *,
     has_flash: Callable[[], bool],
     keys: int,
+    rows: NativeRows,
 ) -> LoadedBackend:
     """
     Return the backend for a kind of call, loaded.
@@ -88,23 +89,29 @@ def decide(
             place of the built-in backend, and of one that was measured to be slower, unless a backend was named. Called
             as `make` is.
         keys: Keys of the longest sequence.
+        rows: The calls of this form for which torch's own operator was measured to be faster.
 
     Raises:
         RefusedError: No backend can serve, or none was named and torch's own operator is faster.
         NoBackendError: The backend that was named cannot serve.
         PluginError: As for `attnplug.load`.
     """
-    short = FASTER_NATIVELY.keys_of(keys) if device.type == "cuda" else 0
-    return _decisions.get((kind, short), device, lambda: _decide(device, make, short, has_flash=has_flash))
+    short = rows.keys_of(keys) if device.type == "cuda" else 0
+    return _decisions.get((kind, short), device, lambda: _decide(device, make, short, rows, has_flash=has_flash))
 
 
 def _decide(
-    device: torch.device, make: Callable[[], attnplug.Requirements], short: int, *, has_flash: Callable[[], bool]
+    device: torch.device,
+    make: Callable[[], attnplug.Requirements],
+    short: int,
+    rows: NativeRows,
+    *,
+    has_flash: Callable[[], bool],
 ) -> LoadedBackend:
     try:
         requirements, where = make(), device_of(device)
         backend = shared_backend(requirements, where)
-        reason = FASTER_NATIVELY.reason(backend.id, where, short) if short else ""
+        reason = rows.reason(backend.id, where, short) if short else ""
         if backend.id == _UNFUSED:
             reason = f"only {_UNFUSED} serves it, which has no fused kernel here that returns log-sum-exps"
         if reason and has_flash() and not attnplug.explain(requirements, where).listed:

@@ -21,6 +21,7 @@ from attnplug_torch.decisions import (
     refused,
     unknown_arguments,
 )
+from attnplug_torch.measured import FASTER_NATIVELY
 from attnplug_torch.repeated import find, kind_of, leave, make
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def backend_of(
         lambda: requirements_like_sdpa(query, key, value, attn_mask, is_causal=is_causal, return_lse=True),
         has_flash=lambda: query.is_cuda,  # torch has chosen flash attention already
         keys=key.shape[2],
+        rows=FASTER_NATIVELY,
     )
 
 

@@ -15,6 +15,7 @@ import attnplug
 from attnplug.dense import BatchPlanner, DecisionCache, prepare_attention_varlen, use_device
 from attnplug.errors import TensorError
 from attnplug_torch.decisions import RefusedError, decide
+from attnplug_torch.measured import FASTER_PACKED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +92,7 @@ def backend_of(call: PackedCall) -> LoadedBackend:
         lambda: _requirements(call, form, is_cross),
         has_flash=lambda: _has_flash(call),
         keys=call.max_seq_len,
+        rows=FASTER_PACKED,
     )
 
 
@@ -159,7 +161,8 @@ def attend_packed(call: PackedCall) -> tuple[str, Tensor, Tensor]:
     """
     query, key, value = call.query, call.key, call.value
     sizes = (query.shape[1:], key.shape[1:], value.shape[1:])
-    kind = _served.key((sizes, query.dtype, call.visibility), query.device)
+    short = FASTER_PACKED.keys_of(call.max_seq_len)
+    kind = _served.key((sizes, query.dtype, call.visibility, short), query.device)
     if _served.find(kind) is None:
         backend_of(call)
     causal, window = call.visibility
