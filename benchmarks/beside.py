@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 NATIVE = "native"
 """The contender without attnplug: every ratio is its time divided by that of another."""
 
+CHOSEN = "chosen"
+"""The contender that names no backend: attnplug's choice, or native attention where that was measured to be faster."""
+
 DISTRIBUTIONS = (
     *("attnplug", "torch", "triton", "diffusers", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python"),
     *("nvidia-cutlass-dsl", "vllm"),
@@ -104,7 +107,7 @@ class Work:
             if reason := self.obstacle(name):
                 refused[name] = reason
                 continue
-            runs[name] = one
+            runs[name] = _repeated(one)
             if self.reference is not None:
                 errors[name] = _error(self.rows(output), self.reference)
         # What is too great for the dtype may be the work's own rounding: then the native call has it, too.
@@ -121,6 +124,17 @@ class Work:
                 if NATIVE in runs and name != NATIVE
             }
             yield Row(self.name, part, times, ratios, errors, refused, wrong, samples.steady)
+
+
+def _repeated(one: Contender) -> Contender:
+    """Return the contender with a call before each measured one: models repeat calls, and what is active changed."""
+
+    def prepare() -> Any:
+        argument = one.prepare()
+        one.call(argument)
+        return argument
+
+    return Contender(one.call, prepare)
 
 
 def _first_sentence(text: str) -> str:

@@ -6,9 +6,10 @@ Measure models of diffusers bound to attnplug beside diffusers' native attention
 
 A call is one of `dispatch_attention_fn` with the shapes of a model; the first is of next to no work: it has the cost
 of a call. A model is a transformer of that width with few layers and random weights, eager and compiled, bound and
-restored outside of what is measured. All of a row take turns in one process. `host` is the time of the call, which on
-the CPU includes its work; `work` is the time on the GPU. A ratio is the median of native time divided by a backend's,
-round by round: above 1 the backend is faster.
+restored outside of what is measured. All of a row take turns in one process, and the call before each measured
+one is not measured: models repeat their calls. `host` is the time of the call, which on the CPU includes its work;
+`work` is the time on the GPU. A ratio is the median of native time divided by a backend's, round by round: above 1 the
+backend is faster.
 
 Calls are compared with a softmax in float64 for 64 of their queries, models with themselves in float32. Errors are
 fractions of the greatest value; the exit code is 1 where one is too great.
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from beside import NATIVE, Report, Work, attend_in_float64, sampled
+from beside import CHOSEN, NATIVE, Report, Work, attend_in_float64, sampled
 
 import attnplug_diffusers
 from attnplug_diffusers.backend import attention_for
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BACKENDS = {
-    "cpu": ("torch/sdpa",),
-    "cuda": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4", "flash_attn/torch", "torch/sdpa"),
+    "cpu": (CHOSEN, "torch/sdpa"),
+    "cuda": (CHOSEN, "flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4", "flash_attn/torch", "torch/sdpa"),
 }
-"""Device -> backends of attnplug that are measured by default."""
+"""Device -> backends of attnplug that are measured by default; `CHOSEN` is what users get who name none."""
 
 COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
 """Device -> the backend of `torch.compile` by default; the CPU's needs no C++ compiler."""
@@ -190,7 +191,7 @@ class Bench:
         arguments = call.arguments(self.device, self.dtype)
         members = {name: dispatch.AttentionBackendName(name) for name in (NATIVE, *self.beside)}
         for name in self.backends:
-            members[name] = attention_for(name, None, native_fallback=False).member
+            members[name] = attention_for(_named(name), None, native_fallback=False).member
         contenders = {
             name: Contender(lambda _, member=member: dispatch.dispatch_attention_fn(**arguments, backend=member))
             for name, member in members.items()
@@ -215,7 +216,7 @@ class Bench:
         yield Work(name, self._bound(model, lambda: model(**inputs).sample), self.dtype, reference)
         if self.compiler:
             for backend in self.backends:  # a new name in diffusers' registry would have graphs traced once more
-                attnplug_diffusers.bind(model, backend).restore()
+                attnplug_diffusers.bind(model, _named(backend)).restore()
             torch.compiler.reset()
             compiled = torch.compile(model, fullgraph=True, backend=self.compiler)
             contenders = self._bound(model, lambda: compiled(**inputs).sample)
@@ -230,9 +231,14 @@ class Bench:
                 for other in list(bound):
                     bound.pop(other).restore()
                 if name != NATIVE:
-                    bound[name] = attnplug_diffusers.bind(model, name)
+                    bound[name] = attnplug_diffusers.bind(model, _named(name))
 
         return {name: Contender(lambda _: call(), lambda name=name: bind(name)) for name in (NATIVE, *self.backends)}
+
+
+def _named(contender: str) -> str | None:
+    """Return the backend that a contender names."""
+    return None if contender == CHOSEN else contender
 
 
 def main() -> int:

@@ -4,7 +4,8 @@ Measure `scaled_dot_product_attention` and `varlen_attn` through attnplug beside
     python benchmarks/torch_registry.py [--device cpu|cuda] [--backends NAME ...] [--only TEXT] [--compiler NAME]
         [--repeats 25] [--tiny] [--report FILE] [--out FILE]
 
-All calls of a row take turns in one process, attnplug active for its own: that is changed outside of what is measured.
+All calls of a row take turns in one process, attnplug active for its own: that is changed outside of what is measured,
+and the first call after it is not measured: models repeat their calls.
 The host time is that of the call: on the CPU its work is included, so that the first shape, of next to no work, has the
 cost of a call. A ratio is the median of native time divided by a backend's, round by round: above 1 the backend is
 faster. `varlen_attn` has an operator of torch's own on CUDA alone. "+ backward" is forward and backward.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from beside import NATIVE, Report, Work, attend_in_float64, sampled
+from beside import CHOSEN, NATIVE, Report, Work, attend_in_float64, sampled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKENDS = {
-    "cpu": ("torch/sdpa",),
-    "cuda": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4", "torch/sdpa"),
+    "cpu": (CHOSEN, "torch/sdpa"),
+    "cuda": (CHOSEN, "flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4", "torch/sdpa"),
 }
-"""Device -> backends of attnplug that are measured by default."""
+"""Device -> backends of attnplug that are measured by default; `CHOSEN` is what users get who name none."""
 
 COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
 """Device -> the backend of `torch.compile` by default; the CPU's needs no C++ compiler."""
@@ -141,7 +142,7 @@ class Bench:
 
     def _contenders(self, call: Callable[[], Any]) -> dict[str, Contender]:
         def prepare(name: str) -> None:
-            self.switch.use(active=name != NATIVE, backend=None if name == NATIVE else name)
+            self.switch.use(active=name != NATIVE, backend=None if name in {NATIVE, CHOSEN} else name)
 
         attnplug_torch.reset()
         return {name: Contender(lambda _: call(), lambda name=name: prepare(name)) for name in (NATIVE, *self.backends)}
@@ -151,7 +152,7 @@ def _obstacle(name: str) -> str:
     """Return why the calls since the last report did not run on a backend, or nothing."""
     routes = attnplug_torch.report()
     attnplug_torch.reset()
-    if name == NATIVE or any(route.backend == name for route in routes):
+    if name in {NATIVE, CHOSEN} or any(route.backend == name for route in routes):
         return ""
     return "; ".join(map(str, routes)) or "no operator of attnplug was called"
 
