@@ -149,3 +149,17 @@ def test_this_projects_hosts_offer_their_steps(host: str) -> None:
     assert project["name"] == hosting.KNOWN[host][1]
     module = project["entry-points"][hosting.GROUP][host]
     assert (folder / "src" / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_launches_and_waits_of_a_call_are_counted_in_a_profile() -> None:
+    def event(name, start, length=1):
+        return Names(name=name, time_range=Names(start=start, end=start + length))
+
+    launches = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync"]
+    waits = ["cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
+    others = ["cudaEventQuery", "cudaStreamIsCapturing", "aten::empty", "void vectorized_elementwise_kernel"]
+    events = [event("cudaLaunchKernel", 4), event(hosting._CALL, 5, 9), event("cudaDeviceSynchronize", 15)]
+
+    found = hosting._counted(events + [event(name, 6) for name in (*launches, *waits, *others)])
+
+    assert found == "5 launches, 3 waits for the device"

@@ -17,6 +17,7 @@ The module is imported in a process that ends afterwards. It may raise errors of
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
@@ -29,7 +30,7 @@ from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResul
 from attnplug_kit.bench.timing import Contender, host_clock, interleaved, work_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any, TypeAlias
 
     from attnplug_kit.bench.rig import Target
@@ -47,6 +48,12 @@ KNOWN: Final = {
     "vllm": ("vLLM", "attnplug-vllm"),
 }
 """Host -> how it is written, and this project's distribution for it."""
+
+_CALL: Final = "attnplug bench: the call"
+
+# Functions of CUDA's runtime and driver: those that queue work, and those that return when the device has done it.
+_LAUNCH: Final = re.compile(r"cu(da)?(Launch(Cooperative)?Kernel|GraphLaunch|Mem(cpy|set)\w*Async)")
+_WAIT: Final = re.compile(r"cu(da)?((Stream|Device|Event|Ctx)Synchronize|Memcpy(?!\w*Async))")
 
 
 def entry_of(host: str) -> metadata.EntryPoint:
@@ -124,4 +131,30 @@ def _part(host: str, name: str, calls: Calls, device: str, repeats: int) -> Sect
         ratio = Measurement(host, f"{what}: {ours} over {native}", samples.ratio(ours, native), "x", paired=True)
         unsteady = () if samples.steady else (f"{name}: time ran out before each median was known to 1 %",)
         found += SectionResult((*numbers, ratio), notes=unsteady)
+    if device == "cuda":
+        counts = (f"{name}: {each}: {_counted(_profiled(one))}" for each, one in contenders.items())
+        found += SectionResult(notes=tuple(counts))
     return found
+
+
+def _profiled(contender: Contender) -> list[Any]:
+    """Return the events of one call in torch's profile, its own range among them."""
+    import torch  # noqa: PLC0415 - takes a second to import
+
+    contender.call(contender.prepare())
+    argument = contender.prepare()
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        with torch.profiler.record_function(_CALL):
+            contender.call(argument)
+        torch.cuda.synchronize()
+    return list(profile.events() or ())
+
+
+def _counted(events: Iterable[Any]) -> str:
+    """Return how often a call queued work for the device and waited for it. The rest of the profile does not count."""
+    given = list(events)
+    call = next(one.time_range for one in given if one.name == _CALL)
+    names = [one.name for one in given if call.start <= one.time_range.start <= call.end]
+    launches, waits = (sum(bool(kind.match(name)) for name in names) for kind in (_LAUNCH, _WAIT))
+    return f"{launches} launches, {waits} waits for the device"
