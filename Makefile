@@ -32,7 +32,7 @@ WORKSPACE := -e 'core[torch]' -e kit $$($(BIN)/python tools/workspace.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ci test-all test-transformers test-pure test-hosts test-oldest release-check lint docs bench test-gpu clean tables drift
+.PHONY: help demo test test-ci test-all test-transformers test-pure test-hosts test-oldest release-check wheels lint docs bench test-gpu clean tables drift
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -98,6 +98,9 @@ test-oldest: ## core and the kit with the oldest torch and the oldest dependenci
 # Minutes, and 1 GB below build/: every distribution in an environment apart. Run it before a release; neither `make test` nor CI does.
 release-check: $(READY) ## build every wheel and sdist, check them, install each alone, run its smoke test
 	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m tools.release
+
+wheels: $(READY) ## a wheel of every distribution in build/wheels, with a page of links for pip install --find-links
+	@$(BIN)/python -m tools.release wheels
 
 lint: $(READY) ## ruff, ruff format, mypy strict, words
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from attrs import evolve
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
@@ -221,3 +223,37 @@ def test_the_script_prints_why_a_smoke_test_fails() -> None:
 
     assert done.returncode == 1
     assert done.stdout.startswith("attnplug: ")
+
+
+@pytest.mark.unmeasured
+def test_wheels_of_a_folder_are_installed_without_an_index(tmp_path: Path) -> None:
+    wheels = release.make_wheels([PROJECT], tmp_path / "wheels")
+    (link,) = re.findall(r'href="(.*?)#sha256=(.*?)"', (tmp_path / "wheels" / "index.html").read_text("utf-8"))
+    assert link == (wheels[0].name, hashlib.sha256(wheels[0].read_bytes()).hexdigest())
+
+    for where in (tmp_path / "wheels", tmp_path / "wheels" / "index.html"):
+        target = tmp_path / where.name
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-index",
+            "--no-deps",
+            "--quiet",
+            "--target",
+            str(target),
+        ]
+        subprocess.run([*command, "--find-links", str(where), PROJECT.name], check=True)
+        assert (target / PROJECT.package).is_dir()
+
+
+def test_the_workflow_of_a_release_uploads_what_was_checked() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    (upload,) = (step["with"]["path"] for step in jobs["build"]["steps"] if "upload" in step.get("uses", ""))
+
+    assert ROOT / upload == release.DIST
+    assert any(step.get("run", "").startswith("make release-check") for step in jobs["build"]["steps"])
+    assert (jobs["publish"]["needs"], jobs["publish"]["permissions"]) == ("build", {"id-token": "write"})
+    assert "password" not in text

@@ -1,6 +1,6 @@
 """
 The dry run of a release: builds every wheel and sdist, checks them, and installs each alone, in a fresh environment,
-for its smoke test. ``make release-check`` runs it; nothing is uploaded.
+for its smoke test. ``make release-check`` runs it; nothing is uploaded. ``make wheels`` builds the wheels alone.
 
 Environments share one copy of torch, which they see through a path file. That of core alone has none, and is installed
 from a folder of downloaded wheels, without an index. Everything else is installed anew, in the versions of
@@ -9,6 +9,7 @@ constraints.txt. What was built stays in ``build/release/dist``.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from tools.compatibility import distributions
 ROOT: Final = Path(__file__).parents[1]
 WORK: Final = ROOT / "build" / "release"
 DIST: Final = WORK / "dist"
+WHEELS: Final = ROOT / "build" / "wheels"
 _CORE: Final = "attnplug"
 _PINS: Final = ROOT / "constraints.txt"
 _SMOKE: Final = ROOT / "tools" / "smoke.py"
@@ -161,10 +163,30 @@ def check_installs(found: list[Project], target: Path, environments: Environment
     return problems
 
 
+def make_wheels(found: list[Project], target: Path) -> list[Path]:
+    """Build wheels into an empty folder, with a page of links for ``pip install --find-links``; return the wheels."""
+    shutil.rmtree(target, ignore_errors=True)
+    for project in found:
+        build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(target)]
+        _run([*build, str(project.folder)])
+    wheels = sorted(target.glob("*.whl"))
+    links = (
+        f'<a href="{wheel.name}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}">{wheel.name}</a><br>'
+        for wheel in wheels
+    )
+    (target / "index.html").write_text("<!DOCTYPE html><title>attnplug</title>\n" + "\n".join(links) + "\n", "utf-8")
+    return wheels
+
+
 def main() -> int:
     """Build, check, install and test; print what is wrong, and return the exit status."""
     start = time.monotonic()
     found = projects()
+    if sys.argv[1:] == ["wheels"]:
+        wheels = make_wheels(found, WHEELS)
+        where = WHEELS.relative_to(ROOT)
+        print(f"{len(wheels)} wheels in {where}: pip install --find-links {where} attnplug attnplug-transformers")
+        return 0
     problems = check_archives(found, DIST)
     print(f"{2 * len(found)} archives built and checked in {time.monotonic() - start:.0f} s", flush=True)
     if not problems:

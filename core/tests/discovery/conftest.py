@@ -113,7 +113,7 @@ def known() -> Known:
     """Two published plugins and no orders."""
     return Known(
         (
-            KnownPlugin("published", ("PUBLISHED",), "a published one", "attnplug-published", published=True),
-            KnownPlugin("shipped", (), "another one", "attnplug-shipped", published=True),
+            KnownPlugin("published", ("PUBLISHED",), "a published one", "attnplug-published"),
+            KnownPlugin("shipped", (), "another one", "attnplug-shipped"),
         )
     )

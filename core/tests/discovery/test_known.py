@@ -26,14 +26,6 @@ def test_known_plugins_have_unique_names_and_can_be_installed() -> None:
     assert all(plugin.install == f"attnplug-{plugin.name.replace('_', '-')}" and plugin.summary for plugin in plugins)
 
 
-def test_a_plugin_is_published_once_the_file_says_so() -> None:
-    text = '[plugins.a]\naliases = []\nsummary = "one"\ninstall = "attnplug-a"\n'
-
-    assert [plugin.published for plugin in parse_known(text).plugins] == [False]
-    assert [plugin.published for plugin in parse_known(text + "published = true\n").plugins] == [True]
-    assert not any(plugin.published for plugin in read_known().plugins)  # nothing is on the package index yet
-
-
 def test_default_orders_name_known_backends_and_their_evidence() -> None:
     known = read_known()
     names = {plugin.name for plugin in known.plugins}

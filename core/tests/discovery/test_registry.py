@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from attnplug.discovery import candidates
 from attnplug.discovery.distribution import Entry
-from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
+from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, install_text, read_known, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, SettingsError, UnknownBackendError
@@ -128,6 +128,16 @@ def test_a_plugin_of_the_checkout_that_core_runs_from_has_a_command_for_every_fo
     assert str(known.fix) == "pip install ./plugins/flashinfer"
     monkeypatch.chdir(tmp_path)
     assert str(known.fix) == f"pip install {root}/plugins/flashinfer"
+
+
+def test_one_constant_says_that_the_index_has_them(monkeypatch) -> None:
+    known = KnownPlugin("here", (), "a plugin", "attnplug-here", folder="plugins/flashinfer")
+    assert install_text("attnplug-kit") == "pip install attnplug-kit, from its folder in a checkout of attnplug"
+
+    monkeypatch.setattr("attnplug.discovery.plugin.ON_INDEX", True)
+
+    assert str(known.fix) == "pip install attnplug-here"
+    assert install_text("attnplug-kit") == "pip install attnplug-kit"
 
 
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:

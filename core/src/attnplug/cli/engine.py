@@ -86,11 +86,13 @@ def find_engine(name: str) -> Engine:
     if name in found:
         return found[name]
     if name in KNOWN:
+        from attnplug.discovery.plugin import install_text  # noqa: PLC0415 - most commands read no plugin here
+
         written, distribution = KNOWN[name]
         raise RequestError(
             f"the engine {name!r} is not installed",
             f"it comes with {distribution}, in the environment of {written}",
-            f"pip install {distribution}, or its folder of a checkout, in the environment of {written}",
+            f"in the environment of {written}: {install_text(distribution)}",
         )
     names = sorted({*found, *KNOWN})
     raise RequestError(

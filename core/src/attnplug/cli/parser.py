@@ -165,10 +165,12 @@ def _installed(name: str) -> Command:
         return installed[name]
     for distribution, names in command.KNOWN.items():
         if name in names:
+            from attnplug.discovery.plugin import install_text  # noqa: PLC0415 - as above
+
             raise RequestError(
                 f"the command {name!r} is not installed",
                 f"it is a command of {distribution}",
-                f"pip install {distribution}, or its folder of a checkout",
+                install_text(distribution),
             )
     from attnplug.errors import near  # noqa: PLC0415 - likewise
 

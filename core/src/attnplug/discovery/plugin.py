@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
+ON_INDEX: Final = False
+"""Whether the package index has the distributions of this repository: the first release that is uploaded sets it."""
+
 _CHECKOUT: Final = Path(__file__).resolve().parents[4]  # where core is installed from one in place
 BUILT_IN: Final = Entry("torch", "attnplug.torch_backend.plugin", CORE, __version__)
 MOST_BYTES: Final = 2**22
@@ -286,6 +289,11 @@ def _problem(plugin: Plugin, error: ManifestError) -> Reason:
     )
 
 
+def install_text(distribution: str) -> str:
+    """Return how to install a distribution of this repository, for the fix of an error."""
+    return f"pip install {distribution}{'' if ON_INDEX else ', from its folder in a checkout of attnplug'}"
+
+
 @frozen
 class KnownPlugin:
     """
@@ -297,7 +305,6 @@ class KnownPlugin:
         summary: One line about it.
         install: The distribution, as pip takes it.
         folder: Its folder in a checkout of attnplug; empty where it has none.
-        published: Whether the package index has the distribution.
     """
 
     name: str
@@ -305,12 +312,11 @@ class KnownPlugin:
     summary: str
     install: str
     folder: str = ""
-    published: bool = False
 
     @property
     def fix(self) -> Fix:
         """How to install it: from the package index, else from the checkout that core runs from, else from another."""
-        if self.published or not self.folder:
+        if ON_INDEX or not self.folder:
             return Fix(install=(self.install,))
         from shlex import quote  # noqa: PLC0415 - few decisions show what is absent
 
@@ -352,7 +358,6 @@ def parse_known(text: str) -> Known:
             table["summary"],
             table["install"],
             table.get("folder", ""),
-            table.get("published", False),
         )
         for name, table in sorted(data.get("plugins", {}).items())
     )
