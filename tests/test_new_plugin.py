@@ -9,16 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from attrs import frozen
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from attnplug_kit.new.project import FILES
+from tools.session import closure, link
 
 ROOT = Path(__file__).parents[1]
 CORE, KIT = ROOT / "core", ROOT / "kit"
@@ -81,31 +79,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     install = [sys.executable, "-m", "pip", "install", *options, "--target", str(made.site)]
     subprocess.run([*install, str(CORE), str(KIT), str(made.project)], check=True)
     return made
-
-
-def closure(*requirements: str) -> list[metadata.Distribution]:
-    """Return the installed distributions that these require, directly or not, without those of this repository."""
-    found: dict[str, metadata.Distribution] = {}
-    waiting, seen = [Requirement(text) for text in requirements], set()
-    while waiting:
-        required = waiting.pop()
-        if (key := (required.name, frozenset(required.extras))) in seen:
-            continue
-        seen.add(key)
-        distribution = metadata.distribution(required.name)
-        found[canonicalize_name(required.name)] = distribution
-        extras = ("", *required.extras)
-        listed = map(Requirement, distribution.requires or ())
-        waiting += [r for r in listed if not r.marker or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
-    return [found[name] for name in found if not name.startswith("attnplug")]
-
-
-def link(distribution: metadata.Distribution, site: Path) -> None:
-    """Put links to all that a distribution installed into another environment."""
-    for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-        target = site / name
-        if not target.is_symlink():  # distributions may share a namespace package
-            target.symlink_to(distribution.locate_file(name))
 
 
 def test_the_templates_are_in_the_wheel_of_the_kit(tmp_path: Path) -> None:

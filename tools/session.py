@@ -7,16 +7,22 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, final
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from tools import forked
+from tools.toml import read_toml
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 EMPTY = "an empty folder"
+NEW = "a new environment"
 _MODULES = ("attnplug", "pytest", "pip")
 # Nothing is fetched: what a page installs needs nothing that is not here.
 _INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
@@ -33,14 +39,15 @@ class Session:
     """
     The folder and the Python that commands run with.
 
-    In a temporary folder the environment sees all that is installed here, and what is installed there is visible only
-    there.
+    In an empty folder the environment sees all that is installed here, and what is installed there is visible only
+    there. A new environment has what is installed there and what that requires, and commands run in the checkout.
     """
 
     def __init__(self) -> None:
         self.folder = Path()
         self._environment = ""
         self._python = sys.executable
+        self._site: Path | None = None  # of a new environment
         self._home: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Session:
@@ -52,16 +59,31 @@ class Session:
         if self._home is not None:
             self._home.cleanup()
 
-    def enter_empty_folder(self) -> None:
-        """Go on in a temporary folder."""
+    def enter(self, place: str) -> None:
+        """
+        Go on in `EMPTY` or in `NEW`.
+
+        Raises:
+            SessionError: It is another place.
+        """
+        if place not in {EMPTY, NEW}:
+            raise SessionError(f"commands run in {EMPTY!r} or {NEW!r} only")
         if self._home is not None:
-            raise SessionError("the page is already in a temporary folder")
+            self._home.cleanup()
         self._home = TemporaryDirectory()
         home = Path(self._home.name).resolve()
-        self._python, site = _make_environment(home / "environment")
-        self._environment = f"import site, sys; site.addsitedir({site!r}); sys.executable = {self._python!r}"
-        self.folder = home / "work"
-        self.folder.mkdir()
+        python, site = _make_environment(home / "environment")
+        self._python, self._environment, self._site = str(python), "", site
+        self.folder = Path(__file__).parents[1]
+        if place == EMPTY:
+            self._see_what_is_here(site)
+            self.folder = home / "work"
+            self.folder.mkdir()
+
+    def _see_what_is_here(self, site: Path) -> None:
+        self._site = None
+        (site / "here.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", "utf-8")
+        self._environment = f"import site, sys; site.addsitedir({str(site)!r}); sys.executable = {self._python!r}"
 
     def run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """
@@ -82,11 +104,26 @@ class Session:
         plain = {**outside, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
         if self._home is not None:
             plain["PYTEST_ADDOPTS"] = "-p no:randomly"  # a reader's pytest keeps the order of the files
+        if self._site is not None:
+            return self._run_in_new_environment(self._site, name, arguments, plain)
         if name != "pip":
             program = f"{self._environment}\nimport runpy; runpy.run_module({name!r}, None, '__main__', alter_sys=True)"
             return forked.run("-c", program, *arguments, cwd=self.folder, env=plain)
         command = [self._python, "-m", "pip", "install", *_INSTALL, *arguments[1:]]
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - the project's own pages
+
+    def _run_in_new_environment(
+        self, site: Path, name: str, arguments: list[str], plain: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """Install projects of the checkout, with links for what they require; or run another command."""
+        command = [self._python, "-m", name, *arguments]
+        if name == "pip":
+            given = [one for one in arguments[1:] if one != "--no-deps"]
+            command = [sys.executable, "-m", "pip", "install", *_INSTALL, "--no-deps", "--target", str(site), *given]
+            for requirement in [] if "--no-deps" in arguments else map(_requirement_of, given):
+                for distribution in closure(requirement):
+                    link(distribution, site)
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - likewise
 
     def read(self, name: str) -> str:
         """Return the text of a file."""
@@ -94,7 +131,7 @@ class Session:
 
     def write(self, name: str, text: str) -> None:
         """Replace a file, in the page's temporary folder only."""
-        if self._home is None:
+        if self._home is None or self._site is not None:
             raise SessionError(f"a page writes files only in {EMPTY}")
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,12 +162,41 @@ class Session:
         return file
 
 
-def _make_environment(folder: Path) -> tuple[str, str]:
-    """Make an environment that sees the packages of this one; return its Python, and its folder of packages."""
+def _make_environment(folder: Path) -> tuple[Path, Path]:
+    """Make an empty environment; return its Python, and its folder of packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
-    here = sysconfig.get_path("purelib")
-    (site / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n", "utf-8")
-    return str(python), str(site)
+    return python, Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
+
+
+def _requirement_of(argument: str) -> str:
+    """Return the requirement that a folder of the checkout is, with its extras: ``./core[torch]``."""
+    folder, bracket, extras = argument.partition("[")
+    project = read_toml(Path(__file__).parents[1] / folder / "pyproject.toml")["project"]
+    return f"{project['name']}{bracket}{extras}"
+
+
+def closure(*requirements: str) -> list[metadata.Distribution]:
+    """Return the installed distributions that these require, directly or not, without those of this repository."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting, seen = [Requirement(text) for text in requirements], set()
+    while waiting:
+        required = waiting.pop()
+        if (key := (required.name, frozenset(required.extras))) in seen:
+            continue
+        seen.add(key)
+        distribution = metadata.distribution(required.name)
+        found[canonicalize_name(required.name)] = distribution
+        extras = ("", *required.extras)
+        listed = map(Requirement, distribution.requires or ())
+        waiting += [r for r in listed if not r.marker or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
+    return [found[name] for name in found if not name.startswith("attnplug")]
+
+
+def link(distribution: metadata.Distribution, site: Path) -> None:
+    """Put links to all that a distribution installed into another environment."""
+    for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        target = site / name
+        if not target.is_symlink():  # distributions may share a namespace package
+            target.symlink_to(Path(str(distribution.locate_file(name))))

@@ -8,8 +8,10 @@ Runs the code that the documentation shows: ``python -m tools.snippets README.md
 - ``<!-- exits: 3 -->`` above a console block announces that its commands exit with 3 and not with 0.
 - ``<!-- not run: REASON -->`` above a block is the only way to show code that does not run.
 - ``<!-- needs: MODULE -->`` above a block: the page needs a module that some environments cannot have, from there on.
-- ``<!-- in: an empty folder -->`` above a console block: from there on, commands run in a temporary folder with an
+- ``<!-- in: an empty folder -->`` above a console block: from there on, commands run in a temporary folder with a
   separate environment, where ``cd``, ``pip install`` and ``pytest`` run too (`tools.session`).
+- ``<!-- in: a new environment -->``: from there on they run in the checkout, in an environment that has what the page
+  installs, what that requires, and nothing else.
 - ``<!-- shows: FILE -->`` above a block says that the file contains its code; ``<!-- writes: FILE -->`` writes the
   block to the file; ``<!-- edits: FILE -->`` above a ``diff`` block applies it to the file.
 """
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from tools.session import EMPTY, Session, SessionError
+from tools.session import Session, SessionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,11 +197,10 @@ def _run_console(block: Block, session: Session) -> None:
 
 
 def _enter(block: Block, session: Session) -> None:
-    if block.notes["in"] != EMPTY:
-        raise SnippetError(
-            f"{block.page}:{block.line} <!-- in: {block.notes['in']} -->: commands run in {EMPTY!r} only"
-        )
-    session.enter_empty_folder()
+    try:
+        session.enter(block.notes["in"])
+    except SessionError as error:
+        raise SnippetError(f"{block.page}:{block.line} <!-- in: {block.notes['in']} -->: {error}") from error
 
 
 def commands(block: Block) -> list[tuple[str, str]]:
