@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -88,4 +89,26 @@ def test_decodes_read_what_a_backend_of_sglang_wrote(tmp_path: Path) -> None:
     names = {"prefill_attention_backend": "torch_native", "decode_attention_backend": "attnplug:torch/sdpa"}
     found, log = run(tmp_path, tmp_path / "model", rounds, attention_backend=None, max_total_tokens=2048, **names)
     assert "attention by attnplug" in log
+    check(model, rounds, found)
+
+
+def test_a_plugin_that_attnplug_new_began_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps", "--no-index"]
+    for command in (
+        [sys.executable, "-m", "attnplug", "new", "acme", "--path", str(tmp_path / "project")],
+        [*pip, "--no-build-isolation", "--target", str(tmp_path / "site"), str(tmp_path / "project")],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    model = models.make("llama", tmp_path / "model")
+    rounds = [{"prompts": [tokens(20, 1), tokens(5, 2)], "max_new_tokens": 8}]
+    found, log = run(
+        tmp_path,
+        tmp_path / "model",
+        rounds,
+        attention_backend="attnplug:acme/plain",
+        max_total_tokens=2048,
+        page_size=16,
+    )
+    assert "acme/plain" in log
     check(model, rounds, found)
