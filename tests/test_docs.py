@@ -250,7 +250,7 @@ $ pytest -v
     ("old", "new", "why"),
     [
         ("acme is written", "it is written", r"page\.md:4 .*printed something else"),
-        ("an empty folder", "some folder", "in 'an empty folder' only"),
+        ("an empty folder", "some folder", "in 'an empty folder' or 'a new environment' only"),
         ("$ attnplug new acme", "$ make", "only attnplug, pytest, pip install and cd"),
         ("$ cd attnplug-acme/src", "$ cd attnplug-other/src", "only attnplug, pytest, pip install and cd"),
         ("shows: attnplug.toml", "shows: other.toml", r"page\.md:13 shows other\.toml: there is no such file"),

@@ -69,15 +69,16 @@ LLAMA = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dty
 
 @pytest.mark.parametrize("row", _rows(_section("docs/install.md", "What your GPU can use")), ids=lambda row: row[0])
 def test_what_the_install_page_recommends_can_serve_there(row: list[str]) -> None:
-    _, capability, plugin, variant = row
+    _, capability, plugin, variant, measured = row
     device = attnplug.Device.cpu() if capability == "-" else attnplug.Device.cuda(capability)
 
     explanation = attnplug.explain(LLAMA, device, backend=variant.strip("`"), assume_installed=True)
 
     assert explanation.chosen is not None
     folder = plugin.strip("`").partition("[")[0].removeprefix("./plugins/").replace("_", "-")
-    offers = "attnplug" if plugin == "none" else f"attnplug-{folder}"
+    offers = "attnplug" if plugin == "nothing" else f"attnplug-{folder}"
     assert explanation.chosen.distribution.split()[0] == offers
+    assert measured == ("no" if explanation.chosen.unverified else "yes")
 
 
 _INSTALL = re.compile(r"\./[\w/]+(?:\[[\w,]+\])?")
