@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     llm = LLM(
         model=sys.argv[1], attention_backend=sys.argv[2], load_format="dummy", dtype="float32",
         skip_tokenizer_init=True, max_model_len=128, max_num_seqs=2, enforce_eager=True,
+        tensor_parallel_size=int(sys.argv[3]),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
     (found,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
@@ -45,7 +47,7 @@ LLAMA = {
 pytestmark = [pytest.mark.slow, pytest.mark.needs_engine]
 
 
-def start(folder: Path, backend: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, backend: str, ranks: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run a tiny model in an engine core and a worker, each a process that vLLM spawns."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "run.py").write_text(RUN)
@@ -59,7 +61,7 @@ def start(folder: Path, backend: str, **settings: str) -> subprocess.CompletedPr
         "HF_HUB_OFFLINE": "1",
         **settings,
     }
-    command = [sys.executable, str(folder / "run.py"), str(folder), backend]
+    command = [sys.executable, str(folder / "run.py"), str(folder), backend, str(ranks)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -69,6 +71,13 @@ def test_a_named_backend_runs_in_a_spawned_worker(tmp_path: Path) -> None:
     (line,) = {line for line in (done.stdout + done.stderr).splitlines() if "in the place of vLLM's own CPU" in line}
     assert "Worker" in line
     assert "attnplug runs ATTNPLUG_TORCH_SDPA" in line
+
+
+def test_each_rank_runs_the_backend_that_was_named(tmp_path: Path) -> None:
+    done = start(tmp_path, "ATTNPLUG", 2, ATTNPLUG_BACKEND="torch/sdpa", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    said = done.stdout + done.stderr
+    assert "tokens: 4" in done.stdout, said
+    assert all(re.search(rf"{rank}.*attnplug runs ATTNPLUG", said) for rank in ("Worker_TP0", "Worker_TP1")), said
 
 
 def test_a_refusal_stops_the_engine_with_its_reasons(tmp_path: Path) -> None:
