@@ -159,3 +159,14 @@ def test_the_api_pages_have_every_public_module() -> None:
     )
 
     assert public - {module for page in api_pages.PAGES for module in page.modules} == set()
+
+
+def test_api_pages_begin_with_the_names_that_readers_use() -> None:
+    orders = {module: api_pages.in_order_of_use(module) for page in api_pages.PAGES for module in page.modules}
+    listed = re.findall(r"^::: attnplug\.(\w+)$", _text("docs/reference/api/attnplug.md"), re.MULTILINE)
+
+    assert listed[:6] == ["explain", "select", "plan", "load", "Requirements", "Device"]
+    assert set(api_pages.LEADING) <= set(orders)
+    assert {module: sorted(names) for module, names in orders.items()} == {
+        module: sorted(api_pages.public_names(module)) for module in orders
+    }

@@ -103,6 +103,27 @@ PAGES: Final = (
     ),
 )
 
+# By module: the names that a page begins with, in the order of use. Other names follow by the alphabet.
+LEADING: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "attnplug": "explain select plan load Requirements Device Explanation Verdict Reason Fix Selection Agreement "
+        "Plan Settings Layer Batch Limits Parallel NoBackendError AttnplugError attention attention_varlen using",
+        "attnplug.models": "requirements requirements_from_json describe_model model_layers",
+        "attnplug.manifest": "read_manifest parse_manifest locate Manifest Variant Rule Option",
+        "attnplug.negotiation": "negotiate Candidate Request",
+        "attnplug.evidence": "read_folder",
+        "attnplug.contract": "Backend AttentionImpl MetadataBuilder Metadata State LoadedBackend Attention StepBuilder "
+        "Step Captures KVCache CacheTensor",
+        "attnplug.ops": "write_kv write_pages gather_packed gather_dense gather_blocks gather_slots",
+        "attnplug.batching": "BatchAssembler SlotTable Pages",
+        "attnplug.dense": "flash_attn_varlen_func flash_attn_with_kvcache prepare_attention prepare_attention_varlen",
+        "attnplug_torch": "register explain report",
+        "attnplug_transformers": "register continuous_batching",
+        "attnplug_kit.conformance": "Conformance Tier",
+        "attnplug_kit.oracle": "attend check compare",
+    }
+)
+
 INTRODUCTION: Final = """\
 # API
 
@@ -135,12 +156,18 @@ def page_of(page: Page, root: Path) -> str:
     del root
     parts = [f"# {page.title}"]
     for module, about in page.modules.items():
-        names = public_names(module)
+        names = in_order_of_use(module)
         shared = [name for name in names if page is not PAGES[0] and name in facade_names(module)]
         parts += [f"## {module}", about, *(f"::: {_path(module, name)}" for name in names if name not in shared)]
         links = ", ".join(f"[`{name}`]({PAGES[0].name}.md#attnplug.{name})" for name in shared)
         parts += [f"Public here, too, and documented with `attnplug`: {links}."] if shared else []
     return "\n\n".join(parts) + "\n"
+
+
+def in_order_of_use(module: str) -> list[str]:
+    """Return the public names of a module, the leading ones first."""
+    leading = LEADING.get(module, "").split()
+    return [*leading, *(name for name in public_names(module) if name not in leading)]
 
 
 def facade_names(module: str) -> list[str]:
