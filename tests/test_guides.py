@@ -81,6 +81,23 @@ def test_what_the_install_page_recommends_can_serve_there(row: list[str]) -> Non
     assert measured == ("no" if explanation.chosen.unverified else "yes")
 
 
+def test_the_models_page_has_the_backend_of_each_device_first() -> None:
+    heads, *rows = [
+        line.strip("| ").split(" | ") for line in _text("docs/reference/models.md").splitlines() if line[:1] == "|"
+    ]
+    llama = next(row for row in rows if row[0] == "meta-llama/Meta-Llama-3.1-8B")
+    devices = [head.partition(" ")[0] for head in heads[1 : heads.index("attention")]]
+    planned = [
+        attnplug.explain(
+            LLAMA, attnplug.Device.parse(f"cuda:{name}" if name != "CPU" else "cpu"), assume_installed=True
+        )
+        for name in devices
+    ]
+
+    assert devices == ["8.0", "8.9", "9.0", "10.0", "12.0", "CPU"]
+    assert llama[1 : len(devices) + 1] == [f"`{each.chosen.id}`" for each in planned if each.chosen is not None]
+
+
 _INSTALL = re.compile(r"\./[\w/]+(?:\[[\w,]+\])?")
 
 
