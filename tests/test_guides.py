@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree as ET
@@ -145,26 +146,27 @@ def test_the_picture_of_the_home_page_shows_a_real_decision() -> None:
     picture = ET.parse(ROOT / "docs/assets/decision.svg").getroot()  # noqa: S314 - a file of this repository
     texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     request = attnplug.Requirements(head_size=64, num_q_heads=64, num_kv_heads=8, dtype="bfloat16", sinks=True)
-    explanation = attnplug.explain(request, attnplug.Device.cuda("8.0"), assume_installed=True)
+    explanation = attnplug.explain(request, attnplug.Device.cuda("9.0"), assume_installed=True)
     verdicts = {verdict.id: verdict for verdict in explanation.verdicts}
-    shown = {
-        name: texts[index + 1]
-        for index, name in enumerate(texts[:-1])
-        if name in verdicts and index < texts.index("4 Decision: the first in rank")
-    }
+    above, why = (texts[: texts.index("Why not the runner-up")], texts[texts.index("Why not the runner-up") :])
+    shown = {name: said for name, said in pairwise(above) if name in verdicts}
+    refused = {name: [reason.field for reason in verdicts[name].reasons] for name in shown if "refused" in shown[name]}
 
-    assert {"head_size=64", "sinks=True", "on cuda:8.0"} <= set(texts)
-    assert len(shown) == 4
-    for name, status in shown.items():
-        verdict = verdicts[name]
-        if status == "eligible":
-            assert verdict.status in ("chosen", "eligible")
-        else:
-            assert (status, [reason.field for reason in verdict.reasons]) == (
-                "refused: needs 9.0",
-                ["compute_capability"],
-            )
-    assert texts[texts.index("4 Decision: the first in rank") + 1] == explanation.chosen.id
+    assert {"head_size=64", "sinks=True", "cuda:9.0"} <= set(texts)
+    assert explanation.chosen is not None
+    assert explanation.runner_up is not None
+    assert shown == {
+        explanation.chosen.id: "chosen",
+        explanation.runner_up.id: "runner-up",
+        "torch/flex": "eligible, built in",
+        "flash_attn/fa2": "refused: no sinks",
+    }
+    assert verdicts["torch/flex"].status == "eligible"
+    assert refused == {"flash_attn/fa2": ["sinks"]}
+    # The numbers of the chosen one, then those of the runner-up, as the reason has them.
+    assert why[2:4] == [explanation.chosen.variant, explanation.runner_up.id]
+    for piece in ("32/8 heads of 128", "on an H200", "64 decodes", *(f"{why[i]} .*{why[i + 1]}" for i in (5, 8))):
+        assert re.search(piece, explanation.why_runner_up), piece
 
 
 def test_the_api_pages_have_every_public_module() -> None:
