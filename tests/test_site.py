@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -19,7 +20,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
 
 
 class Page(HTMLParser):
-    """What a page loads, what it links to, and its anchors."""
+    """What a page loads, what it links to, its anchors, and the options in its prose that are not marked."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -27,6 +28,8 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.anchors: set[str] = set()
         self.classes: set[str] = set()
+        self.unmarked: list[str] = []
+        self._open: list[tuple[str, str | None]] = []
         self.feed(path.read_text("utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -37,6 +40,16 @@ class Page(HTMLParser):
             self.loads.append(values.get(LOADED[tag], ""))
         elif tag == "a":
             self.links.append(values.get("href", ""))
+        if tag in ("pre", "script", "style", "span"):
+            self._open.append((tag, values.get("class")))
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._open and self._open[-1][0] == tag:
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not any(tag != "span" or name == "option" for tag, name in self._open):
+            self.unmarked += re.findall(r"--[a-z][\w-]*", data)
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +107,24 @@ def test_links_and_anchors_lead_somewhere(pages: dict[Path, Page]) -> None:
 
 def test_the_home_page_shows_the_picture(site: Path, pages: dict[Path, Page]) -> None:
     assert "decision" in pages[(site / "index.html").resolve()].classes
+
+
+def test_a_line_breaks_inside_no_option(site: Path, pages: dict[Path, Page]) -> None:
+    marked = [path.name for path, page in pages.items() if "option" in page.classes]
+
+    assert "command-line.html" in marked
+    assert {path.name: page.unmarked for path, page in pages.items() if page.unmarked} == {}
+    assert ".option { white-space: nowrap; }" in (site / "assets/site.css").read_text("utf-8")
+
+
+def test_wide_tables_say_that_they_scroll(site: Path, pages: dict[Path, Page]) -> None:
+    script = (site / "assets/tables.js").read_text("utf-8")
+    theme = "".join(path.read_text("utf-8") for path in site.glob("assets/javascripts/bundle*.js"))
+
+    assert [url for url in pages[(site / "reference/models.html").resolve()].loads if url.endswith("tables.js")]
+    # The theme makes the frame that the script looks for, and the script sets the class that the style sheet knows.
+    assert {
+        name for name in ("md-typeset__scrollwrap", "document$") if name not in theme or name not in script
+    } == set()
+    assert '"scrolls"' in script
+    assert ".scrolls::before" in (site / "assets/site.css").read_text("utf-8")
