@@ -56,7 +56,7 @@ PAGES: Final = (
         "attnplug",
         "Main functions",
         {
-            "attnplug": "Request, select, explain, plan and load: for hosts and notebooks. "
+            "attnplug": "Explain, select, plan and load: for hosts and notebooks. "
             "[Fields](../requirements.md) has the domain and the unit of each field of `Requirements`.",
         },
     ),

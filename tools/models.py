@@ -50,6 +50,10 @@ _WORDS: Final = {
 }
 _KINDS: Final = {"encoder": "encoder", "encoder_only": "encoder", "encoder_decoder": "cross attention"}
 _INTRODUCTION: Final = """\
+---
+hide: [toc]
+---
+
 # Models
 
 Look up a model, and the backend that `attnplug plan` chooses for it on each device, with the plugins of this
