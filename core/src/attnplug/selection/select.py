@@ -95,10 +95,11 @@ def explain(
     Say what would be chosen and why not the others.
 
     Args:
-        requirements: As for `select`.
-        device: As for `select`.
-        backend: As for `select`.
-        options: As for `select`.
+        requirements: What is requested.
+        device: Where it shall run: a `Device`, its text such as ``"cuda:9.0"``, or a `torch.device`. The default is
+            this process's device.
+        backend: A name: that one alone. A list: in that order; ``"auto"`` among them permits any other.
+        options: Options by backend, as ``{"flashinfer": {"workspace_mib": 512}}``.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
 
     It never raises because nothing can serve: then `Explanation.chosen` is None.
