@@ -58,7 +58,7 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         "listing imports neither torch, nor triton, nor any plugin",
         [
             (INSTALLED, "test_selecting_imports_no_plugin_and_no_library"),
-            ("tests/test_laziness.py", "test_list_as_json_needs_neither_torch_nor_rich"),
+            ("tests/test_laziness.py", "test_the_command_needs_neither_torch_nor_rich"),
         ],
     ),
     6: ("a blocked plugin's module never runs", [(INSTALLED, "test_code_runs_only_when_its_backend_is_loaded")]),

@@ -97,9 +97,10 @@ def test_loading_is_what_imports_the_contract() -> None:
     assert {"torch", "attnplug.contract", "attnplug.torch_backend"} <= found
 
 
-def test_list_as_json_needs_neither_torch_nor_rich() -> None:
+@pytest.mark.parametrize("words", [[], ["list", "--json"]], ids=["alone", "list"])
+def test_the_command_needs_neither_torch_nor_rich(words: list[str]) -> None:
     code = "from attnplug.cli.main import main\nimport contextlib, io\n"
-    code += "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main(['list', '--json'])"
+    code += f"with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main({words})"
 
     found = _imported(code)
 

@@ -12,6 +12,9 @@ import attnplug
 from attnplug.cli import BUILT_IN
 from attnplug.cli import list as listing
 from attnplug.cli.command import installed_commands
+from attnplug.cli.device_report import DeviceReport
+from attnplug.request.device import Device
+from tests.command import FLASH
 
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
@@ -37,11 +40,53 @@ def test_the_version_is_the_core_s(run) -> None:
     assert run("--version").out == f"attnplug {attnplug.__version__}\n"
 
 
-def test_without_a_command_help_goes_to_standard_error(run) -> None:
-    done = run()
+def _next(done) -> list[str]:
+    return [each["command"] for each in done.json["next"]]
 
-    assert (done.code, done.out) == (2, "")
-    assert "commands:" in done.err
+
+def test_without_a_command_what_is_installed_and_what_is_next_is_shown(run, site, monkeypatch) -> None:
+    monkeypatch.setattr("attnplug.cli.overview.report_device", lambda: DeviceReport(Device.cpu(), "how"))
+
+    lines = run().out.splitlines()
+
+    assert lines[0].startswith(f"attnplug {attnplug.__version__} ")
+    assert "device: cpu" in lines
+    assert "  flash  can run: host  (attnplug-flash 1.0)" in lines
+    assert "  torch  can run: sdpa  (built in)" in lines
+    assert sum(line.startswith("  attnplug ") for line in lines) == 3
+    assert run("--json").json["backends"][0] == {
+        "name": "flash",
+        "distribution": "attnplug-flash 1.0",
+        "built_in": False,
+        "status": "ready",
+        "variants": ["host"],
+        "install": "",
+    }
+
+
+def test_what_is_next_follows_from_what_is_installed(run, empty, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("attnplug.cli.overview.report_device", lambda: DeviceReport(Device.cuda("9.0"), "how"))
+    assert _next(run("--json"))[0] == "attnplug list", "no plugin"
+
+    empty.add("flash", FLASH)
+    install, explain, doctor = _next(run("--json"))
+    assert (install, doctor) == ("pip install 'flash-old >=2.7'", "attnplug doctor"), "a plugin without its libraries"
+    assert explain == "attnplug explain --config path/to/config.json --assume-installed"
+    assert "  flash  needs a library: pip install 'flash-old >=2.7'" in run().out
+
+    empty.metadata("flash-old", "2.8")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert _next(run("--json")) == ["attnplug explain", "attnplug plan config.json", "attnplug doctor --load"]
+
+    empty.add("alone", "api = 3")
+    assert _next(run("--json"))[0] == "attnplug doctor", "a plugin is broken"
+    assert "  alone  broken: attnplug list alone" in run().out
+
+
+def test_options_without_a_command_are_those_of_the_program(run) -> None:
+    assert run("--version", "--json").json == {"schema_version": 1, "version": attnplug.__version__}
+    assert run("--json", "list").code == 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -12,7 +11,7 @@ from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped, escaped_lines
 from attnplug._version import __version__
 from attnplug.cli import BUILT_IN, HELP
-from attnplug.commands import OK, WRONG, say
+from attnplug.commands import OK, say, say_json
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
@@ -116,7 +115,11 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
     """
     if words and words[0] == HELP:
         words = [*_of_help(words[1:]), "--help"]
-    if not words or words[0].startswith("-"):
+    if not words or words == ["--json"]:
+        from attnplug.cli import overview  # noqa: PLC0415 - imported as a command is
+
+        return lambda: overview.show(as_json=bool(words))
+    if words[0].startswith("-"):
         _without_command(words)
     name = words[0]
     if name in BUILT_IN:
@@ -184,19 +187,22 @@ def _installed(name: str) -> Command:
 
 
 def _without_command(words: Sequence[str]) -> NoReturn:
-    """Handle a line that starts with no command: help, the version, or an error."""
-    is_help = not words or words[0] in {"-h", "--help"}
+    """Handle options without a command: help, the version, or an error."""
+    is_help = words[0] in {"-h", "--help"}
     description = f"{_DESCRIPTION}\n\n{_commands()}" if is_help else _DESCRIPTION
     parser = Parser("attnplug", description, _EPILOG, "attnplug COMMAND [options]")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse_unknown(parser, unknown[0])
     if arguments.version:
-        say(f"attnplug {__version__}")
+        if arguments.json:
+            say_json({"version": __version__})
+        else:
+            say(f"attnplug {__version__}")
         raise SystemExit(OK)
-    parser.print_help(sys.stderr)
-    raise SystemExit(WRONG)
+    parser.error(f"{words[0]!r} was given without a command")
 
 
 def _commands() -> str:
