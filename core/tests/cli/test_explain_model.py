@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GPT_OSS = {
     "model_type": "gpt_oss",
@@ -61,6 +58,35 @@ def test_each_group_of_layers_is_explained_once(run, site, config: str) -> None:
     assert "sliding_window" not in full["requirements"]
     assert windowed["chosen"] == full["chosen"] == "flash/new"
     assert all(found["requirements"]["sinks"] for found in (windowed, full))
+
+
+def test_the_model_of_this_folder_is_explained_where_nothing_is_requested(
+    run, site, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = run("explain", "--config", config, *HOPPER)
+    monkeypatch.chdir(Path(config).parent)
+
+    done = run("explain", *HOPPER)
+
+    assert done.out == named.out
+    assert done.err.splitlines()[0] == (
+        "attnplug: note: explaining the model of this folder, as with --config config.json"
+    )
+    assert run("explain", *HOPPER, "--json").json == run("explain", "--config", config, *HOPPER, "--json").json
+    assert run("explain", *HOPPER, "--head-size", "64").code == 2, "a layer is described, and not completely"
+
+
+@pytest.mark.parametrize("text", ['{"name": "another tool"}', "[]", "{", None])
+def test_another_config_is_no_model(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+
+    done = run("explain")
+
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("attnplug: no requirements were given")
+    assert "run `attnplug explain` in a folder with a model's config.json" in done.err
 
 
 def test_the_plan_says_what_the_layers_share(run, site, config: str) -> None:

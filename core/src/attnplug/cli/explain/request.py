@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnplug.cli.found_model import CONFIG, has_config
 from attnplug.commands import complain, escaped
 from attnplug.errors import NoBackendError, RequestError
 from attnplug.request.domains import Flag, Integer, Name, Names, Number, Table
@@ -31,7 +32,8 @@ _METAVARS: Final = {Integer: "N", Number: "X", Table: "JSON"}
 
 def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements]:
     """
-    Return what each layer requests, by its name; a layer that is described by options has none.
+    Return what each layer requests, by its name; a layer that is described by options has none. Where nothing is
+    requested, the model of the working folder is explained, and ``arguments.config`` set to its configuration.
 
     Raises:
         RequestError: Nothing is requested, or in two ways at once.
@@ -39,6 +41,9 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
         RequirementsError: The requirements are unknown, contradictory or impossible.
     """
     fields = given_fields(arguments)
+    if arguments.config is None and not fields and not arguments.requirements and has_config():
+        arguments.config = CONFIG
+        complain(f"attnplug: note: explaining the model of this folder, as with --config {CONFIG}")
     if arguments.config is not None:
         return _of_model(arguments, fields)
     for name in _ABOUT_MODELS:
@@ -54,7 +59,8 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
             "no requirements were given",
             "they are options, JSON (--requirements), or a model's configuration (--config)",
             "write, for example, "
-            "`attnplug explain --head-size 64 --num-q-heads 64 --num-kv-heads 8 --dtype bfloat16 --sinks`",
+            "`attnplug explain --head-size 64 --num-q-heads 64 --num-kv-heads 8 --dtype bfloat16 --sinks`, "
+            f"or run `attnplug explain` in a folder with a model's {CONFIG}",
         )
     return {ONE_LAYER: Requirements.from_dict(whole)}
 
