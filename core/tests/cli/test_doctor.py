@@ -269,7 +269,7 @@ def test_an_overlooked_device_is_a_problem(run, site, monkeypatch: pytest.Monkey
 def test_plain_text_says_what_is_missing(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
-    done = run("doctor")
+    done = run("doctor", "--all")
 
     assert done.out.startswith("environment\n    attnplug ")
     assert "    backend = automatic  (default)\n    allow = all  (default)\n    block = none  (default)\n" in done.out
@@ -280,6 +280,25 @@ def test_plain_text_says_what_is_missing(run, site, monkeypatch: pytest.MonkeyPa
     assert f"    {missing}\n" in run("doctor").out
     assert done.out.endswith("\nnothing is broken\n")
     assert "loading" not in done.out
+
+
+def test_what_is_as_expected_is_summed_up(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "current", Device.cpu)
+
+    plain, whole = run("doctor").out, run("doctor", "--all").out
+
+    assert "settings\n" not in plain
+    assert "flash/host  ready" in plain
+    assert (
+        "as expected (details: attnplug doctor --all)\n    all settings have their defaults\n    3 candidates" in plain
+    )
+    assert "as expected" not in whole
+    assert "settings\n    backend = automatic  (default)\n" in whole
+
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash,auto")
+    plain = run("doctor").out
+    assert "settings\n    backend = flash, auto  (environment variable ATTNPLUG_BACKEND)\n\n" in plain
+    assert "the other settings have their defaults" in plain
 
 
 def test_loading_imports_each_ready_plugin(run, site) -> None:

@@ -9,8 +9,9 @@ from attnplug.commands import NO, OK, STYLES, console, is_terminal, readable, sa
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from attnplug.cli.doctor.engines import EngineState
     from attnplug.cli.doctor.report import Report
     from attnplug.negotiation.candidate import Candidate
     from attnplug.request.device import Device
@@ -26,11 +27,12 @@ _INDENT: Final = "    "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = (
-        "Report interpreter, device, settings with their sources, every plugin, and what is broken with its fix.\n"
-        "No plugin is imported unless --load is given."
+        "Report interpreter, device, settings that differ from the default, plugins that can run here or miss "
+        "something,\nand what is broken with its fix. No plugin is imported unless --load is given."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help="print also what is as it should be, in full")
+    parser.add_argument("--json", action="store_true", help="print JSON, always complete")
     parser.add_argument(
         "--load",
         action="store_true",
@@ -46,12 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json(report.to_dict())
     else:
-        _show(report)
+        _show(report, whole=arguments.all, load=arguments.load)
     return NO if report.problems else OK
 
 
-def _show(report: Report) -> None:
-    for title, lines in _sections(report):
+def _show(report: Report, *, whole: bool, load: bool) -> None:
+    engines = [engine for engine in report.engines if whole or load or not engine.is_sound]
+    for title, lines in _sections(report, engines, whole=whole):
         if lines:
             _say_title(title)
             say("\n".join(line for text in lines for line in wrapped(text, _INDENT)))
@@ -59,33 +62,60 @@ def _show(report: Report) -> None:
     _say_conclusion(len(report.problems), sum(note.stage == "evidence" for note in report.notes))
 
 
-def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
+def _sections(report: Report, engines: Collection[EngineState], *, whole: bool) -> Iterator[tuple[str, list[str]]]:
     """Yield each section's title and its sentences, the problems last, where a reader looks first in a terminal."""
-    yield "environment", _environment(report.environment)
+    rows = [row for row in report.setting_rows() if whole or not _is_default(row)]
+    yield "environment", _environment(report.environment, whole=whole)
     yield "device", [str(report.device.device), report.device.how]
-    yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in report.setting_rows()]
-    yield "candidates", [*_candidates(report.candidates, report.device.device)]
+    yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in rows]
+    yield "candidates", [*_candidates(report.candidates, report.device.device, whole=whole)]
     yield "loading", [f"{result.id}  {readable(result.status)}  {result.text}" for result in report.loading]
-    yield "engines", [line for engine in report.engines for line in engine.lines()]
+    yield "engines", [line for engine in engines for line in engine.lines()]
+    yield "as expected (details: attnplug doctor --all)", [] if whole else [*_left_out(report, engines)]
     yield "notes", [str(note) for note in report.notes]
     yield "warnings", list(report.warnings)
     yield "problems", [text for p in report.problems for text in (f"{p.subject}: {p.what}", f"  fix: {p.fix}")]
 
 
-def _environment(facts: Mapping[str, Any]) -> list[str]:
+def _is_default(row: tuple[str, Any, str]) -> bool:
+    return row[2] == "default"
+
+
+def _left_out(report: Report, engines: Collection[EngineState]) -> Iterator[str]:
+    """Yield what the other sections leave out, a line each."""
+    if any(map(_is_default, report.setting_rows())):
+        yield f"{'all' if all(map(_is_default, report.setting_rows())) else 'the other'} settings have their defaults"
+    elsewhere = sum(_is_for_another_device(each, report.device.device) for each in report.candidates)
+    if elsewhere:
+        yield f"{elsewhere} candidate{'s are' if elsewhere != 1 else ' is'} for other devices"
+    absent = [candidate.id for candidate in report.candidates if candidate.availability == "absent"]
+    if absent:
+        yield f"not installed: {', '.join(absent)}"
+    sound = [engine.name for engine in report.engines if engine not in engines]
+    if sound:
+        yield f"no problem with {', '.join(sound)}"
+
+
+def _environment(facts: Mapping[str, Any], *, whole: bool) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    if not whole:
+        return [f"{versions}, Python {facts['python']}"]
     return [versions, f"Python {facts['python']} ({facts['executable']})", facts["platform"]]
 
 
-def _candidates(candidates: Iterable[Candidate], device: Device) -> Iterator[str]:
+def _candidates(candidates: Iterable[Candidate], device: Device, *, whole: bool) -> Iterator[str]:
     elsewhere = []
     for candidate in candidates:
-        if candidate.availability in USABLE and device_objections(candidate, device):
+        if _is_for_another_device(candidate, device):
             elsewhere.append(candidate.id)
-        else:
+        elif whole or candidate.availability != "absent":
             yield _status(candidate)
-    if elsewhere:
+    if elsewhere and whole:
         yield f"for other devices (details: attnplug list --all): {', '.join(elsewhere)}"
+
+
+def _is_for_another_device(candidate: Candidate, device: Device) -> bool:
+    return candidate.availability in USABLE and bool(device_objections(candidate, device))
 
 
 def _status(candidate: Candidate) -> str:

@@ -33,6 +33,11 @@ class EngineState:
     diagnosis: EngineDiagnosis
     failure: AttnplugError | None = None
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong with it, and nothing to be warned of."""
+        return self.failure is None and not self.diagnosis.problems and not self.diagnosis.warnings
+
     def lines(self) -> Iterator[str]:
         """Yield the engine, and what is said of it."""
         yield f"{self.name}  ({', '.join(self.distributions)})"
