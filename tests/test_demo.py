@@ -251,23 +251,37 @@ def few(monkeypatch):
     monkeypatch.setattr(examples, "EXAMPLES", kept)
 
 
-def test_a_wrong_backend_is_reported(text, faulty, few, capsys):
+def on_terminal(monkeypatch):
+    """Make standard error a terminal; `capsys` captures it all the same."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def test_a_wrong_backend_is_reported(text, faulty, few, monkeypatch, capsys):
+    on_terminal(monkeypatch)
     faulty("slots")
 
     assert main(["demo", "--text", str(text)]) == 1
 
-    shown = " ".join(capsys.readouterr().out.split())
+    done = capsys.readouterr()
+    shown = " ".join(done.out.split())
+    assert "running BERT" in done.err
+    assert "1/3" in done.err
+    assert "running" not in done.out
     assert shown.count("WRONG: ") == 1
     assert "of 320 tokens agree; token " in shown
     assert "2 of 3 architectures agree" in shown
 
 
-def test_json_of_a_wrong_backend(text, faulty, few, capsys):
+def test_json_of_a_wrong_backend(text, faulty, few, monkeypatch, capsys):
+    on_terminal(monkeypatch)
     faulty("borders")
 
     assert main(["demo", "--json", "--text", str(text)]) == 1
 
-    document = json.loads(capsys.readouterr().out)
+    done = capsys.readouterr()
+    document = json.loads(done.out)
+    assert done.err == ""
     assert not document["agrees"]
     assert [found["name"] for found in document["models"] if not found["agrees"]] == ["BERT", "Whisper"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
+import sys
 from collections import Counter
 from typing import get_args
 
@@ -83,14 +85,37 @@ class _Terminal(io.StringIO):
 
 def test_long_work_has_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    for stream, shown in ((io.StringIO(), False), (_Terminal(), True)):
+    for stream, wanted, shown in ((io.StringIO(), True, False), (_Terminal(), False, False), (_Terminal(), True, True)):
         monkeypatch.setattr("sys.stderr", stream)
 
-        assert list(tracked(["one[red]", "two\x1b"], "measuring {}".format)) == ["one[red]", "two\x1b"]
+        items = tracked(["one[red]", "two\x1b"], "measuring {}".format, shown=wanted)
+        assert list(items) == ["one[red]", "two\x1b"]
 
         assert ("measuring one[red]" in stream.getvalue()) is shown
         assert ("measuring two\\x1b" in stream.getvalue()) is shown
         assert shown or not stream.getvalue()
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_a_bar_counts_on_leaves_the_output_alone_and_honors_no_color(
+    monkeypatch: pytest.MonkeyPatch, *, no_color: bool
+) -> None:
+    error, output = _Terminal(), io.StringIO()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stderr", error)
+    monkeypatch.setattr("sys.stdout", output)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    for item in tracked(["third"], str, done=2, total=4):
+        sys.stdout.write(item)
+
+    assert "2/4" in error.getvalue()
+    assert output.getvalue() == "third"
+    assert error.getvalue().endswith("\x1b[2K"), "the bar is erased"
+    assert bool(re.search(r"\x1b\[(3[0-9]|38;)", error.getvalue())) is not no_color
 
 
 def test_a_command_is_continued_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

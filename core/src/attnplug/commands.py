@@ -177,24 +177,32 @@ def say_styled(lines: Iterable[Sequence[str | tuple[str, str]]]) -> None:
         say("\n".join("".join(escaped(p if isinstance(p, str) else p[0]) for p in line) for line in lines))
 
 
-def tracked(items: Sequence[T], named: Callable[[T], str]) -> Iterator[T]:
+def tracked(
+    items: Sequence[T], named: Callable[[T], str], *, shown: bool = True, done: int = 0, total: int | None = None
+) -> Iterator[T]:
     """
     Yield items of long work, with a progress bar on standard error where that is a terminal. It is drawn between items
-    only: nothing runs beside the work.
+    only: nothing runs beside the work. It is erased after the last item, so that the output can follow.
 
     Args:
         items: The items.
         named: What the bar says while an item is at work.
+        shown: Whether there is a bar at all; not where JSON is printed.
+        done: How many items were at work before these.
+        total: How many there are in all; by default `done` and these.
     """
-    if not sys.stderr.isatty():
+    if not shown or not sys.stderr.isatty():
         yield from items
         return
     from rich.console import Console  # noqa: PLC0415 - only a terminal needs rich
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415 - likewise
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=len(items))
+    # Standard output is left alone: rich would write it to the bar's console, which is standard error.
+    with Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False
+    ) as bar:
+        task = bar.add_task("", completed=done, total=done + len(items) if total is None else total)
         for item in items:
             bar.update(task, description=escaped(named(item)), refresh=True)
             yield item

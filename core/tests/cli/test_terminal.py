@@ -6,9 +6,12 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+COLOR = r"\x1b\[(\d+;)*3\d"
 LAYER = ["--head-size", "64", "--num-q-heads", "64", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
 
@@ -30,11 +33,14 @@ def test_a_list_is_a_table_in_color(on_terminal, site) -> None:
     assert re.search(r"- requires device type cuda; the device is cpu", _plain(shown.out))
 
 
-def test_no_color_is_honored(on_terminal, site) -> None:
-    shown = on_terminal("list", NO_COLOR="1")
+@pytest.mark.parametrize("words", [[], ["list"], ["explain", *LAYER, "--all"], ["doctor"]])
+def test_colors_are_for_terminals_and_no_color_is_honored(on_terminal, run, site, words: list[str]) -> None:
+    colored, shown = on_terminal(*words), on_terminal(*words, NO_COLOR="1")
 
-    assert "\x1b[3" not in shown.out
-    assert "what it is, and what is missing" in shown.out
+    assert re.search(COLOR, colored.out)
+    assert not re.search(COLOR, shown.out)
+    assert _plain(shown.out) == _plain(colored.out)
+    assert "\x1b" not in run(*words).out
 
 
 def test_an_explanation_begins_with_device_and_request(on_terminal, site) -> None:

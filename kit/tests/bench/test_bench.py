@@ -127,6 +127,14 @@ def test_everything_is_measured_unless_something_is_named(run, canned) -> None:
     assert len(named.json["measurements"]) == 4
 
 
+def test_a_terminal_shows_what_is_measured_except_beside_json(run, canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    assert "measuring cached" in run("bench", "cached").err
+    assert run("bench", "cached", "--json").err == ""
+
+
 def test_a_missed_budget_fails_the_run(run, canned) -> None:
     kept = run("bench", "cached")
     canned.append(SLOW)

@@ -74,6 +74,16 @@ def test_the_built_in_backend_has_no_finding(run, empty) -> None:
     assert "note: " not in outcome.out
 
 
+def test_a_terminal_shows_what_is_checked_except_beside_json(run, empty, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = tmp_path / "attnplug.toml"
+    file.write_text(GOOD)
+
+    assert "checking acme: rules" in run("check", str(file)).err
+    assert run("check", str(file), "--json").err == ""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "given", "allowed"),
     [

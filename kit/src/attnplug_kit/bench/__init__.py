@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_suffix(file)  # before minutes of measuring
     if arguments.repeats < 1:
         raise RequestError(f"--repeats {arguments.repeats} was given", "it is a whole number from 1 on", "leave it out")
-    result = _measure(names, arguments.repeats, target)
+    result = _measure(names, arguments.repeats, target, shown=not arguments.json)
     if file is not None:
         result.write(file)
     if arguments.json:
@@ -225,13 +225,13 @@ def _without_torch(names: Sequence[str], *, is_requested: bool) -> tuple[str, ..
     return tuple(name for name in names if name not in missing)
 
 
-def _measure(names: Sequence[str], repeats: int, target: Target) -> Result:
+def _measure(names: Sequence[str], repeats: int, target: Target, *, shown: bool) -> Result:
     from attnplug_kit.bench.result import Result, SectionResult, machine  # noqa: PLC0415 - as above
 
     named = names if len(names) < len(SECTIONS) and target.host is None else ()
     words = [*named, *target.options(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
     found = Result(command=shlex.join(["attnplug", "bench", *words]), machine=machine())
-    for name in tracked(names, lambda name: f"measuring {name}"):
+    for name in tracked(names, lambda name: f"measuring {name}", shown=shown):
         measure = resolve_name(f"{__name__}.{SECTIONS.get(name, 'hosting:measure')}")
         if target.host is not None:
             found += measure(repeats, target)

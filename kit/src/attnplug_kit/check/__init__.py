@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check a path."""
     from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help does without
 
-    report = examine(arguments.path)
+    report = examine(arguments.path, shown=not arguments.json)
     if arguments.json:
         say_json(report.to_dict())
     else:

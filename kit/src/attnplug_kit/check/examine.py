@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 _LINE: Final = re.compile(r"at line (\d+)")
 
 
-def examine(path: str) -> Report:
+def examine(path: str, *, shown: bool = False) -> Report:
     """
     Check a manifest, or a plugin project.
+
+    Args:
+        path: An attnplug.toml, or the folder of a pyproject.toml.
+        shown: Whether a progress bar is shown, on a terminal.
 
     Raises:
         RequestError: The path is neither.
     """
     place = Path(path)
     project = place.with_name(PYPROJECT) if place.name == PYPROJECT else place / PYPROJECT
-    check = _Check(other_backends())
+    check = _Check(other_backends(), shown=shown)
     if project.is_file():
         check.project(project)
     elif place.is_dir():
@@ -56,8 +60,9 @@ def examine(path: str) -> Report:
 class _Check:
     """Collects the findings."""
 
-    def __init__(self, others: tuple[OtherBackend, ...]) -> None:
+    def __init__(self, others: tuple[OtherBackend, ...], *, shown: bool) -> None:
         self.others = others
+        self.shown = shown
         self.files: list[str] = []
         self.names: list[str] = []
         self.findings: list[Finding] = []
@@ -132,7 +137,7 @@ class _Check:
             parts["rules"] = lambda: check_rules(manifest, text)
             parts["orders of preference"] = lambda: check_preferences(manifest, text)
             parts["evidence"] = lambda: self.evidence(manifest, project)
-        for part in tracked(tuple(parts), lambda part: f"checking {manifest.name}: {part}"):
+        for part in tracked(tuple(parts), lambda part: f"checking {manifest.name}: {part}", shown=self.shown):
             self.findings += parts[part]()
 
     def evidence(self, manifest: Manifest, project: Project | None) -> tuple[Finding, ...]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnplug import using
-from attnplug.commands import NO, OK, say_json
+from attnplug.commands import NO, OK, say_json, tracked
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from attnplug_transformers.demo.example import Example
     from attnplug_transformers.demo.outcome import Outcome
 
 SUMMARY: Final = "a decision between backends, and real model architectures on the chosen one"
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         decisions = decide()
         if not arguments.json:
             show_decisions(decisions, origin)
-        for outcome in _outcomes(text):
+        for outcome in _outcomes(text, shown=not arguments.json):
             if not arguments.json:
                 show(outcome, outcomes)
             outcomes.append(outcome)
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return OK if agrees else NO
 
 
-def _outcomes(text: bytes) -> Iterator[Outcome]:
+def _outcomes(text: bytes, *, shown: bool) -> Iterator[Outcome]:
     from attnplug_transformers import register  # noqa: PLC0415 - an error names what is missing
 
     register()
@@ -87,10 +88,16 @@ def _outcomes(text: bytes) -> Iterator[Outcome]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # faster than several, for models as small as these
     try:
-        for example in EXAMPLES:
-            yield compare(example, text)
+        for done, example in enumerate(EXAMPLES):  # a bar each, erased before the result is printed
+            for each in tracked((example,), _running, shown=shown, done=done, total=len(EXAMPLES)):
+                outcome = compare(each, text)
+            yield outcome
     finally:
         torch.set_num_threads(threads)
+
+
+def _running(example: Example) -> str:
+    return f"running {example.name}"
 
 
 @contextmanager
