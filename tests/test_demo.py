@@ -109,7 +109,7 @@ def test_every_architecture_agrees_token_for_token():
         "max concurrency 4, step by step as for Llama",
         "layers.{0..3}.self_attn (4 layers) -> torch/",
         "requires sliding_window=16, logits_soft_cap=5.0",
-        "torch/sdpa emulates paged: gathers the used pages",
+        "torch/sdpa: gathers pages into one buffer each step (slower)",
         "torch/flex refused: ",
         "all 320 tokens are those of transformers' generate of each prompt alone",
         "all once more, with decodes replayed from 6 captured steps on graph buffers",

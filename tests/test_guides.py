@@ -13,7 +13,7 @@ import pytest
 import attnplug
 from attnplug import errors
 from attnplug.manifest import read_manifest
-from attnplug.negotiation.ranking import CRITERIA
+from attnplug.negotiation.ranking import CRITERIA, why_ahead
 from attnplug.negotiation.reason import Code
 from attnplug.negotiation.verdict import Status
 from tools import api_pages
@@ -63,6 +63,12 @@ def test_debugging_explains_what_decisions_say(heading: str, names: set[str]) ->
     said = {name for row in _rows(_section("docs/how-to/debug-a-choice.md", heading)) for name in row[0].split(", ")}
 
     assert names - said == set()
+
+
+def test_the_words_of_each_criterion_are_those_that_explain_prints() -> None:
+    rows = _rows(_section("docs/how-to/debug-a-choice.md", "Why this one?"))
+
+    assert {row[0].strip("*"): row[1] for row in rows[1:]} == {name: why_ahead(name) for name in CRITERIA}
 
 
 LLAMA = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")

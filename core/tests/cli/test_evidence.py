@@ -53,8 +53,8 @@ def test_list_names_the_devices_on_which_each_variant_was_verified(run, shipped)
     assert variants["flash/host"]["verified_on"] == [{"type": "cpu"}, {"vendor": "nvidia", **h200}]
     assert variants["flash/old"]["verified_on"] == variants["flash/new"]["verified_on"] == []
     text = run("list", "--all").out
-    assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in text
-    assert text.count("    verified on no device\n") >= 2
+    assert "    verified by the conformance kit on cpu, cuda:9.0 (NVIDIA H200)\n" in text
+    assert text.count("    not verified by the conformance kit on any device\n") >= 2
 
 
 def test_list_names_devices_that_read_alike_once(run, shipped) -> None:
@@ -62,14 +62,16 @@ def test_list_names_devices_that_read_alike_once(run, shipped) -> None:
     (shipped / "host-h200.json").write_text(evidence("flash/host", device=h200))
     (shipped / "host-part-of-h200.json").write_text(evidence("flash/host", device={**h200, "num_multiprocessors": 66}))
 
-    assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in run("list").out
+    assert "    verified by the conformance kit on cpu, cuda:9.0 (NVIDIA H200)\n" in run("list").out
 
 
 def test_explain_lists_what_is_unverified(run, shipped) -> None:
     found = run("explain", *LAYER, *HERE, "--sliding-window", "7")
 
-    assert "unverified on this device: sliding_window=7 (no test has requested it)" in found.out
-    assert "unverified" not in run("explain", *LAYER, *HERE).out
+    assert (
+        "not verified by the conformance kit on this device: sliding_window=7 (no test has requested it)" in found.out
+    )
+    assert "not verified" not in run("explain", *LAYER, *HERE).out
 
 
 def test_explain_as_json_has_records(run, shipped) -> None:
@@ -93,7 +95,7 @@ def test_a_terminal_shows_it_too(on_terminal, shipped) -> None:
     done = on_terminal("explain", *LAYER, *HERE, "--sliding-window", "7")
 
     assert done.code == 0
-    assert "unverified on this device" in done.out
+    assert "not verified" in done.out
 
 
 @pytest.mark.parametrize("content", ["{", evidence("flash/host", format=2), evidence("other/host")])
@@ -127,7 +129,7 @@ def test_doctor_warns_of_a_folder_that_is_not_there(run, site, tmp_path, monkeyp
 
 def test_the_users_folder_counts(run, site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evidence-flash-host.json").write_text(evidence("flash/host"))
-    assert "unverified" in run("explain", *LAYER, *HERE).out
+    assert "not verified" in run("explain", *LAYER, *HERE).out
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
 
-    assert "unverified" not in run("explain", *LAYER, *HERE).out
+    assert "not verified" not in run("explain", *LAYER, *HERE).out

@@ -154,7 +154,7 @@ def test_what_is_not_installed_was_not_considered(run, site, monkeypatch: pytest
 def test_a_choice_that_supposes_libraries_says_what_to_install(run, site) -> None:
     found = run("explain", *ONE, "--device", "h100", "--assume-installed").out
 
-    assert "\n  needs: pip install 'flash-new >=4'\n  serves with less: flash/old, with nothing to install\n" in found
+    assert "\n  needs: pip install 'flash-new >=4'\n  flash/old could serve too, with nothing to install\n" in found
     assert "needs:" not in run("explain", *ONE, "--device", "cpu").out
 
 
@@ -177,7 +177,7 @@ def test_the_command_line_names_options(run, site) -> None:
 def test_the_runner_up_is_named_with_why_it_lost(run, site) -> None:
     done = run("explain", *ONE, "--device", "h100")
 
-    assert "chosen: flash/old (decided by built-in last)\n" in done.out
+    assert "chosen: flash/old (the only one besides the built-in)\n" in done.out
     assert "runner-up: torch/sdpa: it is built in, and plugins come first\n" in done.out
     assert (
         "runner-up: none; no other installed candidate can serve this\n"
@@ -222,7 +222,7 @@ def test_verdicts_are_filtered(run, site) -> None:
     both = run("explain", *ONE, "--device", "h100", "--verdict", "chosen", "--verdict", "refused", "--json").json
 
     assert [line for line in done.out.splitlines() if "/" in line and not line.startswith(" ")] == [
-        "chosen: flash/old (decided by built-in last)",
+        "chosen: flash/old (the only one besides the built-in)",
         "flash/old  chosen  (attnplug-flash 1.0)",
     ]
     assert {verdict["status"] for verdict in both["explanations"][0]["verdicts"]} == {"chosen", "refused"}

@@ -54,7 +54,7 @@ def test_an_explanation_begins_with_device_and_request(on_terminal, site) -> Non
         ["device", "cuda:9.0, not this machine, kernel libraries assumed installed"],
         ["permitted", "flash (--backend auto would add torch/sdpa, torch/flex)"],
         ["requested", "head_size=64 num_q_heads=64 num_kv_heads=8 dtype=bfloat16"],
-        ["chosen", "flash/new (decided by name)"],
+        ["chosen", "flash/new (a tie, settled by name)"],
     ]
     assert re.search(r"  flash/host +requires device type cpu; the device is", text)
     assert "settle it with --backend flash/old --backend auto" in " ".join(text.split())

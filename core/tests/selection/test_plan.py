@@ -45,7 +45,7 @@ def test_a_plan_names_its_layers_and_prints_like_an_explanation(both, request_of
         "common: block_size=16 kv_layout=NHD kv_cache_form=joint cudagraph=always\n\n"
         "6 layers: layers.0, layers.2"
     )
-    assert "\n    chosen: flash/hopper (decided by the plugin's preference)\n    block_size=16 " in found
+    assert "\n    chosen: flash/hopper (the variant that its plugin prefers)\n    block_size=16 " in found
     assert "sliding_window=128" in found
     assert max(map(len, found.splitlines())) <= 120
 

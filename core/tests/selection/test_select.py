@@ -659,7 +659,7 @@ def test_explanations_print_without_a_terminal(both, request_of, monkeypatch):
     text = str(attnplug.explain(request_of(sinks=True)))
 
     assert text.splitlines()[0].startswith("requested: head_size=64")
-    assert "chosen: flash/new (decided by built-in last)" in text
+    assert "chosen: flash/new (the only one besides the built-in)" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -88,7 +88,7 @@ def test_a_decision_with_exercised_values_has_nothing_unverified(world, shelf, r
     explanation = attnplug.explain(request_of(), backend="generic")
 
     assert explanation.chosen.unverified == ()
-    assert "unverified" not in "\n".join(detail(explanation.verdicts[0]))
+    assert "not verified" not in "\n".join(detail(explanation.verdicts[0]))
     assert records(attnplug.select(request_of(head_size=96), backend="generic").unverified) == [
         ("head_size", 96, "verified is 64")
     ]
@@ -168,9 +168,12 @@ def test_it_is_printed_with_what_is_verified_instead(world, shelf, request_of, m
     text = str(attnplug.explain(request_of(head_size=96, sliding_window=7)))
     elsewhere = str(attnplug.explain(request_of(), Device.cpu()))
 
-    assert "    unverified on this device: head_size=96 (verified is 64)\n" in text
-    assert "    unverified on this device: sliding_window=7 (no test has requested it)\n" in f"{text}\n"
-    assert "    unverified on this device: no run of the conformance kit on cpu is known\n" in f"{elsewhere}\n"
+    assert "    not verified by the conformance kit on this device: head_size=96 (verified is 64)\n" in text
+    assert (
+        "    not verified by the conformance kit on this device: sliding_window=7 (no test has requested it)\n"
+        in f"{text}\n"
+    )
+    assert "    not verified: no run of the conformance kit on cpu is known\n" in f"{elsewhere}\n"
 
 
 def test_a_plan_has_it_for_each_group(world, shelf, request_of) -> None:
@@ -181,7 +184,7 @@ def test_a_plan_has_it_for_each_group(world, shelf, request_of) -> None:
 
     assert found["a"].unverified == ()
     assert [item.field for item in found["b"].unverified] == ["sliding_window"]
-    assert str(found).count("unverified on this device") == 1
+    assert str(found).count("not verified") == 1
 
 
 def test_the_log_record_has_it(world, shelf, request_of, caplog) -> None:
@@ -193,8 +196,8 @@ def test_the_log_record_has_it(world, shelf, request_of, caplog) -> None:
         attnplug.select(request_of(head_size=96, sinks=True))
 
     verified, unverified = caplog.records
-    assert "unverified" not in verified.getMessage()
-    assert unverified.getMessage().endswith("; unverified there: head_size=96, sinks=True")
+    assert "not verified" not in verified.getMessage()
+    assert unverified.getMessage().endswith("; not verified there by the conformance kit: head_size=96, sinks=True")
     assert unverified.selection.unverified
 
 

@@ -186,7 +186,8 @@ def _lines(candidate: Candidate, store: EvidenceStore, elsewhere: Sequence[Reaso
         if variant.requires:
             yield f"requires {', '.join(variant.requires)}"
         devices = dict.fromkeys(map(str, store.verified_on(candidate)))
-        yield f"verified on {', '.join(devices) or 'no device'}"
+        on = f"on {', '.join(devices)}" if devices else "on any device"
+        yield f"{'' if devices else 'not '}verified by the conformance kit {on}"
     if elsewhere:
         yield from (f"- {reason}" for reason in elsewhere)
         return

@@ -48,13 +48,31 @@ _BEHIND: Final = {
     "listed order": "it is later in the list of backends",
     "built-in last": "it is built in, and plugins come first",
     "measured profile": "it is slower in the measured profile, or not in it",
-    "fewest emulated features": "it emulates {emulated}, and the chosen one less",
+    "fewest emulated features": "it has no kernel for {emulated}, and computes it in a slower way",
     "default order": "it is later in the default order for this device ({because})",
     "the plugin's preference": "its plugin prefers {chosen} for this request",
-    "name": "a tie: neither is measured on this device, and the name decided",
-    COMMON_TERMS: "all layers of the model share a block size and a layout",
+    "name": "a tie: neither is measured on this device, so the order of names decided",
+    COMMON_TERMS: "all layers of the model must share a block size and a layout",
 }
 """Why a candidate is behind the chosen one, by the criterion that decided between the first two."""
+
+
+_AHEAD: Final = {
+    "listed order": "earliest in the list of backends",
+    "built-in last": "the only one besides the built-in",  # another plugin would have been the runner-up
+    "measured profile": "fastest in the measured profile",
+    "fewest emulated features": "supports the request most directly",
+    "default order": "earliest in the default order for this device",
+    "the plugin's preference": "the variant that its plugin prefers",
+    "name": "a tie, settled by name",
+    COMMON_TERMS: "has the block size and layout that all layers share",
+}
+"""Why the chosen candidate is the first, by the criterion, in the words of people; programs read the criterion."""
+
+
+def why_ahead(decided_by: str) -> str:
+    """Return why a candidate was chosen; empty where no other could serve."""
+    return _AHEAD.get(decided_by, decided_by)
 
 
 def why_behind(decided_by: str, chosen: str, emulated: Iterable[str], because: str = "") -> str:

@@ -10,13 +10,14 @@ from attnplug._columns import wrapped
 from attnplug._escape import escaped
 from attnplug._html import block, folded, table
 from attnplug.negotiation.candidate import CACHE_TERMS
-from attnplug.negotiation.ranking import why_behind
+from attnplug.negotiation.ranking import why_ahead, why_behind
 from attnplug.negotiation.reason import Fix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.reason import Unverified
     from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
@@ -183,7 +184,8 @@ class Explanation:
         if self.needs:
             yield f"needs: {', then '.join(self.needs)}"
         if self.least:
-            yield f"serves with less: {self.least[0]}, {', then '.join(self.least[1:]) or 'with nothing to install'}"
+            steps = f"after {', then '.join(self.least[1:])}" if self.least[1:] else "with nothing to install"
+            yield f"{self.least[0]} could serve too, {steps}"
 
     def _where(self) -> str:
         return f"{self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
@@ -197,7 +199,7 @@ class Explanation:
     def _decision(self) -> str:
         if self.chosen is None or not self.chosen.decided_by:
             return ""
-        return f" (decided by {self.chosen.decided_by})"
+        return f" ({why_ahead(self.chosen.decided_by)})"
 
 
 _SHOWN_AS: Final = (
@@ -227,7 +229,7 @@ def lines_of(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps
 
 def describe(selection: Selection, width: int) -> Iterator[str]:
     """Yield a decision, what was requested, and its verdict."""
-    decided = f" (decided by {selection.decided_by})" if selection.decided_by else ""
+    decided = f" ({why_ahead(selection.decided_by)})" if selection.decided_by else ""
     yield from wrapped(f"requested: {assigned(selection.requirements.to_dict())}", _INDENT, width)
     yield f"{_INDENT}chosen: {selection.id}{decided}"
     for verdict in selection.verdicts:
@@ -243,13 +245,18 @@ def detail(verdict: Verdict, steps: Callable[[Fix], Iterable[str]] = Fix.steps) 
     if verdict.level_cost:
         yield verdict.level_cost
     for name, text in verdict.emulated.items():
-        yield f"emulates {name}: {text}"
+        yield f"{name}: {text} (slower)"
     for item in verdict.unverified:
-        yield f"unverified on this device: {item}"
+        yield f"{not_verified(item)}: {item}"
     for reason in verdict.reasons:
         yield f"- {reason}"
     if verdict.fix is not None:
         yield from (f"{'then' if index else 'fix:'} {step}" for index, step in enumerate(steps(verdict.fix)))
+
+
+def not_verified(item: Unverified) -> str:
+    """Return what precedes a requested value that no evidence covers; of a device, the item names the kit itself."""
+    return "not verified" if item.field == "device" else "not verified by the conformance kit on this device"
 
 
 def terms_of(terms: Agreement) -> Iterator[str]:

@@ -289,7 +289,7 @@ def log_decision(explanation: Explanation) -> None:
             chosen.id,
             explanation.requirements,
             escaped(str(explanation.device)),
-            f"; unverified there: {unverified}" if unverified else "",
+            f"; not verified there by the conformance kit: {unverified}" if unverified else "",
             extra={"selection": chosen},
         )
 

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import abbreviated, wrapped
+from attnplug.negotiation.ranking import why_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ class Comparison:
     def summary(self) -> Iterator[str]:
         """Yield both choices, and why they differ, a sentence each."""
         own, decision = self.choice.backend, self.group.explanation.chosen
-        decided = f" (decided by {decision.decided_by})" if decision and decision.decided_by else ""
+        decided = f" ({why_ahead(decision.decided_by)})" if decision and decision.decided_by else ""
         yield f"{self.engine} by itself: {own or 'none'}"
         yield f"attnplug: {self.chosen or 'none'}{decided}"
         if self.same_kernels:

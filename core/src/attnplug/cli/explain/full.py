@@ -8,6 +8,7 @@ from attnplug.cli.explain.fixes import steps_of
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import STYLES, abbreviated, wrapped
 from attnplug.negotiation.candidate import CACHE_TERMS
+from attnplug.negotiation.ranking import why_ahead
 from attnplug.selection.explanation import NOT_INSTALLED, assigned, lines_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _group(group: LayerGroup, statuses: Collection[str]) -> Iterator[Line]:
     if explanation.listed:
         yield from _labeled("permitted", explanation.permitted)
     chosen = explanation.chosen
-    decided = f" (decided by {chosen.decided_by})" if chosen and chosen.decided_by else ""
+    decided = f" ({why_ahead(chosen.decided_by)})" if chosen and chosen.decided_by else ""
     name, style = (chosen.id, STYLES["chosen"]) if chosen else ("none", STYLES["broken"])
     yield ("chosen: ", "dim"), (name, style), decided
     yield from ((line,) for text in explanation.to_install() for line in wrapped(text, _INDENT))

@@ -21,7 +21,7 @@ COMMON_DEVICES: Final = ("cuda:8.0", "cuda:9.0", "cuda:10.0")
 """The devices beside this machine's where none is named: A100, H100 and B200."""
 
 _WORDS: Final = {"missing_dependency": "missing"}
-_UNVERIFIED: Final = "? unverified: no run of the conformance kit covers all of it on such a device"
+_UNVERIFIED: Final = "? not verified: no run of the conformance kit covers all of it on such a device"
 _GAP: Final = "  "
 
 

@@ -17,8 +17,9 @@ from attnplug.cli.explain.fixes import steps_of
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import STYLES, abbreviated, escaped, shortened, width, wrapped
 from attnplug.negotiation.candidate import CACHE_TERMS
+from attnplug.negotiation.ranking import why_ahead
 from attnplug.negotiation.reason import most_important
-from attnplug.selection.explanation import assigned, terms_of
+from attnplug.selection.explanation import assigned, not_verified, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -116,8 +117,8 @@ def _decision(group: LayerGroup) -> list[Line]:
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
     lines += [(line,) for text in explanation.to_install() for line in wrapped(text, f"{indent}  ")]
     costs = [verdict.level_cost] if verdict.level_cost else []
-    costs += [f"emulates {name}: {text}" for name, text in verdict.emulated.items()]
-    costs += [f"unverified on this device: {_and_more(verdict.unverified)}"] if verdict.unverified else []
+    costs += [f"{name}: {text} (slower)" for name, text in verdict.emulated.items()]
+    costs += [f"{not_verified(each)}: {_and_more(verdict.unverified)}" for each in verdict.unverified[:1]]
     lines += [(shortened(f"{indent}  {text}", width()),) for text in costs]
     return [*lines, *_indented(f"{indent}runner-up: ", _runner_up(explanation))]
 
@@ -142,7 +143,7 @@ def _chosen(explanation: Explanation, indent: str) -> Line:
     if chosen is None:
         return (f"{indent}", ("chosen: ", "dim"), ("none", STYLES["broken"]))
     room = width() - len(f"{indent}chosen: {chosen.id}")
-    decided = shortened(f" (decided by {chosen.decided_by})", room) if chosen.decided_by else ""
+    decided = shortened(f" ({why_ahead(chosen.decided_by)})", room) if chosen.decided_by else ""
     return (f"{indent}", ("chosen: ", "dim"), (chosen.id, STYLES["chosen"]), decided)
 
 
@@ -200,9 +201,10 @@ def _row(id_: str, found: Sequence[tuple[LayerGroup, Verdict]]) -> Row:
 def _why(verdict: Verdict, explanation: Explanation) -> tuple[str, ...]:
     if verdict.status == "eligible":
         if verdict.id in explanation.with_auto:
-            return ("could serve too, and is not permitted",)
-        costs = f", and emulates {', '.join(verdict.emulated)}" if verdict.emulated else ""
-        return (f"could serve too{costs}",)
+            return ("could serve too, but is not permitted",)
+        if verdict.emulated:
+            return (f"could serve too; {'; '.join(verdict.emulated.values())} (slower)", "could serve too, but slower")
+        return ("could serve too",)
     reason = most_important(verdict.reasons)
     if reason is None:
         return (verdict.status.replace("_", " "),)

@@ -55,11 +55,7 @@ def _chosen(decision: Decision) -> str:
     chosen = decision.explanation.chosen
     if chosen is None:
         return "no backend supports it"
-    return f"{chosen.id} ({_decided(chosen)})"
-
-
-def _decided(selection: Selection) -> str:
-    return f"decided by {selection.decided_by}" if selection.decided_by else "the only one that supports it"
+    return chosen.id if decision.runner_up else f"{chosen.id} (the only one that supports it)"
 
 
 def _behind(decision: Decision) -> str:
@@ -70,8 +66,7 @@ def _behind(decision: Decision) -> str:
         if refused is None:
             return ""
         return f"not chosen {refused.id}: {refused.status}, {'; '.join(map(str, refused.reasons))}"
-    emulated = f"; it emulates {', '.join(verdict.emulated)}" if verdict.emulated else ""
-    return f"runner-up {verdict.id}: eligible, ranked lower by {chosen.decided_by}{emulated}"
+    return f"runner-up {verdict.id}: {decision.explanation.why_runner_up}"
 
 
 def _explain_command() -> str:
@@ -163,20 +158,21 @@ def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selecti
 
 
 def _requires(selection: Selection) -> str:
-    """Return what the layers require beside their shape, and which criterion decided."""
+    """Return what the layers require beside their shape, and whether no other candidate supports that."""
     fields = [f"{name}={value}" for name, value in selection.requirements.requested() if name not in _SHAPE]
     words = [f"requires {', '.join(fields)}"] if fields else []
-    return f"  ({'; '.join([*words, _decided(selection)])})"
+    words += [] if selection.decided_by else ["the only one that supports it"]
+    return f"  ({'; '.join(words)})" if words else ""
 
 
 def _others(selection: Selection) -> Iterator[str]:
-    """Yield what the chosen candidate emulates, and why other installed ones were not chosen."""
+    """Yield what the chosen candidate does in a slower way, and why other installed ones were not chosen."""
     elsewhere = 0
     for verdict in selection.verdicts:
         if verdict.id == selection.id:
-            yield from (f"{selection.id} emulates {name}: {text}" for name, text in verdict.emulated.items())
+            yield from (f"{selection.id}: {text} (slower)" for text in verdict.emulated.values())
         elif verdict.status == "eligible":
-            yield f"{verdict.id} eligible"
+            yield f"{verdict.id} could serve too"
         elif verdict.id.startswith(f"{selection.backend}/") and verdict.status not in _NOT_INSTALLED:
             yield f"{verdict.id} {verdict.status}: {'; '.join(map(str, verdict.reasons))}"
         else:
