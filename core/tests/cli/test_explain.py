@@ -79,7 +79,7 @@ def test_what_is_late_is_left_to_bind(run, site) -> None:
 
     done = run("explain", *options, *HOPPER, "--backend", "flash/old")
 
-    assert "left to bind: block_size (" in done.out
+    assert "left for the engine to set: block_size (" in done.out
     assert "num_q_heads, num_kv_heads" in done.out
     assert done.code == 0
 

@@ -190,11 +190,9 @@ def test_a_lower_graph_level_of_one_group_is_reported(run, empty, config: str) -
 
     done = run("explain", "--config", config, *HOPPER, "--backend", "quick", "--backend", "large")
 
-    assert "cudagraph=never; the graph level is that of large/windowed\n" in " ".join(done.out.split(" ")).replace(
-        "\n  ", " "
-    )
+    assert "cudagraph=never; limited by large/windowed\n" in " ".join(done.out.split(" ")).replace("\n  ", " ")
     full = run("explain", "--config", config, *HOPPER, "--backend", "quick", "--backend", "large", "--all")
-    assert "cudagraph=never\n    the graph level is that of large/windowed\n" in full.out
+    assert "cudagraph=never\n    cudagraph is limited by large/windowed\n" in full.out
 
 
 def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> None:
@@ -207,7 +205,7 @@ def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> No
 
     assert done.code == 0
     assert [found["layers"] for found in done.json["explanations"]] == [["layers.1.self_attn"]]
-    assert "besides, 1 layer: conv: a short convolution" in done.err
+    assert "other layers: 1 layer: conv: a short convolution" in done.err
 
 
 def test_attention_that_is_not_expressed_is_not_served(run, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_fix_of_another_device_installs_nothing_here(run, site) -> None:
     done = run("explain", *ONE, "--backend", "flash/new", "--device", "cpu", "--all")
     verdict = next(v for v in done.out.split("\n\n") if v.startswith("flash/new "))
 
-    assert "fix: none on this device; it can serve with --device cuda:9.0" in verdict
+    assert "fix: none on this device; it supports this with --device cuda:9.0" in verdict
     assert "pip install" not in verdict
     assert run("explain", *ONE, "--backend", "flash/new", "--device", "cuda:9.0", "--assume-installed").code == 0
 

@@ -96,13 +96,13 @@ def test_a_size_that_does_not_divide_is_refused(plan, site) -> None:
 def test_what_a_person_reads(plan, site, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     heads = (
-        "    heads: 4 query and 1 KV of size 64 on each device: query heads are split, each KV head is replicated on 2;"
+        "    heads: 4 query and 1 KV of size 64 on each device: query heads are split, each KV head is on 2 devices;"
     )
 
     done = plan(GPT_OSS, *ON_HOPPER, "--tp", "16", "--block-size", "128")
 
     assert done.code == 0
-    assert "; attention layers: 6\n" in done.out
+    assert ", 6 attention layers\n" in done.out
     assert done.out.partition("\n\n")[2] == (
         "device: cuda:9.0, tensor parallelism over 16, kernel libraries assumed installed\n"
         "plan: block_size=128 kv_layout=NHD kv_cache_form=joint cudagraph=never\n"
@@ -111,7 +111,7 @@ def test_what_a_person_reads(plan, site, monkeypatch) -> None:
         "  flash/new  layers.{1..5..2}.self_attn (3 layers)\n"
         f"{heads} sinks\n"
         "KV cache in bfloat16: 1,536 bytes per token per device\n"
-        "  of which 768 for at most 128 tokens, where the engine frees older ones\n"
+        "  768 of these for the last 128 tokens only, if the engine frees older ones\n"
     )
 
 
@@ -134,7 +134,7 @@ def test_cross_attention_counts_by_tokens_of_the_encoder(plan, no_plugins) -> No
 
     assert done.code == 0
     assert "KV cache in float16: 1,024 bytes per token per device" in done.out
-    assert "of which 512 per token of the encoder, in cross attention" in done.out
+    assert "512 of these per token of the encoder, for cross attention" in done.out
     assert "encoder.layers.0.self_attn (1 layer)" in done.out
 
 
@@ -160,7 +160,7 @@ def test_other_layers_are_named_and_no_failure(plan, no_plugins) -> None:
     done = plan({"model_type": "jamba", "num_hidden_layers": 8}, "--device", "cpu")
 
     assert done.code == 0
-    assert "besides: 7 layers: linear_attention: linear attention or a" in done.out
+    assert "other layers: 7 layers: linear_attention: linear attention or a" in done.out
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

@@ -33,7 +33,7 @@ def test_without_a_dtype_it_is_float32_and_said() -> None:
     found = describe_model(without(LLAMA, "dtype"))
 
     assert dtypes(found) == {"float32"}
-    assert "float32 is assumed, for the configuration names none" in note(found, "dtype")
+    assert "float32 is assumed, since the configuration has no dtype" in note(found, "dtype")
     assert note(found, "dtype").endswith("on the command line --dtype bfloat16")
     assert dtypes(describe_model(LLAMA | {"dtype": "auto"})) == {"float32"}
     assert describe_model(without(LLAMA, "dtype"), dtype="float16").notes == ()
@@ -43,7 +43,7 @@ def test_beside_quantized_weights_a_dtype_is_a_half() -> None:
     found = describe_model(without(LLAMA, "dtype") | {"quantization_config": {"quant_method": "mxfp4"}})
 
     assert dtypes(found) == {"bfloat16"}
-    assert "some are quantized" in note(found, "dtype")
+    assert "some of which are quantized" in note(found, "dtype")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
@@ -109,7 +109,7 @@ def test_quantization_decides_about_the_kv_cache_alone(quantization, expected: s
 
     assert {layer.requirements.kv_cache_dtype for layer in found.layers} == {expected}
     assert dtypes(found) == {"bfloat16"}
-    assert quantization["quant_method"] in note(found, "attention requests")
+    assert quantization["quant_method"] in note(found, "about attention")
     assert any(f"kv_cache_dtype={expected}" in text for text in found.notes) == (expected != "bfloat16")
 
 

@@ -147,8 +147,8 @@ class TestSet:
     def test_explain_says_what_is_left_to_bind(self, both, late_of):
         text = str(attnplug.explain(late_of(*EVERYTHING, sinks=True)))
 
-        assert "left to bind: block_size (128, multiples of 16), num_q_heads, num_kv_heads" in text
-        assert "left to bind" not in str(attnplug.explain(late_of()))
+        assert "left for the engine to set: block_size (128, multiples of 16), num_q_heads, num_kv_heads" in text
+        assert "left for the engine" not in str(attnplug.explain(late_of()))
         bound = attnplug.select(late_of(*EVERYTHING, sinks=True)).bind(block_size=16)
         assert bound.late == HEADS
 

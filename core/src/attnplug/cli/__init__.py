@@ -9,7 +9,7 @@ BUILT_IN: Final = {
     "explain": "the backend that serves a layer or a model, and why the others do not",
     "plan": "the attention of a whole model: decisions, KV cache, tensor parallelism",
     "options": "the options of each installed backend",
-    "doctor": "problems of this environment",
+    "doctor": "problems in this environment",
 }
 """The built-in commands with their summaries; each is a module of this package. No distribution can replace them."""
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from attnplug.cli.command import Command
 
-_DESCRIPTION: Final = "Attention backends as parts: which one serves a request, and why not the others."
+_DESCRIPTION: Final = (
+    "A plugin system for attention kernels: it picks a backend for your model and device, and says why not the others."
+)
 _EPILOG: Final = """\
 examples:
   attnplug list

@@ -186,11 +186,11 @@ def plan_model(
 
 
 def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: bool) -> None:
-    _say(f"{model.origin}: {model.model_type}; attention layers: {len(model.layers)}")
+    _say(f"{model.origin}: {model.model_type}, {_count(len(model.layers), 'attention layer')}")
     for note in model.notes:
         _say(f"note: {note}")
     for other in model.others:
-        _say(f"{'not served' if other.is_attention else 'besides'}: {other}")
+        _say(f"{'not served' if other.is_attention else 'other layers'}: {other}")
     for each in plans:
         say()
         parallel = f", tensor parallelism over {each.size}" if each.size > 1 else ""
@@ -201,6 +201,10 @@ def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: 
                 say(line)  # whole, to be copied
             else:
                 _say(line)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _say(line: str) -> None:
@@ -241,7 +245,7 @@ def _heads(found: ModelPlan, names: tuple[str, ...]) -> str:
     if one.sharing == "split":
         return f"{text} on each device: query and KV heads are split"
     if one.sharing == "replicated":
-        return f"{text} on each device: query heads are split, each KV head is replicated on {one.copies}"
+        return f"{text} on each device: query heads are split, each KV head is on {one.copies} devices"
     return text
 
 
@@ -267,13 +271,13 @@ def _memory(found: ModelPlan) -> Iterator[str]:
         yield "KV cache: none, K/V are contiguous"
         return
     if whole is None:
-        yield f"KV cache in {', '.join(dtypes)}: its size is the plugin's"
+        yield f"KV cache in {', '.join(dtypes)}: the plugin decides its size"
         return
     yield f"KV cache in {', '.join(dtypes)}: {whole:,} bytes per token per device"
     for bound in sorted({b for s in found.shards.values() if (b := kept_tokens(s.requirements)) is not None}):
         names = tuple(n for n, s in found.shards.items() if kept_tokens(s.requirements) == bound)
         size = found.bytes_per_token(names)
-        yield f"  of which {size:,} for at most {bound:,} tokens, where the engine frees older ones"
+        yield f"  {size:,} of these for the last {bound:,} tokens only, if the engine frees older ones"
     cross = tuple(n for n, s in found.shards.items() if s.requirements.attn_type == "encoder_decoder")
     if cross:
-        yield f"  of which {found.bytes_per_token(cross):,} per token of the encoder, in cross attention"
+        yield f"  {found.bytes_per_token(cross):,} of these per token of the encoder, for cross attention"

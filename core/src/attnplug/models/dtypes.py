@@ -39,13 +39,15 @@ def find_dtype(fields: Fields, dtype: str | None) -> tuple[str, str]:
         return str(named), ""
     if fields.file is not None:
         for name, found in _dtypes_of_weights(fields.file.parent):
-            return found, f"dtype={found} is that of the weights in {name}: the configuration names none"
+            return found, f"dtype={found} is read from the weights in {name}, since the configuration has no dtype"
     quantized = fields.get("quantization_config", "compression_config") is not None
     found = _BESIDE_QUANTIZED if quantized else _DEFAULT
-    rest = ", of which some are quantized and the others are not at hand" if quantized else f", and {_DEFAULT} without"
-    library = f"{LIBRARY} takes that of the weights{rest}"
-    how = "name it by dtype, on the command line --dtype bfloat16"
-    return found, f"dtype={found} is assumed, for the configuration names none ({library}); {how}"
+    rest = (
+        ", some of which are quantized and the others are not here" if quantized else f", and {_DEFAULT} without them"
+    )
+    library = f"{LIBRARY} reads it from the weights{rest}"
+    how = "pass dtype, on the command line --dtype bfloat16"
+    return found, f"dtype={found} is assumed, since the configuration has no dtype ({library}); {how}"
 
 
 def _dtypes_of_weights(folder: Path) -> Iterator[tuple[str, str]]:

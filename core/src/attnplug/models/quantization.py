@@ -172,7 +172,7 @@ def notes(parts: tuple[Fields, ...], requested: str | None, *, paged: bool) -> I
         method = config.get("quant_method") or config.get("quant_algo")
         method = method or (inner.get("quant_algo") if isinstance(inner, Mapping) else None) or "unnamed"
         what = _METHODS.get(str(method).lower(), "weights")
-        changed = "nothing else that attention requests" if found else "nothing that attention requests"
+        changed = "nothing else about attention" if found else "nothing about attention"
         yield f"quantization {method} ({what}) changes {changed}"
         break
     if scheme is None:

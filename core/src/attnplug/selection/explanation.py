@@ -265,7 +265,7 @@ def terms_of(terms: Agreement) -> Iterator[str]:
         values = {name: getattr(terms, name) for name in (*CACHE_TERMS, "kv_cache_dtype", "cudagraph")}
         yield assigned({name: value for name, value in values.items() if value is not None})
     if terms.requirements.late:
-        yield f"left to bind: {', '.join(_left_to_bind(terms))}"
+        yield f"left for the engine to set: {', '.join(_left_to_bind(terms))}"
 
 
 def _left_to_bind(terms: Agreement) -> Iterator[str]:

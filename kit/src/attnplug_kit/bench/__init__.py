@@ -78,7 +78,7 @@ SECTIONS: Final = {
 ON_A_BACKEND: Final = ("build", "forward", "dense")
 """Those that run a backend, and so need torch."""
 
-SUMMARY: Final = "the time budgets, measured here"
+SUMMARY: Final = "the time budgets, measured on this machine"
 
 _EPILOG: Final = """\
 measurements:

@@ -105,7 +105,7 @@ class Report:
         found = [f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"]
         found += [f"{notes} note{'s' * (notes != 1)}"] if notes else []
         most = max(self.evaluations.values(), default=0)
-        share = f"; rules take {most:,} of {EVALUATIONS:,} evaluations at most" if most else ""
+        share = f"; rules take at most {most:,} evaluations (limit: {EVALUATIONS:,})" if most else ""
         return ", ".join([*found, f"{files} file{'s' * (files != 1)} checked"]) + share
 
 

@@ -24,7 +24,7 @@ def steps_of(fix: Fix) -> Iterator[str]:
         yield from fix.steps()
         return
     if fix.device is not None:
-        yield f"none on this device; it can serve with {' '.join(_elsewhere(fix, fix.device))}"
+        yield f"none on this device; it supports this with {' '.join(_elsewhere(fix, fix.device))}"
         return
     yield from evolve(fix, engine={}).steps()
     if fix.engine:

@@ -99,6 +99,6 @@ def _plan(result: Result) -> Iterator[str]:
     terms = assigned({name: getattr(found, name) for name in (*CACHE_TERMS, "cudagraph")})
     yield from wrapped(f"plan on {result.device}: {terms}")
     if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
-        yield f"    the graph level is that of {found.weakest.selection.id}"
+        yield f"    cudagraph is limited by {found.weakest.selection.id}"
     for group in found.groups:
         yield from wrapped(f"{group.selection.id}  {abbreviated(group.layers)}", _INDENT)

@@ -127,7 +127,7 @@ def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[
                 f"leave {option_of(name)} out, or describe one layer without --config",
             )
     model = describe_model(arguments.config, assume=arguments.assume, **{"paged": True, **fields})
-    for line in (*model.notes, *(f"besides, {other}" for other in model.others if not other.is_attention)):
+    for line in (*model.notes, *(f"other layers: {other}" for other in model.others if not other.is_attention)):
         complain(f"attnplug: note: {escaped(line)}")
     if not model.layers or (model.unserved and not arguments.partial):
         raise NoBackendError(

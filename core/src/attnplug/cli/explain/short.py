@@ -166,7 +166,7 @@ def _plan(result: Result) -> list[Line]:
         return [(("plan: ", "dim"), "none"), *((shortened(f"  {line.strip()}", width()),) for line in failure)]
     found = result.plan
     levels = {group.selection.agreement.cudagraph for group in found.groups}
-    weakest = f"; the graph level is that of {found.weakest.selection.id}" if len(levels) > 1 else ""
+    weakest = f"; limited by {found.weakest.selection.id}" if len(levels) > 1 else ""
     return _indented(
         "plan: ", f"{assigned({name: getattr(found, name) for name in (*CACHE_TERMS, 'cudagraph')})}{weakest}"
     )
