@@ -69,6 +69,7 @@ def test_the_words_of_each_criterion_are_those_that_explain_prints() -> None:
     rows = _rows(_section("docs/how-to/debug-a-choice.md", "Why this one?"))
 
     assert {row[0].strip("*"): row[1] for row in rows[1:]} == {name: why_ahead(name) for name in CRITERIA}
+    assert all(why_ahead(name) != name for name in CRITERIA)
 
 
 LLAMA = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")

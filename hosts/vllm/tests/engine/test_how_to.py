@@ -115,7 +115,7 @@ def test_explain_prints_both_choices(tmp_path):
     done = run(str(BIN / words[0]), *words[1:])
 
     assert "\nvLLM 0.32.0 by itself: FLASH_ATTN" in done
-    assert "\nattnplug: flash_attn/fa3_vllm (decided by default order)" in done
+    assert "\nattnplug: flash_attn/fa3_vllm (earliest in the default order for this device)" in done
 
 
 def run(*command):
