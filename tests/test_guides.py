@@ -135,7 +135,7 @@ def test_readme_has_the_versions_of_every_backend_and_host() -> None:
         read_manifest(path)
         for path in (*ROOT.glob("core/src/**/attnplug.toml"), *ROOT.glob("plugins/*/src/*/attnplug.toml"))
     ]
-    hosts = {text for row in _rows(_section("README.md", "Hosts")) for text in re.findall(r"`([^`]+)`", row[2])}
+    hosts = {text for row in _rows(_section("README.md", "Engines and programs")) for text in re.findall(r"`([^`]+)`", row[2])}
 
     assert set(backends) == {manifest.name for manifest in manifests}
     for manifest in manifests:
