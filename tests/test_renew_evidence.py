@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from attnplug import Device
+from attnplug.evidence import read_folder
+from attnplug.manifest import read_manifest
+from attnplug_kit.check.evidence import command_of_kit, short_name
+from attnplug_kit.check.exercised import check_evidence
 from tools import renew_evidence
-from tools.renew_evidence import Target, named, place, renew, shipped
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tools.renew_evidence import PLACES, ROOT, Target, named, place, renew, shipped
 
 MANIFEST = """\
 api = "1.0"
@@ -22,13 +23,17 @@ supports = { device_type = ["cpu", "cuda"], dtype = "bfloat16", head_size = 64 }
 [variants.fast]
 [variants.slow]
 """
+MANIFESTS = [path for place in PLACES for path in sorted(ROOT.glob(f"{place}/attnplug.toml"))]
+SHIPPED = [found for path in MANIFESTS for found in read_folder(path.with_name("evidence")).evidence]
 H200 = Device.cuda("9.0", name="NVIDIA H200")
 RUN = """\
 import json, os, pathlib, sys
 evidence = json.loads(sys.argv[2])
 evidence["told"] = [os.environ["OMP_NUM_THREADS"], *sys.argv[3:]]
 pathlib.Path(sys.argv[1], "evidence-acme-fast.json").write_text(json.dumps(evidence))
-print("FAILED test_a" if not evidence["passed"] else "", "3 passed", sep="\\n")
+test = {"id": "x.py::test_a", "outcome": "passed" if evidence["passed"] else "failed", "message": "it is wrong"}
+pathlib.Path(sys.argv[1], "report.json").write_text(json.dumps([{"tests": [test]}]))
+print("3 passed")
 """
 
 
@@ -50,10 +55,10 @@ def run_of(monkeypatch):
     """Make the kit a process that writes this evidence."""
 
     def use(found) -> None:
-        def command(_: Target, report: str) -> list[str]:
+        def command(_: str, report: str, **__: object) -> list[str]:
             return [sys.executable, "-c", RUN, report, json.dumps(found)]
 
-        monkeypatch.setattr(renew_evidence, "_command", command)
+        monkeypatch.setattr(renew_evidence, "command_of_kit", command)
 
     return use
 
@@ -107,12 +112,39 @@ def test_a_run_that_failed_writes_nothing(package: Path, run_of) -> None:
     run_of(evidence(passed=False))
     target = Target("acme/fast", package / "fast-h200.json")
 
-    assert renew(target, None) == "acme/fast: not renewed: 3 passed\n  FAILED test_a"
+    assert renew(target, None) == "acme/fast: not renewed: 3 passed\n  test_a: it is wrong"
     assert not target.file.exists()
 
 
-def test_the_command_is_the_kit_with_the_features_of_the_file(package: Path) -> None:
-    command = renew_evidence._command(Target("acme/fast", package / "fast-h200.json", ("acme.rope",)), "report")
+def test_the_command_is_the_kit_with_the_features_of_the_file() -> None:
+    command = command_of_kit("acme/fast", "report", features=["acme.rope"])
 
     assert command[1:3] == ["-m", "pytest"]
     assert command[-3:] == ["--attn-backend=acme/fast", "--attn-feature=acme.rope", "--attn-report=report"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.parent.name)
+def test_contributed_files_are_complete_and_anonymous(path: Path) -> None:
+    """The finding of `attnplug check` says what is wrong with a file: format, variant, device, versions, places."""
+    assert [str(found) for found in check_evidence(read_manifest(path))] == []
+
+
+@pytest.mark.parametrize("found", SHIPPED, ids=lambda found: f"{found.id}-{short_name(found.device)}")
+def test_contributed_files_are_named_by_variant_and_device(found) -> None:
+    assert Path(found.origin).stem == f"{found.id.partition('/')[2]}-{short_name(found.device)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("Tesla T4", "t4"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_product_names_its_file(name: str, short: str) -> None:
+    assert short_name(Device.cuda("9.0", name=name)) == short

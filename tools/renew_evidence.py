@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnplug import Device
 from attnplug.evidence import FOLDER, read_folder
 from attnplug.manifest import MANIFEST, read_manifest
+from attnplug_kit.check.evidence import command_of_kit, run_kit, short_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ def shipped(root: Path, device: Device) -> Iterator[Target]:
     for folder in _folders(root):
         for each in read_folder(folder).evidence:
             if each.is_for(device):
-                file = Path(each.origin).with_name(f"{each.id.partition('/')[2]}-{_short(device)}.json")
+                file = Path(each.origin).with_name(f"{each.id.partition('/')[2]}-{short_name(device)}.json")
                 found[each.id] = Target(each.id, file, tuple(sorted(each.features)))
     yield from found.values()
 
@@ -72,7 +72,7 @@ def named(root: Path, names: Iterable[str], device: Device) -> Iterator[Target]:
     for name in names:
         if name not in folders:
             sys.exit(f"no manifest of this workspace has the variant {name!r}; there are: {', '.join(sorted(folders))}")
-        file = folders[name] / f"{name.partition('/')[2]}-{_short(device)}.json"
+        file = folders[name] / f"{name.partition('/')[2]}-{short_name(device)}.json"
         yield known.get(name, Target(name, file))
 
 
@@ -86,19 +86,15 @@ def renew(target: Target, out: Path | None, processes: int = 1) -> str:
         processes: Of this run; more than one need pytest-xdist.
     """
     with tempfile.TemporaryDirectory() as report:
-        command = [*_command(target, report), *(("-n", str(processes)) if processes > 1 else ())]
-        threads = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads)  # noqa: S603 - the kit, as above
-        found = [*Path(report).glob("evidence-*.json")]
-        evidence: dict[str, Any] = json.loads(found[0].read_text("utf-8")) if found else {"passed": False}
-    last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"])[-1]
-    if done.returncode or not evidence["passed"]:
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return "\n  ".join((f"{target.variant}: not renewed: {last}", *failed))
+        command = command_of_kit(target.variant, report, features=target.features)
+        command += ("-n", str(processes)) if processes > 1 else ()
+        run = run_kit(command, Path(report), {"OMP_NUM_THREADS": "1", **os.environ})
+    if not run.passed:
+        return "\n  ".join((f"{target.variant}: not renewed: {run.last}", *run.failed))
     file = target.file if out is None else out / target.flat
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
-    return f"{target.variant}: {file}: {last}"
+    file.write_text(json.dumps(run.evidence, indent=2) + "\n", encoding="utf-8")
+    return f"{target.variant}: {file}: {run.last}"
 
 
 def place(root: Path, folder: Path) -> Iterator[Path]:
@@ -149,29 +145,6 @@ def _folders(root: Path) -> Iterator[Path]:
 def _variants(folder: Path) -> Iterator[tuple[str, str]]:
     manifest = read_manifest(folder.parent / MANIFEST)
     yield from ((manifest.name, variant.name) for variant in manifest.variants)
-
-
-def _short(device: Device) -> str:
-    """Return a device's name in the names of files: ``cpu``, or the model, as ``h200``."""
-    words = (device.name or device.type).lower().split()
-    return device.type if device.type == "cpu" else words[1] if words[0] == "nvidia" and words[1:] else words[0]
-
-
-def _command(target: Target, report: str) -> list[str]:
-    plain = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "-o",
-        "filterwarnings=default",
-        "--pyargs",
-        "attnplug_kit",
-    )
-    features = [f"--attn-feature={name}" for name in target.features]
-    subject = [f"--attn-backend={target.variant}", *features, f"--attn-report={report}"]
-    return [sys.executable, "-m", "pytest", *plain, *subject]
 
 
 if __name__ == "__main__":

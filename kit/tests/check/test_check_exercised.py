@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import pytest
 
+from attnplug import torch_backend
+from attnplug.evidence import read_folder
 from attnplug.request.device import Device
+from attnplug_kit.check import evidence as kit_evidence
 from kit.tests.check.test_check_project import PYPROJECT
 
 if TYPE_CHECKING:
@@ -34,6 +39,7 @@ def attnplug_backend(variant, agreement):
     ...
 """
 RUN = "pytest --pyargs attnplug_kit --attn-backend=acme/fast"
+A100, H200 = Device.cuda("8.0", name="NVIDIA A100"), Device.cuda("9.0", name="NVIDIA H200")
 SERVED = {
     "dtype": ["bfloat16", "float16"],
     "head_size": [8, 64, 256],
@@ -66,12 +72,15 @@ def check(run, empty, package):
     return call
 
 
-def evidence(package: Path, name: str, device=Device.cuda("9.0"), **changes) -> None:  # noqa: B008 - frozen
+def evidence(package: Path, name: str, device=H200, **changes) -> None:
     data = {
         "format": 2,
         "backend": "acme/fast",
         "distribution": "attnplug-acme 1.1",
         "device": device.to_dict(),
+        "command": "pytest --pyargs attnplug_kit --attn-backend=acme/fast",
+        "versions": {"python": "3.12.3", "platform": "linux", "attnplug": "0.1.0", "torch": "2.11.0"},
+        "kit_tests": {"ran": 162, "of": 162},
         "features": [],
         "passed": True,
         "served": [{"field": field, "value": value} for field, values in SERVED.items() for value in values],
@@ -92,7 +101,7 @@ def test_without_evidence_each_declared_device_has_its_command(check) -> None:
 
 
 def test_with_all_of_it_nothing_is_listed(check, package) -> None:
-    for name, device in (("a", Device.cpu()), ("b", Device.cuda("8.0")), ("c", Device.cuda("9.0"))):
+    for name, device in (("a", Device.cpu()), ("b", A100), ("c", H200)):
         evidence(package, name, device)
     evidence(package, "d", features=["acme.rope"])
 
@@ -115,7 +124,7 @@ def test_a_device_a_value_and_a_feature_have_commands(check, package) -> None:
 def test_what_the_kit_cannot_exercise_has_the_reason(run, empty, package) -> None:
     served = [{"field": name, "value": value} for name, values in SERVED.items() for value in values if value != 256]
     item = {"field": "head_size", "value": 256, "because": "the kit requests sizes up to 128"}
-    for name, device in (("a", Device.cpu()), ("b", Device.cuda("8.0")), ("c", Device.cuda("9.0"))):
+    for name, device in (("a", Device.cpu()), ("b", A100), ("c", H200)):
         evidence(package, name, device, served=served, unreached=[item])
     evidence(package, "d", features=["acme.rope"], served=[])
 
@@ -158,6 +167,29 @@ def test_a_file_that_verifies_nothing_is_a_problem(run, empty, package, change, 
     assert [item["field"] for item in outcome.json["unexercised"]] == [""] * 3
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": {"python": "3.12.3", "platform": "linux", "attnplug": "0.1.0"}}, "has no version of torch"),
+        ({"device": Device.cuda("9.0")}, "does not name its device"),
+        ({"kit_tests": {"ran": 0, "of": 0}}, "has no number of tests"),
+        ({"command": ""}, "has no command"),
+        ({"hostname": "node7"}, "has 'hostname'"),
+        ({"command": "pytest --rootdir=/home/kim"}, "names a place: 'pytest --rootdir=/home/kim'"),
+        ({"unreached": [{"field": "sinks", "value": True, "because": "C:\\a b"}]}, "names a place: 'C:"),
+    ],
+)
+def test_a_file_unfit_for_contribution_is_a_note(run, empty, package, change, said) -> None:
+    evidence(package, "a", **change)
+
+    outcome = run("check", str(package.parents[1]), "--json")
+
+    (note,) = outcome.json["notes"]
+    assert (outcome.code, outcome.json["problems"]) == (0, [])
+    assert note["problem"].startswith(f"the evidence {said}")
+    assert "attnplug check --evidence acme/fast" in note["fix"]
+
+
 def test_a_person_reads_where_to_run_what(run, empty, package) -> None:
     evidence(package, "a", distribution="attnplug-acme 1.0")
 
@@ -175,3 +207,115 @@ def test_a_person_reads_where_to_run_what(run, empty, package) -> None:
         "\n"
         "no problem, 3 files checked\n"
     )
+
+
+WRITES = """\
+import json, pathlib, sys
+report, found, outcome = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+(report / "evidence-torch-sdpa.json").write_text(json.dumps(found))
+test = {"id": "kit.py::TestBasic::test_mixed[a]", "outcome": outcome, "message": "output: wrong"}
+(report / "report.json").write_text(json.dumps([{"tests": [test]}]))
+print("1 " + outcome)
+sys.exit(outcome == "failed")
+"""
+
+
+@pytest.fixture
+def kit(monkeypatch):
+    """Replace the kit by a process with this outcome, on a CPU."""
+    written = (files(torch_backend) / "evidence" / "sdpa-cpu.json").read_text("utf-8")
+    monkeypatch.setattr(Device, "current", Device.cpu)
+
+    def use(outcome: str = "passed", **changes) -> None:
+        found = json.dumps({**json.loads(written), "passed": outcome == "passed", **changes})
+        program = [sys.executable, "-c", WRITES]
+        monkeypatch.setattr(
+            kit_evidence, "command_of_kit", lambda _, report, **__: [*program, str(report), found, outcome]
+        )
+
+    return use
+
+
+@pytest.mark.parametrize("name", [(), ("torch/sdpa",)])
+def test_a_run_that_passed_is_written_and_fit_for_contribution(run, empty, kit, tmp_path, name) -> None:
+    kit()
+
+    outcome = run("check", "--evidence", *name, "--out", str(tmp_path / "mine"))
+
+    file = tmp_path / "mine" / "torch-sdpa-cpu.json"
+    number = json.loads(file.read_text("utf-8"))["kit_tests"]["of"]
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        f"{file}: torch/sdpa passed all {number} tests of the kit on cpu",
+        "to contribute it, move it to evidence/sdpa-cpu.json beside the manifest of torch; CONTRIBUTING.md says more",
+    ]
+    (found,) = read_folder(file.parent).evidence
+    assert (found.id, found.device, found.verifies) == ("torch/sdpa", Device.cpu(), True)
+
+
+def test_json_has_the_file_the_device_and_the_command(run, empty, kit, tmp_path) -> None:
+    kit()
+
+    (found,) = run("check", "--evidence", "torch/sdpa", "--out", str(tmp_path), "--json").json["evidence"]
+
+    assert found["file"] == str(tmp_path / "torch-sdpa-cpu.json")
+    assert (found["contribute_as"], found["device"]) == ("evidence/sdpa-cpu.json", {"type": "cpu"})
+    assert found["command"].startswith("pytest ")
+    assert {"python", "torch", "attnplug"} <= set(found["versions"])
+
+
+@pytest.mark.parametrize(
+    ("run_of_kit", "said"),
+    [
+        ({"outcome": "failed"}, ("failed the conformance kit here, so nothing was written", "test_mixed[a]: output")),
+        (
+            {"passed": False, "kit_tests": {"ran": 3, "of": 9}},
+            ("only a part", "(3 of 9 tests)", "unset PYTEST_ADDOPTS"),
+        ),
+        ({"passed": False, "missing": [{"field": "sinks", "value": True}]}, ("did not serve", "sinks=True")),
+    ],
+)
+def test_a_run_that_did_not_pass_has_no_file(run, empty, kit, tmp_path, run_of_kit, said) -> None:
+    kit(**run_of_kit)
+
+    outcome = run("check", "--evidence", "torch/sdpa", "--out", str(tmp_path / "mine"), "--json")
+
+    assert (outcome.code, outcome.json["evidence"], [*(tmp_path / "mine").iterdir()]) == (1, [], [])
+    (error,) = outcome.json["errors"]
+    assert all(error[part] for part in ("problem", "expected", "fix"))
+    assert all(each in outcome.err for each in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("torch", "--device", "cuda"), "the device 'cuda' is not on this machine"),
+        (("torch", "--device", "h100"), "the device 'h100' is not on this machine"),
+        (("acme",), "the backend 'acme' cannot be tested"),
+        (("torch", "--out", "{file}/x"), "cannot be made"),
+    ],
+)
+def test_evidence_is_refused_before_the_kit_runs(run, empty, kit, tmp_path, words, said) -> None:
+    (tmp_path / "file").touch()
+
+    outcome = run("check", "--evidence", *(word.format(file=tmp_path / "file") for word in words))
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert said in outcome.err
+    assert "fix: " in outcome.err
+
+
+def test_a_path_is_no_backend(run, empty) -> None:
+    assert "a path, '.', was given with --evidence" in run("check", ".", "--evidence").err
+
+
+@pytest.mark.slow
+@pytest.mark.unmeasured
+def test_a_part_of_the_real_kit_is_no_evidence(run, empty, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k test_one_token")
+
+    outcome = run("check", "--evidence", "torch/sdpa", "--device", "cpu", "--out", str(tmp_path), "--json")
+
+    assert outcome.code == 1
+    assert outcome.json["errors"][0]["problem"].startswith("only a part of the kit ran for torch/sdpa (1 of ")
+    assert [*tmp_path.glob("*.json")] == []

@@ -1,24 +1,32 @@
-"""The command ``attnplug check``: what is wrong with a manifest or a plugin project, before it is installed."""
+"""The command ``attnplug check``: mistakes in a manifest or a plugin project, and evidence of this machine."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnplug.commands import NO, OK, say_json
+from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     import argparse
 
-SUMMARY: Final = "mistakes in a manifest or a plugin project"
+SUMMARY: Final = "mistakes in a manifest or a plugin project; evidence of this machine"
 
 _EPILOG: Final = """\
 A problem keeps the plugin, or a part of its manifest, from ever working. A note may be a mistake, or intended.
 
+--evidence runs the conformance kit instead, on this machine's device, which takes minutes. A run that passed is written
+as BACKEND-VARIANT-DEVICE.json, with device, versions, command and result. A failed run has no file: it would verify
+nothing.
+
 examples:
   attnplug check
   attnplug check src/acme_attention/attnplug.toml --json
+  attnplug check --evidence torch/sdpa
 
-exit codes: 0 there is no problem, 1 there is one, 2 there is nothing to check at PATH
+exit codes: 0 there is no problem, 1 there is one or the kit failed, 2 there is nothing to check: no such PATH, backend
+or device
 """
 
 
@@ -33,18 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         nargs="?",
-        default=".",
         metavar="PATH",
         help="an attnplug.toml, or a folder with a pyproject.toml; default: this folder",
+    )
+    parser.add_argument(
+        "--evidence",
+        nargs="?",
+        const="",
+        metavar="NAME[/VARIANT]",
+        help="run the conformance kit for an installed backend, and write its file; default: the one chosen here",
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="--evidence: cpu, or a device of this machine; default: its first"
+    )
+    parser.add_argument(
+        *("--feature", "--attn-feature"),
+        dest="features",
+        metavar="VENDOR.NAME",
+        action="append",
+        default=[],
+        help="--evidence: an open feature of every request; may be given several times",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", default=".", help="--evidence: the folder of the file; default: this folder"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check a path."""
+    """Check a path, or run the kit and write its evidence."""
+    if arguments.evidence is not None:
+        return _write_evidence(arguments)
     from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help does without
 
-    report = examine(arguments.path, shown=not arguments.json)
+    report = examine(arguments.path or ".", shown=not arguments.json)
     if arguments.json:
         say_json(report.to_dict())
     else:
@@ -52,3 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
 
         show(report)
     return NO if report.problems else OK
+
+
+def _write_evidence(arguments: argparse.Namespace) -> int:
+    if arguments.path is not None:
+        raise RequestError(
+            f"a path, {arguments.path!r}, was given with --evidence",
+            "--evidence tests an installed backend, by its name",
+            "write `attnplug check --evidence NAME --out DIR`, or leave --evidence out",
+        )
+    from attnplug_kit.check.evidence import write_evidence  # noqa: PLC0415 - imports torch
+
+    options = (arguments.evidence, arguments.device, arguments.features, Path(arguments.out))
+    return write_evidence(*options, as_json=arguments.json)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from packaging.requirements import Requirement
 
 from attnplug.evidence import FOLDER, hashable, read_folder
 from attnplug.manifest import IsRequested, Range
@@ -43,17 +47,64 @@ def find_unexercised(manifest: Manifest, distribution: str | None) -> Iterator[U
 
 
 def check_evidence(manifest: Manifest) -> Iterator[Finding]:
-    """Yield the files beside a manifest that verify nothing: not readable, of a failed run, or of another backend."""
+    """
+    Yield the files beside a manifest that verify nothing: not readable, of a failed run, or of another backend; and
+    as notes those that lack what a reader needs, or name something of a machine.
+    """
     found = read_folder(Path(manifest.path).parent / FOLDER)
     expected = "a file there records a run of the whole kit that passed"
     fix = "run the whole kit and move its file there, or remove this one"
     for note in found.notes:
         yield Finding(f"the evidence {note.message}", expected, fix, note.subject)
-    ids = [f"{manifest.name}/{variant.name}" for variant in manifest.variants]
+    variants = {f"{manifest.name}/{variant.name}": variant for variant in manifest.variants}
     for evidence in found.evidence:
-        if evidence.id not in ids:
+        if evidence.id not in variants:
             problem = f"the evidence is about {evidence.id!r}, which is no variant of {manifest.name!r}"
-            yield Finding(problem, f"the variants are {', '.join(ids)}", "remove it", evidence.origin)
+            yield Finding(problem, f"the variants are {', '.join(variants)}", "remove it", evidence.origin)
+        elif evidence.verifies:
+            fix = f"write it anew on that device: attnplug check --evidence {evidence.id}"
+            for problem, expected in _unfit(evidence, variants[evidence.id]):
+                yield Finding(f"the evidence {problem}", expected, fix, evidence.origin, kind="note")
+
+
+_WRITTEN: Final = {
+    *("command", "format", "backend", "distribution", "device", "features", "versions", "passed", "kit_tests"),
+    *("fraction", "served", "ranges", "missing", "unreached", "errors"),
+}
+"""The keys of a file that the kit writes."""
+
+_PLACE: Final = re.compile(r"""(?:^|[\s"'=:])(?:~|[A-Za-z]:[\\/]|\\\\|/)|\w@\w|://""")
+"""A path, a user at a host, or an address."""
+
+
+def _unfit(evidence: Evidence, variant: Variant) -> Iterator[tuple[str, str]]:
+    """Yield what keeps a file from being published, and what is expected."""
+    data = json.loads(Path(evidence.origin).read_text("utf-8"))
+    versions, required = data.get("versions"), ("python", "platform", "attnplug", "torch")
+    names = [*required, *(Requirement(text).name for text in variant.requires)]
+    missing = [name for name in names if not (isinstance(versions, dict) and versions.get(name))]
+    if missing:
+        yield f"has no version of {', '.join(missing)}", "it has the versions that results depend on"
+    device = evidence.device
+    if device.type != "cpu" and not (device.name and (device.type != "cuda" or device.compute_capability)):
+        yield "does not name its device", "a device other than a CPU has its product's name, on CUDA its capability too"
+    if not evidence.part and not (data.get("kit_tests") or {}).get("of"):
+        yield "has no number of tests", "it says how many tests of the kit ran"
+    if not str(data.get("command", "")).startswith("pytest "):
+        yield "has no command", "it has the command of its run"
+    for key in sorted(data.keys() - _WRITTEN):
+        yield f"has {key!r}", "it has the keys that the kit writes, and nothing of the machine but its device"
+    for text in sorted({text for text in _texts(data) if _PLACE.search(text)}):
+        yield f"names a place: {text!r}", "it names nothing of the machine but its device"
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, keys included."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, (list, dict)):
+        for item in (*data, *data.values()) if isinstance(data, dict) else data:
+            yield from _texts(item)
 
 
 def _devices(variant: Variant) -> Iterator[Mapping[str, Any]]:
