@@ -71,7 +71,7 @@ def test_the_matrix_shows_what_each_variant_declares(tmp_path: Path) -> None:
     assert rows["field"] == ["`fast`", "`slow`"]
     assert rows["head_size"] == ["multiples of 8 up to 256"] * 2
     assert rows["sinks"] == ["only", "-"]
-    assert rows["paged"] == ["yes", "yes (emulated)"]
+    assert rows["paged"] == ["yes", "yes (slower)"]
     assert rows["needs"] == ["`acme-kernels >=1.2`", "-"]
     assert rows["compiles with"] == ["triton", "-"]
     assert rows["open features"] == ["`acme.rope_fused`"] * 2

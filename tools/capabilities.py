@@ -28,7 +28,7 @@ declare. [`attnplug check --evidence`](conformance.md#contribute-evidence) adds 
 
 - *any*: every value is supported. *yes*: may be requested. *only*: must be requested.
 - A dash: not declared, so only the neutral value is supported, which requests nothing.
-- *(emulated)*: works, at the cost stated below the table.
+- *(slower)*: works, at the cost stated below the table, such as gathering pages.
 - *checked*: `make test` on the CPU, a [report](evidence/index.md) of a GPU, or a run of the [conformance
   kit](conformance.md) whose file is in the distribution. *unverified*: none of them.
 """
@@ -82,7 +82,7 @@ def section(manifest: Manifest, evidence: Mapping[str, str], runs: Mapping[str, 
     yield ""
     yield from _paragraph("Not declared by any variant", _refused(declared))
     yield from _list(
-        "Emulated", (f"`{v.name}`, {name}: {why}" for v in manifest.variants for name, why in v.emulates.items())
+        "Slower", (f"`{v.name}`, {name}: {why}" for v in manifest.variants for name, why in v.emulates.items())
     )
     hints = (f"`{v.name}`, `{name}`: {how}" for v in manifest.variants for name, how in v.install.items())
     yield from _list("Installed by more than `pip install NAME`", hints)
@@ -98,7 +98,7 @@ def cell(item: Field, variant: Variant) -> str:
     text = str(constraint)
     if isinstance(item.domain, Flag):
         text = "yes" if constraint.allows(item.neutral) else "only"
-    return f"{text} (emulated)" if item.name in variant.emulates else text
+    return f"{text} (slower)" if item.name in variant.emulates else text
 
 
 def _refused(declared: Iterable[Field]) -> str:
