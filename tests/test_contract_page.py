@@ -35,7 +35,7 @@ def test_sections_say_who_calls() -> None:
     assert (builder["plan_batch"].caller, builder["plan_batch"].override) == ("core", "yes")
     assert (builder["persist"].caller, builder["persist"].override) == ("plugin", "-")
     assert (builder["graph_lengths"].caller, builder["graph_lengths"].override) == ("core", "yes")
-    assert rows(attnplug.contract.StepBuilder)["build"].caller == "host"
+    assert rows(attnplug.contract.StepBuilder)["build"].caller == "engine"
     assert "has_captured" not in rows(attnplug.contract.StepBuilder)
     assert builder["prepare_in_graph"].default == "The default has nothing to compute."
     assert rows(attnplug.contract.AttentionImpl)["run"].override == "must"

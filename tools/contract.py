@@ -31,8 +31,8 @@ engine](../how-to/host-engine.md) show both sides; [design validation](evidence/
 ## Life cycle
 
 ```text
- host                                core                                   plugin
- ----                                ----                                   ------
+ engine                              core                                   plugin
+ ------                              ----                                   ------
  select / plan              ->  negotiates, from manifests alone
  selection.load()           ->  imports the plugin                  ->  attnplug_backend()
                                 LoadedBackend holds it              ->  Backend(agreement, device)
@@ -59,10 +59,10 @@ engine](../how-to/host-engine.md) show both sides; [design validation](evidence/
  state.release_graphs()     ->  frees the buffers: no replay after it
 ```
 """
-_PLUGIN, _CORE, _HOST, _BOTH = "plugin", "core", "host", "host, plugin"
+_PLUGIN, _CORE, _HOST, _BOTH = "plugin", "core", "engine", "engine, plugin"
 SECTIONS: Final[Mapping[str, tuple[str, str]]] = {  # section comments: who calls it, and whether a plugin overrides it
     "what a plugin overrides": (_CORE, "yes"),
-    "what a plugin overrides, and a host calls": ("core, host", "yes"),
+    "what a plugin overrides, and a host calls": ("core, engine", "yes"),
     "what a plugin uses": (_PLUGIN, "-"),
     "what a host calls": (_HOST, "-"),
 }
@@ -72,9 +72,9 @@ _ENTRY: Final = re.compile(r"^    (\w+): (.*)$")
 
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "What a plugin subclasses": ("Backend", "AttentionImpl", "MetadataBuilder", "Metadata", "State"),
-    "What a host calls": ("LoadedBackend", "Attention", "StepBuilder", "Captures"),
+    "What an engine calls": ("LoadedBackend", "Attention", "StepBuilder", "Captures"),
     "What a plugin returns or is given": ("CacheTensor", "KVCache", "BatchSplit", "Phase", "GraphBuffers"),
-    "What a host passes, and gets": ("Layer", "Batch", "Limits", "Parallel", "GraphShape", "Step", "DecodeInputs"),
+    "What an engine passes, and gets": ("Layer", "Batch", "Limits", "Parallel", "GraphShape", "Step", "DecodeInputs"),
 }
 CALLERS: Final[Mapping[str, str]] = {
     "LoadedBackend": _HOST,
@@ -189,7 +189,7 @@ def members(cls: type) -> list[Member]:
 
 def _attributes(cls: type) -> Iterator[Member]:
     fields = {field.name: field for field in attrs.fields(cls)} if attrs.has(cls) else {}
-    owner = {**dict.fromkeys(GROUPS["What a host passes, and gets"], _HOST), "CacheTensor": _PLUGIN, "Step": _CORE}
+    owner = {**dict.fromkeys(GROUPS["What an engine passes, and gets"], _HOST), "CacheTensor": _PLUGIN, "Step": _CORE}
     for name, text in _entries(inspect.getdoc(cls) or ""):
         if name in fields:
             yield Member(name, owner.get(cls.__name__, _CORE), "-", _field_default(fields[name]), text)

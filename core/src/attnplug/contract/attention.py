@@ -56,11 +56,11 @@ class Attention(InProcess):
         window: Tokens attended to the left and right, ``(-1, -1)`` for all.
         logits_soft_cap: The soft cap; None for none.
         is_paged: Whether K/V live in a paged cache; otherwise each call gets contiguous (non-paged) K/V.
-        forward_writes: The phases in which `forward` writes the given K/V into the cache; empty where the host does,
+        forward_writes: The phases in which `forward` writes the given K/V into the cache; empty where the engine does,
             or the layer has no separate cache.
-        host_writes: The phases in which the host does, through `write_kv`.
+        host_writes: The phases in which the engine does, through `write_kv`.
         plan_key: Layers with equal keys share a plan.
-        query_dtype: Dtype of the queries: the layer's, or the cache's where the host quantizes them.
+        query_dtype: Dtype of the queries: the layer's, or the cache's where the engine quantizes them.
         output_dtype: Dtype of the output: the layer's, or the agreed quantized one.
         output_width: Elements of one output row.
         lse_includes_sink: Whether the LSE that `forward` writes counts the sink; None where not both are served.
@@ -236,7 +236,7 @@ class Attention(InProcess):
         v_scale_tensor: Tensor | None = None,
     ) -> None:
         """
-        Replace scales of the layer: for hosts that know them after `make_impl` only. What is not given stays.
+        Replace scales of the layer: for engines that know them after `make_impl` only. What is not given stays.
 
         Arguments are those of `Layer`, checked likewise; tensors are read, which waits for the device. What is in a KV
         cache was quantized with the former scales: call it before a request writes, or reset the cache.
@@ -273,7 +273,7 @@ class Attention(InProcess):
 
     def parameters_changed(self) -> None:
         """
-        Let the plugin derive again from the layer's sinks and slopes: the host has written into these tensors.
+        Let the plugin derive again from the layer's sinks and slopes: the engine has written into these tensors.
 
         Kernels that read the tensors themselves see the write without it; what was derived from them does not. It does
         not wait for the device, and does not check values.

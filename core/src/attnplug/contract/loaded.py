@@ -206,8 +206,8 @@ class LoadedBackend:
         self, tensors: Mapping[str, Tensor], *, impl: Attention | None = None, null_block: bool = True
     ) -> KVCache:
         """
-        Return a cache of one layer over memory that the host owns. Nothing is copied, and the values stay, but for the
-        null block of a layer with a window or chunk whose kernels need it finite: it becomes 0.
+        Return a cache of one layer over memory that the engine owns. Nothing is copied, and the values stay, but for
+        the null block of a layer with a window or chunk whose kernels need it finite: it becomes 0.
 
         This is where strides are checked, once: `Attention.forward` then only recognizes what was bound.
 

@@ -49,7 +49,7 @@ class StepBuilder(InProcess):
         limits: The state's: the most that batches need.
         parallel: The state's: the ranks that share the model.
         requires_uniform_decodes: Whether all decodes of a batch have one query length, as the vendor's builder says.
-        decodes_first: Whether a host should move decodes to the front of a batch; see `MetadataBuilder`.
+        decodes_first: Whether an engine should move decodes to the front of a batch; see `MetadataBuilder`.
         graph_level: The highest kind of batch that can be replayed from a graph.
     """
 
@@ -88,7 +88,7 @@ class StepBuilder(InProcess):
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
-        """The longest sequences for which a host should capture graphs; see `MetadataBuilder.graph_lengths`."""
+        """The longest sequences for which an engine should capture graphs; see `MetadataBuilder.graph_lengths`."""
         return self.wrapped.graph_lengths
 
     @property

@@ -200,9 +200,9 @@ class AttentionImpl(ABC):
         logits_soft_cap: The soft cap; None for none.
         causal: Whether a token attends to no later token.
         is_paged: Whether K/V live in a paged cache; otherwise each call gets contiguous (non-paged) K/V.
-        forward_writes: The phases in which `run` writes the given K/V into the cache; empty where the host does,
+        forward_writes: The phases in which `run` writes the given K/V into the cache; empty where the engine does,
             or the layer has no separate cache.
-        host_writes: The phases in which the host does, through `write_kv`.
+        host_writes: The phases in which the engine does, through `write_kv`.
     """
 
     cache_write: ClassVar[CacheWrite | Mapping[str, CacheWrite]]
@@ -331,7 +331,7 @@ class AttentionImpl(ABC):
 
     @property
     def query_dtype(self) -> torch.dtype:
-        """Dtype of the queries: the layer's, or the cache's where the host quantizes them."""
+        """Dtype of the queries: the layer's, or the cache's where the engine quantizes them."""
         quantized = self.query_quantization == "host" and self.agreement.kv_cache_dtype not in UNQUANTIZED
         return torch_dtype(self.agreement.kv_cache_dtype if quantized else self.agreement.requirements.dtype)
 
@@ -488,7 +488,7 @@ class MetadataBuilder:
     @property
     def decodes_first(self) -> bool:
         """
-        Whether a host should move decodes to the front of a batch. The default is True.
+        Whether an engine should move decodes to the front of a batch. The default is True.
 
         It is for kernels that compute decodes apart: they are faster there, or batch-invariant there alone. False saves
         the host that work. Each order is right.
@@ -509,7 +509,7 @@ class MetadataBuilder:
     @property
     def graph_lengths(self) -> tuple[int, ...]:
         """
-        The longest sequences for which a host should capture graphs (`GraphShape.max_seq_len`), in rising order.
+        The longest sequences for which an engine should capture graphs (`GraphShape.max_seq_len`), in rising order.
 
         The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
         it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
@@ -550,7 +550,7 @@ class MetadataBuilder:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether results may not depend on what else is in the batch: as agreed, or less where the host said so."""
+        """Whether results may not depend on what else is in the batch: as agreed, or less where the engine said so."""
         limit = self.limits.batch_invariant
         return self.agreement.requirements.batch_invariant if limit is None else limit
 

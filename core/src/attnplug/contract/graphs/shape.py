@@ -87,7 +87,7 @@ def split_of_shape(key: GraphShape, split: BatchSplit, batch: Batch, requested: 
 
 
 def graph_level(agreement: Agreement, limits: Limits) -> str:
-    """Return the level that graphs are used at: the agreed one, or less where the host said so."""
+    """Return the level that graphs are used at: the agreed one, or less where the engine said so."""
     return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
 
 

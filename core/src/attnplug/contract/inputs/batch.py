@@ -205,7 +205,7 @@ class Batch:
 
     def to_dict(self) -> dict[str, Any]:
         """
-        Return what the host gave, as plain numbers and tensors by name, for another rank: ``Batch(**data)`` there.
+        Return what the engine gave, as plain numbers and tensors by name, for another rank: ``Batch(**data)`` there.
 
         Nothing that a builder derived comes along.
         """

@@ -38,7 +38,7 @@ _INNER: Final = {"NHD": "block_size, num_kv_heads", "HND": "num_kv_heads, block_
 
 def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[str, Tensor]:
     """
-    Return keys and values of a pool that a host allocated as one tensor, as `LoadedBackend.bind_cache` takes them.
+    Return keys and values of a pool that an engine allocated as one tensor, as `LoadedBackend.bind_cache` takes them.
 
     Args:
         pool: Its axes are in the order of memory. Where NHD has ``block_size, num_kv_heads``, HND has ``num_kv_heads,

@@ -114,7 +114,7 @@ class CacheTensor:
 
     def view(self, storage: Tensor) -> Tensor:
         """
-        Return the tensor over memory that a host owns, laid out in `stride_order`. Its values are those of the memory.
+        Return the tensor over memory that an engine owns, laid out in `stride_order`. It has the memory's values.
 
         Args:
             storage: ``(nbytes or more,)`` uint8, contiguous, at an address that suits the dtype.
@@ -196,7 +196,7 @@ def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 @frozen(eq=False, repr=False)
 class KVCache:
     """
-    One layer's KV cache: views of memory that a host owns, checked once (`bind_cache`, `make_cache`).
+    One layer's KV cache: views of memory that an engine owns, checked once (`bind_cache`, `make_cache`).
 
     Attributes:
         tensors: The views by role: ``"k"``, ``"v"``, and what else the backend describes.
