@@ -54,8 +54,8 @@ def test_troubleshooting_has_cause_and_fix_of_each_error(name: str) -> None:
 @pytest.mark.parametrize(
     ("heading", "names"),
     [
-        ("Why this one?", {f"*{name}*" for name in CRITERIA}),
-        ("Why not that one?", {f"*{name.replace('_', ' ')}*" for name in get_args(Status)}),
+        ("Why was this backend chosen?", {f"*{name}*" for name in CRITERIA}),
+        ("Why was that backend refused?", {f"*{name.replace('_', ' ')}*" for name in get_args(Status)}),
         ("What does each reason mean?", {f"`{name}`" for name in get_args(Code)}),
     ],
 )
@@ -66,7 +66,7 @@ def test_debugging_explains_what_decisions_say(heading: str, names: set[str]) ->
 
 
 def test_the_words_of_each_criterion_are_those_that_explain_prints() -> None:
-    rows = _rows(_section("docs/how-to/debug-a-choice.md", "Why this one?"))
+    rows = _rows(_section("docs/how-to/debug-a-choice.md", "Why was this backend chosen?"))
 
     assert {row[0].strip("*"): row[1] for row in rows[1:]} == {name: why_ahead(name) for name in CRITERIA}
     assert all(why_ahead(name) != name for name in CRITERIA)
@@ -135,7 +135,8 @@ def test_readme_has_the_versions_of_every_backend_and_host() -> None:
         read_manifest(path)
         for path in (*ROOT.glob("core/src/**/attnplug.toml"), *ROOT.glob("plugins/*/src/*/attnplug.toml"))
     ]
-    hosts = {text for row in _rows(_section("README.md", "Engines and programs")) for text in re.findall(r"`([^`]+)`", row[2])}
+    engines = _rows(_section("README.md", "Engines and programs"))
+    hosts = {text for row in engines for text in re.findall(r"`([^`]+)`", row[2])}
 
     assert set(backends) == {manifest.name for manifest in manifests}
     for manifest in manifests:
