@@ -76,7 +76,7 @@ def test_the_page_lists_every_distribution(root: Path) -> None:
 
 
 def test_the_page_lists_the_engine_of_each_host(root: Path) -> None:
-    rows = _section(compatibility.page(root), "Hosts")
+    rows = _section(compatibility.page(root), "Engines")
 
     assert rows == {
         "attnplug-big": ["0.1.0", "attnplug", "Big.Engine >=1"],
@@ -87,7 +87,7 @@ def test_the_page_lists_the_engine_of_each_host(root: Path) -> None:
 def test_a_host_without_an_engine_of_its_name_lists_its_libraries(root: Path) -> None:
     _distribution(root, "hosts/engine", "attnplug-engine", "attnplug>=0.3", "attrs", "motor>=5")
 
-    assert _section(compatibility.page(root), "Hosts")["attnplug-engine"][-1] == "attrs, motor >=5"
+    assert _section(compatibility.page(root), "Engines")["attnplug-engine"][-1] == "attrs, motor >=5"
 
 
 def test_the_page_lists_what_each_variant_requires(root: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_workspace_without_hosts_has_no_table_of_hosts(tmp_path: Path) -> None
     page = compatibility.page(tmp_path)
 
     assert "## Distributions" in page
-    assert "## Hosts" not in page
+    assert "## Engines" not in page
     assert "## Extras" not in page
 
 

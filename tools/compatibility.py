@@ -139,8 +139,8 @@ def _distributions(found: Iterable[Distribution]) -> Iterator[str]:
 def _hosts(found: Iterable[Distribution]) -> Iterator[str]:
     hosts = [one for one in found if one.folder.startswith(f"{HOSTS}/")]
     rows = ((_code([one.name]), one.version, _core(one), _code(map(written, one.engine()))) for one in hosts)
-    text = "The engine versions that each host adapter admits."
-    yield from _table("Hosts", text, ("host", "version", "core", "engine"), rows)
+    text = "The engine versions that each adapter admits."
+    yield from _table("Engines", text, ("adapter", "version", "core", "engine"), rows)
 
 
 def _libraries(found: Iterable[Distribution]) -> Iterator[str]:
@@ -185,7 +185,7 @@ def _drift(root: Path) -> Iterator[str]:
     )
     text = (
         "The newest release on the package index, and what `make drift` found with it on the CPU at a date: the tests\n"
-        "of a host or plugin and `attnplug doctor --load`, or the signatures in a wheel."
+        "of an adapter or plugin and `attnplug doctor --load`, or the signatures in a wheel."
     )
     yield from _table("Newest releases", text, columns, rows)
 
