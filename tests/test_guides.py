@@ -147,7 +147,7 @@ def test_readme_has_the_versions_of_every_backend_and_host() -> None:
 
 def _host_requirements() -> list[str]:
     page = _text("docs/reference/compatibility.md")
-    return [row[3].strip("`") for row in _rows(page.partition("## Hosts")[2].partition("## ")[0])]
+    return [row[3].strip("`") for row in _rows(page.partition("## Engines")[2].partition("## ")[0])]
 
 
 def test_the_picture_of_the_home_page_shows_a_real_decision() -> None:
