@@ -30,6 +30,7 @@ LARGEST_CIRCLE = 7
 BELOW = {
     "_lazy": set(),
     "_version": set(),
+    "_install": set(),
     "_escape": set(),
     "_html": {"_escape"},
     "_columns": {"_escape"},
@@ -38,7 +39,7 @@ BELOW = {
     "request": {"errors", "_lazy"},
     "manifest": {"request"},
     "negotiation": {"manifest"},
-    "discovery": {"negotiation", "_html", "_version"},
+    "discovery": {"negotiation", "_html", "_version", "_install"},
     "evidence": {"discovery"},
     "selection": {"evidence", "_columns"},
     "models": {"request"},
@@ -50,7 +51,7 @@ BELOW = {
     "batching": {"ops"},
     "torch_backend": {"batching"},
     "dense": {"selection", "ops"},
-    "commands": {"request", "_columns"},
+    "commands": {"request", "_columns", "_install"},
     "engines": {"request"},
     "cli": {"selection", "models", "commands", "engines"},
     "__main__": {"cli"},
@@ -66,6 +67,7 @@ TENSOR_FREE = {
     *(
         "_lazy",
         "_version",
+        "_install",
         "_escape",
         "_foreign",
         "_html",

@@ -1,5 +1,5 @@
 """
-Attention backends as parts: a small core that negotiates, and one distribution per backend, chosen at run time.
+A plugin system for attention kernels: a small core that negotiates, one distribution per backend, chosen at run time.
 
     req = attnplug.Requirements(head_size=64, num_q_heads=64, num_kv_heads=8, dtype="bfloat16", sinks=True)
     pick = attnplug.select(req)       # pure: no plugin, no kernel library, no torch is imported

@@ -20,6 +20,7 @@ from attrs import frozen
 from attnplug._columns import shortened, width, wrapped
 from attnplug._escape import escaped, escaped_lines
 from attnplug._foreign import ForeignCode
+from attnplug._install import install_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "describe_error",
     "environment",
     "escaped",
+    "install_text",
     "is_terminal",
     "plain",
     "readable",

@@ -239,7 +239,7 @@ def test_what_is_not_installed_is_one_line_with_what_to_install(run, monkeypatch
     )
     assert done.code == 2
     assert done.err.startswith("attnplug: the command 'bench' is not installed\n  expected: it is a command of")
-    assert "pip install attnplug-kit" in done.err
+    assert "pip install ./kit" in done.err
 
 
 def test_what_is_installed_is_not_called_missing(run) -> None:

@@ -180,7 +180,7 @@ def test_this_projects_engine_that_is_missing(run, empty) -> None:
     assert done.code == 2
     assert done.json["error"]["type"] == "RequestError"
     assert done.json["error"]["problem"] == "the engine 'vllm' is not installed"
-    assert "pip install attnplug-vllm" in done.json["error"]["fix"]
+    assert "pip install ./hosts/vllm" in done.json["error"]["fix"]
     assert "in the environment of vLLM" in done.json["error"]["fix"]
 
 

@@ -74,6 +74,9 @@ def test_what_is_next_follows_from_what_is_installed(run, empty, monkeypatch, tm
     assert (install, doctor) == ("pip install 'flash-old >=2.7'", "attnplug doctor"), "a plugin without its libraries"
     assert explain == "attnplug explain --config path/to/config.json --assume-installed"
     assert "  flash  needs a library: pip install 'flash-old >=2.7'" in run().out
+    with monkeypatch.context() as without_gpu:
+        without_gpu.setattr("attnplug.cli.overview.report_device", lambda: DeviceReport(Device.cpu(), "how"))
+        assert _next(run("--json"))[1].endswith(".json --device l40s --assume-installed")
 
     empty.metadata("flash-old", "2.8")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

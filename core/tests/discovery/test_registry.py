@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnplug._install import install_text
 from attnplug.discovery import candidates
 from attnplug.discovery.distribution import Entry
-from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, install_text, read_known, read_plugin
+from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, SettingsError, UnknownBackendError
@@ -132,9 +133,10 @@ def test_a_plugin_of_the_checkout_that_core_runs_from_has_a_command_for_every_fo
 
 def test_one_constant_says_that_the_index_has_them(monkeypatch) -> None:
     known = KnownPlugin("here", (), "a plugin", "attnplug-here", folder="plugins/flashinfer")
-    assert install_text("attnplug-kit") == "pip install attnplug-kit, from its folder in a checkout of attnplug"
+    assert install_text("attnplug-kit") == "in a checkout of attnplug: pip install ./kit"
+    assert install_text("attnplug-vllm").endswith("pip install ./hosts/vllm")
 
-    monkeypatch.setattr("attnplug.discovery.plugin.ON_INDEX", True)
+    monkeypatch.setattr("attnplug._install.ON_INDEX", True)
 
     assert str(known.fix) == "pip install attnplug-here"
     assert install_text("attnplug-kit") == "pip install attnplug-kit"
@@ -415,7 +417,7 @@ def test_a_newer_minor_contract_is_used_and_noted(plugin: Any, registry: Any) ->
 
     assert statuses(of.candidates(Settings()))["good/default"] == "ready"
     assert [(note.subject, note.stage) for note in of.notes] == [("folder", "scan"), ("attnplug-good 1.0", "api")]
-    assert "contract 1.9; this core has 1.0" in of.notes[1].message
+    assert "contract 1.9; this core implements 1.0" in of.notes[1].message
 
 
 # Duplicates

@@ -16,7 +16,7 @@ from attnplug.request.settings import Settings
 from attnplug.selection import process
 
 GOLDEN = Path(__file__).with_name("golden") / "nothing_fits.txt"
-ABSENT = KnownPlugin("absent", ("ABSENT",), "a published plugin", "attnplug-absent", published=True)
+ABSENT = KnownPlugin("absent", ("ABSENT",), "a published plugin", "attnplug-absent")
 DAMAGED = Plugin(
     "damaged",
     "damaged.plugin",

@@ -300,7 +300,7 @@ class TestPrecedence:
 
     def test_what_is_absent_is_a_fix_only_where_nothing_is_here(self, world, request_of, monkeypatch):
         impossible = request_of(dtype="float32", alibi="linear", kv_cache_dtype="int8")
-        published = Known((KnownPlugin("later", (), "a later one", "attnplug-later", published=True),))
+        published = Known((KnownPlugin("later", (), "a later one", "attnplug-later"),))
 
         def fix(*names, known):
             monkeypatch.setattr(world("flash", *names), "_known", known)

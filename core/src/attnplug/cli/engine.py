@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from attrs import frozen
 
+from attnplug._install import install_text
 from attnplug.cli.extension import Extension, entries_of, offered
 from attnplug.engines import GROUP, EngineAnswer, EngineDiagnosis
 from attnplug.errors import PluginError, RequestError, near
@@ -86,13 +87,11 @@ def find_engine(name: str) -> Engine:
     if name in found:
         return found[name]
     if name in KNOWN:
-        from attnplug.discovery.plugin import install_text  # noqa: PLC0415 - most commands read no plugin here
-
         written, distribution = KNOWN[name]
         raise RequestError(
             f"the engine {name!r} is not installed",
             f"it comes with {distribution}, in the environment of {written}",
-            f"in the environment of {written}: {install_text(distribution)}",
+            f"{install_text(distribution)}, in the environment of {written}",
         )
     names = sorted({*found, *KNOWN})
     raise RequestError(

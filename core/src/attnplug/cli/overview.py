@@ -64,7 +64,7 @@ def show(*, as_json: bool) -> int:
     device = report_device().device
     installed = [each for each in candidates if each.availability != "absent"]
     backends = [_backend(tuple(group), device) for _, group in groupby(installed, key=lambda c: c.backend)]
-    following = tuple(_next(backends))
+    following = tuple(_next(backends, elsewhere=device.type == "cpu"))
     if as_json:
         say_json(
             {
@@ -99,8 +99,12 @@ def _backend(candidates: Sequence[Candidate], device: Device) -> _Backend:
     )
 
 
-def _next(backends: Sequence[_Backend]) -> Iterator[tuple[str, str]]:
-    """Yield three commands, each with its purpose, for what was found: problems first, then what can be installed."""
+def _next(backends: Sequence[_Backend], *, elsewhere: bool) -> Iterator[tuple[str, str]]:
+    """
+    Yield three commands, each with its purpose, for what was found: problems first, then what can be installed.
+
+    `elsewhere` says that there is no GPU here: whoever installs libraries of GPUs asks for another machine.
+    """
     config, statuses = ("" if has_config() else " --config path/to/config.json"), {each.status for each in backends}
     model = "this folder's model" if not config else "a model"
     explain = (f"attnplug explain{config}", f"which backend {model} gets, and why not the others")
@@ -109,7 +113,8 @@ def _next(backends: Sequence[_Backend]) -> Iterator[tuple[str, str]]:
         yield from (_DOCTOR, ("attnplug list", "every backend, and what each is missing"), explain)
     elif install is not None:
         yield install.install, f"what {install.name} is missing"
-        yield f"{explain[0]} --assume-installed", f"which backend {model} gets once libraries are installed"
+        named = " --device l40s" if elsewhere else ""
+        yield f"{explain[0]}{named} --assume-installed", f"which backend {model} gets once libraries are installed"
         yield _DOCTOR
     elif all(each.built_in for each in backends):
         yield "attnplug list", "the plugins that you can install, each with its command"
@@ -117,8 +122,12 @@ def _next(backends: Sequence[_Backend]) -> Iterator[tuple[str, str]]:
         yield _DOCTOR
     else:
         yield explain
-        where = "config.json" if not config else "path/to/config.json"
-        yield f"attnplug plan {where}", "the same for all layers together, with the size of the KV cache"
+        if elsewhere and "other_device" in statuses:
+            gpu = f"which backend {model} gets on a GPU that you don't have"
+            yield f"{explain[0]} --device l40s --assume-installed", gpu
+        else:
+            where = "config.json" if not config else "path/to/config.json"
+            yield f"attnplug plan {where}", "the same for all layers together, with the size of the KV cache"
         yield "attnplug doctor --load", "load each backend that can run here"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped, escaped_lines
+from attnplug._install import install_text
 from attnplug._version import __version__
 from attnplug.cli import BUILT_IN, HELP
 from attnplug.commands import OK, say, say_json
@@ -170,8 +171,6 @@ def _installed(name: str) -> Command:
         return installed[name]
     for distribution, names in command.KNOWN.items():
         if name in names:
-            from attnplug.discovery.plugin import install_text  # noqa: PLC0415 - as above
-
             raise RequestError(
                 f"the command {name!r} is not installed",
                 f"it is a command of {distribution}",

@@ -287,11 +287,11 @@ class Attention(InProcess):
     # --- machinery ---
 
     def served_by(self, builder: Captured) -> None:
-        """Take note of a builder of this layer; `LoadedBackend.make_builder` hands it over."""
+        """Register a builder that serves this layer. Called by `LoadedBackend.make_builder`."""
         self._builders.add(builder)
 
     def _take_sinks(self, sinks: Tensor | None) -> None:
-        """Bind the sinks of a call. An alias of the bound tensor, as a compiler makes it, is the same one."""
+        """Bind the sinks of a call. torch.compile may pass an alias of the bound tensor: it counts as the same."""
         bound = self._call_sinks
         if not (isinstance(bound, torch.Tensor) and sinks is not None and _is_alias(bound, sinks)):
             layer = check_call_sinks(self.layer, sinks, self.agreement, self.device)

@@ -161,7 +161,7 @@ class LoadedBackend:
             src_to_dsts: Destinations of each source, or ``(n, 2)`` pairs; one source may have several destinations.
 
         Raises:
-            CacheError: As for `swap_blocks`; the null block neither gives nor takes here.
+            CacheError: As for `swap_blocks`; the null block may be neither source nor destination.
         """
         pairs = to_pairs(src_to_dsts)
         layers = list(caches)

@@ -76,7 +76,7 @@ def as_pages(
 
 
 def _page_size(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the tokens of a page of a cache without pages: 256 or 16 where that fits, and at least two pages."""
+    """Choose a page size for a contiguous cache: 256 or 16 if it divides the capacity, with at least two pages."""
     rows, capacity = k_cache.shape[:2]
     if rows > 1 and any(one.stride(0) != capacity * one.stride(1) for one in (k_cache, v_cache)):
         return capacity  # what is between the rows is in no page

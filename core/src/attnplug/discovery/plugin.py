@@ -21,6 +21,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug._foreign import ForeignCode
+from attnplug._install import is_on_index
 from attnplug._version import __version__
 from attnplug.discovery.distribution import CORE, LONGEST, Entry
 from attnplug.errors import ApiVersionError, ManifestError
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
 
-
-ON_INDEX: Final = False
-"""Whether the package index has the distributions of this repository: the first release that is uploaded sets it."""
 
 _CHECKOUT: Final = Path(__file__).resolve().parents[4]  # where core is installed from one in place
 BUILT_IN: Final = Entry("torch", "attnplug.torch_backend.plugin", CORE, __version__)
@@ -289,11 +287,6 @@ def _problem(plugin: Plugin, error: ManifestError) -> Reason:
     )
 
 
-def install_text(distribution: str) -> str:
-    """Return how to install a distribution of this repository, for the fix of an error."""
-    return f"pip install {distribution}{'' if ON_INDEX else ', from its folder in a checkout of attnplug'}"
-
-
 @frozen
 class KnownPlugin:
     """
@@ -316,7 +309,7 @@ class KnownPlugin:
     @property
     def fix(self) -> Fix:
         """How to install it: from the package index, else from the checkout that core runs from, else from another."""
-        if ON_INDEX or not self.folder:
+        if is_on_index() or not self.folder:
             return Fix(install=(self.install,))
         from shlex import quote  # noqa: PLC0415 - few decisions show what is absent
 

@@ -445,7 +445,7 @@ def _with_record(content: _Content, candidate: Candidate) -> Candidate:
 
 def _newer(manifest: Manifest) -> str:
     theirs, ours = (".".join(map(str, api)) for api in (manifest.api, CONTRACT_API))
-    return f"{manifest.name!r} is written for contract {theirs}; this core has {ours} and uses it as far as that goes"
+    return f"{manifest.name!r} is written for contract {theirs}; this core implements {ours} and ignores what is newer"
 
 
 def _unlock_in_child() -> None:

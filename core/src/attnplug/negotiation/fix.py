@@ -200,7 +200,7 @@ def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> lis
             if isinstance(condition, Holds) and condition.field == name:
                 found += constraint.intersect(condition.constraint).choices()
                 found += [constraint.nearest(max(bound, 1)) for bound in _bounds(condition.constraint)]
-    # The first values to fail or pass are those beside a bound: one step of the declared multiples to each side.
+    # Also try the neighbors of each bound, one `multiple_of` step to each side.
     step = max((a.multiple_of or 1 for a in constraint.alternatives if isinstance(a, Range)), default=1)
     around = [value + step for value in found if value is not None] + [
         value - step for value in found if value is not None and value > step

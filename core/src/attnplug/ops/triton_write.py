@@ -31,7 +31,7 @@ _MANTISSAS: Final = {
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _launches: dict[tuple[object, ...], _Write | None] = {}
-_UNKNOWN: Final = "unknown"  # None is a form that the kernel does not support
+_UNKNOWN: Final = "unknown"  # None: the kernel does not support this form
 
 
 def write(

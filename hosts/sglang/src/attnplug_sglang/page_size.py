@@ -34,7 +34,7 @@ _hooked: Final[set[str]] = set()
 
 
 def hook() -> None:
-    """Have SGLang ask here for its default, once in a process. Its plugin loader applies the hook afterwards."""
+    """Hook SGLang's default page size, once per process. Its plugin loader applies the hook afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - imports SGLang
 
     # 0.5.15 has no pipeline and looks the function up at each call; later ones have it in the pipeline by its name.

@@ -347,7 +347,7 @@ def update_scales(attn: Implementation, layer: Any) -> None:
 
 
 def _differs(former: Tensor | None, scale: Tensor, host: float | None) -> bool:
-    """Whether a scale is another one: another tensor of other values, or the same one, changed in place."""
+    """Whether a scale changed: a new tensor with other values, or the same tensor modified in place."""
     if former is None or not torch.equal(former.flatten(), scale.flatten().to(former.device)):
         return True
     return former.numel() == 1 and host is not None and abs(host - float(scale)) > 1e-6 * host

@@ -22,8 +22,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
-from attnplug.commands import ForeignCode, version_of
-from attnplug.discovery.plugin import install_text
+from attnplug.commands import ForeignCode, install_text, version_of
 from attnplug.errors import AttnplugError, PluginError, RequestError
 from attnplug.request import near
 from attnplug_kit.bench.processes import measure_in_process
@@ -72,7 +71,7 @@ def entry_of(host: str) -> metadata.EntryPoint:
         raise RequestError(
             f"--host {host} was given, and {distribution} is not installed here",
             f"it measures {written}, in the environment of {written}",
-            f"{install_text(distribution)}, there; then run this again",
+            f"install it there ({install_text(distribution)}), and run this again",
         )
     names = sorted({*found, *KNOWN})
     raise RequestError(f"--host {host} was given{near(host, names)}", f"hosts are {', '.join(names)}", "name one")

@@ -110,7 +110,7 @@ class _Cover:
         return None
 
     def _for_kernel(self, row: RequestSpec, kernel: _Kernel, pair: set[str]) -> RequestSpec:
-        """Give a row the fields that this kernel is compiled for, except those of the pair."""
+        """Copy this kernel's compile-time fields into a row, except the pair's own."""
         wanted = dict(zip((*_COMPILED_FOR, *_COMPILED_WITH), kernel, strict=True))
         for name in _COMPILED_FOR:
             row = row if name in pair or name not in self._values else row.evolve(**{name: wanted[name]})

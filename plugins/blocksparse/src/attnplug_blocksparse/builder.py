@@ -31,7 +31,7 @@ class BlocksparseBuilder(MetadataBuilder):
     supports_graphs = True
     replays_without_build = True
     min_single_launch: ClassVar[int] = 1024
-    """The mean of new tokens per prefill from which on each has its own launch."""
+    """Average new tokens per prefill above which each prefill gets its own launch."""
 
     backend: BlocksparseBackend
 

@@ -92,7 +92,7 @@ class PersistentInputs:
         if table is not None:
             table = _put_table(views["block_table"], table[:running])
             fields |= {"block_table": table, "block_table_cpu": table if is_host else None}
-            if slots is None:  # nothing is written: a graph reads slots of nothing
+            if slots is None:  # nothing is written: every slot is PAD_SLOT_ID
                 slots = views["slot_mapping"].fill_(PAD_SLOT_ID)
             else:
                 slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)

@@ -31,7 +31,7 @@ def checked_specs(specs: object, agreement: Agreement, owner: str) -> CacheSpec 
     Return what `Backend.cache_tensors` of a plugin returned for 2 blocks; None without a paged KV cache.
 
     Args:
-        specs: That.
+        specs: The mapping that `cache_tensors(2)` returned.
         agreement: What was negotiated.
         owner: The plugin's class, for the message.
 

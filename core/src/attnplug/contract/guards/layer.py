@@ -181,7 +181,7 @@ def check_call_sinks(layer: Layer, sinks: Tensor | None, agreement: Agreement, d
     if not layer.sinks_with_call:
         raise NotNegotiatedError(
             f"layer {layer.name!r} was given sinks with a call",
-            "it has its sinks since make_impl" if layer.sinks is not None else "sinks was not requested",
+            "its sinks were set in make_impl" if layer.sinks is not None else "sinks was not requested",
             "leave them out of the call, or make the layer with Layer(sinks_with_call=True) and sinks=True requested",
         )
     if sinks is None:

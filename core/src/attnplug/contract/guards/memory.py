@@ -45,7 +45,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def has_apart_rows(tensor: Tensor) -> bool:
-    """Whether no element of a matrix is at the place of another."""
+    """Whether no two elements of a 2-D view overlap in memory."""
     (rows, columns), (down, across) = tensor.shape, tensor.stride()
     if rows <= 1 or columns <= 1:
         return (rows <= 1 or down > 0) and (columns <= 1 or across > 0)
