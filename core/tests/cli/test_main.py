@@ -9,13 +9,14 @@ import sys
 import pytest
 
 import attnplug
-from attnplug.cli import BUILT_IN
+from attnplug.cli import BUILT_IN, overview
 from attnplug.cli import list as listing
 from attnplug.cli.command import installed_commands
 from attnplug.cli.device_report import DeviceReport
 from attnplug.request.device import Device
 from tests.command import FLASH
 
+BUILT_IN_BACKEND = overview._Backend("torch", "", True, "ready", ("sdpa",), "")
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
 
@@ -74,9 +75,6 @@ def test_what_is_next_follows_from_what_is_installed(run, empty, monkeypatch, tm
     assert (install, doctor) == ("pip install 'flash-old >=2.7'", "attnplug doctor"), "a plugin without its libraries"
     assert explain == "attnplug explain --config path/to/config.json --assume-installed"
     assert "  flash  needs a library: pip install 'flash-old >=2.7'" in run().out
-    with monkeypatch.context() as without_gpu:
-        without_gpu.setattr("attnplug.cli.overview.report_device", lambda: DeviceReport(Device.cpu(), "how"))
-        assert _next(run("--json"))[1].endswith(".json --device l40s --assume-installed")
 
     empty.metadata("flash-old", "2.8")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -85,6 +83,17 @@ def test_what_is_next_follows_from_what_is_installed(run, empty, monkeypatch, tm
     empty.add("alone", "api = 3")
     assert _next(run("--json"))[0] == "attnplug doctor", "a plugin is broken"
     assert "  alone  broken: attnplug list alone" in run().out
+
+
+@pytest.mark.parametrize(("elsewhere", "second"), [(True, "attnplug explain --config"), (False, "attnplug plan")])
+def test_plugins_for_gpus_are_asked_for_one_where_there_is_none(elsewhere, second, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [overview._Backend("flash", "f 1.0", False, "other_device", (), ""), BUILT_IN_BACKEND]
+
+    commands = [command for command, _ in overview._next(found, elsewhere=elsewhere)]
+
+    assert commands[1].startswith(second)
+    assert ("--device l40s" in commands[1]) == elsewhere
 
 
 def test_options_without_a_command_are_those_of_the_program(run) -> None:
