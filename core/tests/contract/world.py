@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from collections import Counter
@@ -142,11 +143,13 @@ def calls_of(run):
             foreign[getattr(function, "__qualname__", repr(function))] += 1
 
     before = sys.getprofile()
+    gc.disable()  # finalizers of other tests are no calls of this one
     sys.setprofile(count_call)
     try:
         run()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return python, foreign
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace as Names
 from typing import TYPE_CHECKING, Any
@@ -242,11 +243,13 @@ def cost(call: Callable[[], None]) -> tuple[int, int]:
     for _ in range(2):
         call()
     before = sys.getprofile()
+    gc.disable()  # finalizers of other tests are no calls of this one
     sys.setprofile(count)
     try:
         call()
     finally:
         sys.setprofile(before)
+        gc.enable()
     with Operations() as operations:
         call()
     return calls - 1, operations.count
