@@ -134,7 +134,8 @@ class Attention(InProcess):
             key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None
                 where the keys are cached already: KV sharing, cross attention after its first step, and any call where
                 `kv_in_cache` was negotiated. Such a call writes nothing.
-            value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is.
+            value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is, and of latents, whose values
+                are the first elements of their keys.
             kv_cache: What `LoadedBackend.make_cache` or `LoadedBackend.bind_cache` returned; None for dense calls, and
                 where a profiling run has none.
             metadata: What the builder of this backend returned for the step; None is a profiling run.
@@ -172,13 +173,13 @@ class Attention(InProcess):
         else:
             self.wrapped.run(query, key, value, kv_cache, metadata, output, lse)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor) -> None:
+    def write_kv(self, key: Tensor, value: Tensor | None, kv_cache: KVCache | None, slot_mapping: Tensor) -> None:
         """
         Write new K/V into the cache, apart from forward.
 
         Args:
             key: ``(tokens, num_kv_heads, head_size)``.
-            value: ``(tokens, num_kv_heads, head_size_v)``.
+            value: ``(tokens, num_kv_heads, head_size_v)``; None of latents.
             kv_cache: What `LoadedBackend.make_cache` or `LoadedBackend.bind_cache` returned; None in a profiling run.
             slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
 
@@ -189,6 +190,8 @@ class Attention(InProcess):
                 may not be written here: a gradient, an inference tensor.
         """
         if self._guard.check_write(key, value, kv_cache, slot_mapping):
+            if value is None:  # of latents
+                value = key[..., : self.head_size_v]
             self.wrapped.update_kv_cache(key, value, kv_cache, slot_mapping)
 
     def forward_op(
@@ -211,7 +214,7 @@ class Attention(InProcess):
         # An op takes tensors and numbers, no objects: the number names this layer inside the graph.
         torch.ops.attnplug.forward(query, key, value, *cache_arguments(kv_cache), output, lse, self._number, sinks)
 
-    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: KVCache | None) -> None:
+    def write_kv_op(self, key: Tensor, value: Tensor | None, kv_cache: KVCache | None) -> None:
         """
         Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
 
@@ -220,7 +223,7 @@ class Attention(InProcess):
 
         Args:
             key: ``(tokens, num_kv_heads, head_size)``, the rows of the step, of all phases.
-            value: ``(tokens, num_kv_heads, head_size_v)``.
+            value: ``(tokens, num_kv_heads, head_size_v)``; None of latents.
             kv_cache: What `LoadedBackend.make_cache` or `LoadedBackend.bind_cache` returned.
         """
         torch.ops.attnplug.write_kv(key, value, *cache_arguments(kv_cache), self._number)

@@ -95,8 +95,9 @@ class LoadedBackend:
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block adds to one layer's cache; 0 without a cache."""
-        specs = {} if self._spec() is None else self.cache_tensors(2)
-        return sum(one.nbytes // 2 for one in specs.values() if one.block_axis is not None)
+        spec = self._spec()
+        stored = () if spec is None else spec.stored.values()
+        return sum(one.nbytes // 2 for one in stored if one.block_axis is not None)
 
     @property
     def supports_max_num_splits(self) -> bool:

@@ -87,8 +87,9 @@ class Backend(ABC):
 
         The default is keys ``(num_blocks, block_size, num_kv_heads, head_size)`` and values
         ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
-        the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says. Further roles are in
-        memory as described. Dense agreements have no cache.
+        the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says: the values of a latent
+        cache are the first elements of its keys. Further roles are in memory as described. Dense agreements have no
+        cache.
 
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
@@ -143,7 +144,7 @@ class Backend(ABC):
             dst: The cache that is written, on any device; may be `src`.
             pairs: ``(n, 2)`` int64 on the CPU, source and destination block.
         """
-        for role, spec in dst.spec.tensors.items():
+        for role, spec in dst.spec.stored.items():
             copy_between(spec, src[role], dst[role], pairs)
 
     # --- what a plugin uses ---
@@ -280,10 +281,17 @@ class AttentionImpl(ABC):
         blocks apart by any distance: read what they are, and assume no other. `key` and `value` are None where nothing
         is to be written: a layer that shares a KV cache, and with `kv_in_cache` any call. Its metadata may serve calls
         with K/V too.
+
+        Of latents (`Requirements.latent`) `value` is always None: values are the first `head_size_v` elements of keys,
+        in the call and in the cache, where ``v`` is a part of ``k``. Queries and keys have the latent part first.
         """
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
-        """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
+        """
+        Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either.
+
+        Of latents `value` is a part of `key`, in the cache too: to write keys is enough.
+        """
         del key, value, kv_cache, slot_mapping
         raise PluginContractError(
             f"{type(self).__name__} has no update_kv_cache",

@@ -11,7 +11,7 @@ from attnplug.errors import ManifestError, near
 from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
 from attnplug.manifest.installed import check_requirement
 from attnplug.manifest.schema import Condition, Holds, IsInstalled, IsRequested
-from attnplug.request.domains import Flag, Integer, Name, Names, Table
+from attnplug.request.domains import LATENT, Flag, Integer, Name, Names, Table
 from attnplug.request.fields import FIELDS, fields_of
 
 if TYPE_CHECKING:
@@ -106,6 +106,13 @@ def _complete_cache(fail: Fail, found: Mapping[str, Constraint], where: Path) ->
             "a paged KV cache has blocks of a supported size",
             "declare block_size",
         )
+    if "kv_cache_form" in found and found["kv_cache_form"].allows(LATENT):
+        raise fail(
+            (*where, "kv_cache_form"),
+            f"{LATENT!r} in kv_cache_form",
+            "that form is for latent requests alone: a variant that supports `latent` supports it",
+            "remove it, and list 'latent' in features",
+        )
     return {**_CACHE_DEFAULTS, **found}
 
 
@@ -165,7 +172,7 @@ def _anything(item: Field) -> Constraint:
     if isinstance(item.domain, Names):
         return Constraint(item.domain, (Exact(item.domain.each.values),))
     if isinstance(item.domain, Name) and not item.domain.open:
-        return Constraint(item.domain, tuple(Exact(name) for name in item.domain.values))
+        return Constraint(item.domain, tuple(Exact(name) for name in item.domain.values if name != LATENT))
     return Constraint(item.domain, (Range(),))
 
 

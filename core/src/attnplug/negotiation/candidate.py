@@ -11,7 +11,7 @@ from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.memo import remember
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Fix, Reason
-from attnplug.request.domains import GRAPH_LEVELS, Names
+from attnplug.request.domains import GRAPH_LEVELS, LATENT, Names
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ TERMS: Final = (*CACHE_TERMS, "cudagraph", "reads_lengths")
 
 LENGTHS: Final = ("seq_lens_cpu_kind", "query_lens_cpu_kind")
 """The fields to which no objection is final: a build can read the lengths that a host lacks from the device."""
+
+_FORM_OF_LATENTS: Final = ("kv_cache_form", LATENT)
+"""Follows from `latent`, which is declared or not."""
 
 _SUPPORTED: Final = Reason("unsupported", "", None, "")
 """Stands for "no objection" among the known ones, where None means "not known yet"."""
@@ -144,8 +147,8 @@ class Candidate:
         return self.variant.supports.get(name) if self.variant else None
 
     def _object(self, name: str, value: Any) -> Reason | None:
-        if value is None:
-            return None  # a term that is left open
+        if value is None or (name, value) == _FORM_OF_LATENTS:
+            return None  # a term that is left open, or that follows from another field
         if name == "features":
             return self._object_to_features(value)
         constraint, item = self.supports(name), FIELDS[name]

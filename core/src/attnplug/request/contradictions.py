@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.errors import RequirementsError
-from attnplug.request.domains import ENCODERS
+from attnplug.request.domains import ENCODERS, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +88,42 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"paged=False and kv_in_cache={r.kv_in_cache} were given",
         "only a paged KV cache can have the K/V of a call already",
         "request paged=True, or leave kv_in_cache out",
+    ),
+    (
+        lambda r: r.latent and r.num_kv_heads not in (1, None),
+        lambda r: f"latent=True and num_kv_heads={r.num_kv_heads} were given",
+        "all query heads attend to one latent per token",
+        "pass num_kv_heads=1",
+    ),
+    (
+        lambda r: r.latent and (r.head_size_v or r.head_size) > r.head_size,
+        lambda r: f"latent=True, head_size={r.head_size} and head_size_v={r.head_size_v} were given",
+        "a value is the first head_size_v elements of its key: the latent without its rotary part",
+        "pass head_size=kv_lora_rank + qk_rope_head_dim and head_size_v=kv_lora_rank",
+    ),
+    (
+        lambda r: r.latent and not r.paged,
+        lambda r: f"latent=True and paged={r.paged} were given",
+        "absorbed attention reads latents from a paged KV cache; dense calls have keys and values per head",
+        "leave latent out and pass the sizes of keys and values per head, or request paged=True",
+    ),
+    (
+        lambda r: r.latent and r.attn_type != "decoder",
+        lambda r: f"latent=True and attn_type={r.attn_type!r} were given",
+        "only decoders have latent attention",
+        "leave attn_type out",
+    ),
+    (
+        lambda r: bool(r.paged) and (r.kv_cache_form == LATENT) is not r.latent,
+        lambda r: f"latent={r.latent} and kv_cache_form={r.kv_cache_form!r} were given",
+        "latents are in a KV cache of the form 'latent', and nothing else is",
+        "leave kv_cache_form out",
+    ),
+    (
+        lambda r: r.latent and r.per_head_scales,
+        lambda r: f"latent={r.latent} and per_head_scales={r.per_head_scales} were given",
+        "there is one latent per token, and so one scale",
+        "leave per_head_scales out",
     ),
     (
         lambda r: r.decode_query_len > 1 and "decode" not in r.phases,

@@ -319,6 +319,9 @@ LAYOUT: Final = Name(values=("NHD", "HND"))
 CACHE_FORMS: Final = ("joint", "interleaved", "split", "packed", "independent")
 """Where a block's values are, seen from its keys: `attnplug.contract.split_kv` says what each form is in memory."""
 
+LATENT: Final = "latent"
+"""The form of a latent KV cache: values are the first elements of their keys. Latent requests have it, and no other."""
+
 GRAPH_LEVELS: Final = ("never", "single_token_decode", "uniform_batch", "always")
 ATTENTION_TYPES: Final = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 ENCODERS: Final = ("encoder", "encoder_only")

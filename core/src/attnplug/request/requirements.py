@@ -19,6 +19,7 @@ from attnplug.request.domains import (
     ENCODERS,
     FEATURE,
     GRAPH_LEVELS,
+    LATENT,
     LAYOUT,
     QUANTIZED,
     Flag,
@@ -46,11 +47,9 @@ _OUT_OF_SCOPE = {
     "backward": "the backward pass is a training feature",
     "requires_grad": "the backward pass is a training feature",
     "training": "the backward pass is a training feature",
-    "mla": "multi-head latent attention has another cache and another contract",
-    "use_mla": "multi-head latent attention has another cache and another contract",
-    "kv_lora_rank": "multi-head latent attention has another cache and another contract",
-    "q_lora_rank": "multi-head latent attention has another cache and another contract",
 }
+
+_OF_LATENT = ("mla", "use_mla", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 def _named_fields_only(cls: _C) -> _C:
@@ -89,6 +88,12 @@ def _check_known(name: str) -> None:
             "contract 1.0 is for inference with multi-head, grouped-query and multi-query attention: "
             f"{_OUT_OF_SCOPE[name]}",
             f"leave {name!r} out, and keep the model's own attention where it is needed",
+        )
+    if name in _OF_LATENT:
+        raise RequirementsError(
+            f"{name!r} was requested",
+            "multi-head latent attention (MLA) is requested with the sizes of its cached latents",
+            "pass latent=True, head_size=kv_lora_rank + qk_rope_head_dim, head_size_v=kv_lora_rank, num_kv_heads=1",
         )
     if name not in _NAMES:
         raise RequirementsError(
@@ -160,6 +165,12 @@ class Requirements:
     block_sparse: Mapping[str, Any] | None = model(Table(), "a block-sparse pattern: its parameters", in_layer=True)
     custom_mask: bool = model(Flag(), "each call has an arbitrary mask", default=False)
     attn_bias: bool = model(Flag(), "each call has an additive mask, for contiguous K/V only", default=False)
+    latent: bool = model(
+        Flag(),
+        "absorbed multi-head latent attention (MLA): a key is a latent of head_size_v elements, its value too, "
+        "and head_size - head_size_v rotary ones",
+        default=False,
+    )
     kv_sharing: bool = model(Flag(), "the layer reads the KV cache of an earlier layer", default=False)
 
     paged: bool | None = engine(
@@ -181,7 +192,15 @@ class Requirements:
     block_size: int | None = engine(Integer(), "tokens per KV-cache block", free=True, of_pages=True)
     kv_layout: str | None = engine(LAYOUT, "order of tokens and heads inside a block", free=True, of_pages=True)
     kv_cache_form: str | None = engine(
-        Name(values=CACHE_FORMS), "where values are, seen from their keys", free=True, of_pages=True
+        Name(values=(*CACHE_FORMS, LATENT)),
+        "where values are, seen from their keys",
+        free=True,
+        of_pages=True,
+        follows=Follows(
+            ("latent", "paged"),
+            "'latent' where the keys are latents; otherwise None, which leaves it to the negotiation",
+            lambda latent, paged: LATENT if latent and paged else None,
+        ),
     )
     kv_cache_dtype: str = engine(
         CACHE_DTYPE,

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.vendor import AttentionImpl
 from attnplug.ops.merge import merge_attention_states
-from attnplug.ops.write import write_kv
+from attnplug.ops.write import write_kv, write_pages
 from attnplug.torch_backend.builder import plan_params_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.plan import make_plan
@@ -43,6 +43,7 @@ class TorchImpl(AttentionImpl):
     def __init__(self, layer: Layer, backend: Backend) -> None:
         super().__init__(layer, backend)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
+        self._size_of_latents = self.head_size_v if self.agreement.requirements.latent else None
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
@@ -64,6 +65,10 @@ class TorchImpl(AttentionImpl):
         self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor, *, padded: bool = True
     ) -> None:
         """Write K/V, quantized where the KV cache is FP8; `padded` is False if no slot is negative."""
+        if self._size_of_latents is not None:
+            scale = None if self._codec is None else self._codec.key_scale
+            write_pages(key, kv_cache.k, slot_mapping, scale, padded=padded)
+            return
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, padded=padded)
@@ -80,6 +85,8 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         """Write K/V of the call where this layer does, then compute its plan."""
         plan, slots = self.plan_of(metadata), metadata.batch.slot_mapping
+        if key is not None and self._size_of_latents is not None:
+            value = key[..., : self._size_of_latents]
         if self._codec is not None and key is not None and value is not None:
             key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
@@ -90,7 +97,12 @@ class TorchImpl(AttentionImpl):
             return
         # Without K/V everything is cached, and the plan reads nothing else.
         sources = Sources(
-            cast("Tensor", key), cast("Tensor", value), kv_cache, cast("State", metadata.state).workspace, self._codec
+            cast("Tensor", key),
+            cast("Tensor", value),
+            kv_cache,
+            cast("State", metadata.state).workspace,
+            self._codec,
+            self._size_of_latents,
         )
         self._run(plan, query, sources, self._results(output, lse))
 
@@ -98,6 +110,8 @@ class TorchImpl(AttentionImpl):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         """Compute dense attention over the given K/V, as one sequence."""
+        if key is not None and self._size_of_latents is not None:
+            value = key[..., : self._size_of_latents]
         if key is None or value is None or not query.shape[0]:
             return
         batch = Batch.from_lengths([query.shape[0]], [key.shape[0]])

@@ -162,6 +162,7 @@ class Sources:
         cache: The KV cache, or None.
         workspace: uint8 memory for gathered keys and values; each group uses it from its start.
         codec: The codec of an FP8 KV cache; None for others.
+        size_of_latents: The first elements of a key, which are its value too; None where values are apart.
     """
 
     key: Tensor
@@ -169,6 +170,7 @@ class Sources:
     cache: KVCache | None = None
     workspace: Tensor | None = None
     codec: Codec | None = None
+    size_of_latents: int | None = None
     _decoded: list[tuple[Tensor, Tensor]] = field(init=False, factory=list)
 
     def of(self, group: Group, members: slice) -> tuple[Tensor, Tensor]:
@@ -178,6 +180,9 @@ class Sources:
             key, value = self._call_rows()
             return source.take(key, keys, members), source.take(value, keys, members)
         cache = cast("KVCache", self.cache)
+        if self.size_of_latents is not None:
+            key = self._latents(cache.k, group, members)
+            return key, key[..., : self.size_of_latents]
         pages = (cache.k, cache.v)
         if self.codec is None and isinstance(source, BlockKeys):
             key_view, value_view = source.view(pages[0], keys), source.view(pages[1], keys)
@@ -187,7 +192,8 @@ class Sources:
         slots = (members.stop - members.start) * source.width(keys, block_size) * heads
         sizes = [slots * one.shape[3] for one in pages]
         if self.codec is not None:
-            return self._decode(self.codec, group, members, pages, sizes)
+            key, value = self._decode(self.codec, group, members, pages, sizes)
+            return key, value
         memory = cast("Tensor", self.workspace)[: sum(sizes) * pages[0].itemsize].view(pages[0].dtype)
         packed = _packed(*pages) if pages[0].is_cpu else None
         if packed is not None:
@@ -199,6 +205,18 @@ class Sources:
             source.gather(pages[1], keys, members, memory[sizes[0] :]),
         )
 
+    def _latents(self, pages: Tensor, group: Group, members: slice) -> Tensor:
+        """Return the keys of members of a group, ``(members, 1, keys, size)``."""
+        keys, source = group.keys, cast("SlotKeys | BlockKeys", group.source)
+        view = source.view(pages, keys) if self.codec is None and isinstance(source, BlockKeys) else None
+        if view is not None:
+            return view
+        count = (members.stop - members.start) * source.width(keys, pages.shape[1]) * pages.shape[3]
+        if self.codec is not None:
+            return self._decode(self.codec, group, members, (pages,), [count])[0]
+        memory = cast("Tensor", self.workspace)[: count * pages.itemsize].view(pages.dtype)
+        return source.gather(pages, keys, members, memory)
+
     def _call_rows(self) -> tuple[Tensor, Tensor]:
         """Return the rows of the call, decoded once."""
         if self.codec is None:
@@ -208,8 +226,8 @@ class Sources:
         return self._decoded[0]
 
     def _decode(
-        self, codec: Codec, group: Group, members: slice, pages: tuple[Tensor, Tensor], sizes: list[int]
-    ) -> tuple[Tensor, Tensor]:
+        self, codec: Codec, group: Group, members: slice, pages: tuple[Tensor, ...], sizes: list[int]
+    ) -> list[Tensor]:
         """Gather bytes, since not every device can gather FP8, and decode them into the memory before them."""
         memory, source = cast("Tensor", self.workspace), cast("SlotKeys | BlockKeys", group.source)
         count, size = sum(sizes), codec.dtype.itemsize
@@ -223,7 +241,7 @@ class Sources:
             found.append(wide[offset:].as_strided(rows.shape, rows.stride()))
         if codec.key_factor is not None:
             found[0].mul_(codec.key_factor.unsqueeze(-1))
-        return found[0], found[1]
+        return found
 
 
 def _packed(keys: Tensor, values: Tensor) -> Tensor | None:

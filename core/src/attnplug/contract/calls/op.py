@@ -107,7 +107,7 @@ def _forward_op(  # noqa: PLR0913, PLR0917 - the arguments of the op
     impl.forward(query, key, value, cache, metadata, output, lse=lse, sinks=sinks)
 
 
-def _write_kv_op(key: Tensor, value: Tensor, memory: list[Tensor], kv_cache: int, layer: int) -> None:
+def _write_kv_op(key: Tensor, value: Tensor | None, memory: list[Tensor], kv_cache: int, layer: int) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
     slots = None if metadata is None else metadata.batch.slot_mapping
@@ -115,7 +115,7 @@ def _write_kv_op(key: Tensor, value: Tensor, memory: list[Tensor], kv_cache: int
         return
     rows = _host_rows(impl, metadata, slots.shape[0])
     cache = cache_of(kv_cache, memory) if kv_cache else None
-    impl.write_kv(key[rows], value[rows], cache, slots[rows])
+    impl.write_kv(key[rows], None if value is None else value[rows], cache, slots[rows])
 
 
 def _host_rows(impl: Attention, metadata: Metadata, count: int) -> slice:
@@ -152,7 +152,7 @@ _library.define(
 _library.impl("forward", _forward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attnplug::forward", _fake, lib=_library)
 _library.define(
-    "write_kv(Tensor key, Tensor value, Tensor(a!)[] memory, int kv_cache, int layer) -> ()",
+    "write_kv(Tensor key, Tensor? value, Tensor(a!)[] memory, int kv_cache, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("write_kv", _write_kv_op, "CompositeExplicitAutograd")

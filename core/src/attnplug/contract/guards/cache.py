@@ -12,10 +12,10 @@ from attrs import field, frozen
 
 from attnplug.contract.guards._format import describe
 from attnplug.contract.guards.memory import share_memory
-from attnplug.contract.inputs.cache_form import TENSOR_EACH, forms_of, misfits, normal_strides
+from attnplug.contract.inputs.cache_form import IN_ONE_BLOCK, TENSOR_EACH, forms_of, misfits, normal_strides
 from attnplug.contract.inputs.kv_cache import CacheSpec, CacheTensor, KVCache
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginContractError
-from attnplug.request.domains import MOST
+from attnplug.request.domains import LATENT, MOST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +55,10 @@ def checked_specs(specs: object, agreement: Agreement, owner: str) -> CacheSpec 
             wanted = f"(num_blocks, {blocks[1]}, {blocks[2]}, size), block_axis=0, stride_order={order}, no padding"
             _refuse_specs(specs, owner, f"{role!r} is {wanted}: the agreed form lays blocks out")
     form = agreement.kv_cache_form or "joint"
-    if form in ("interleaved", "packed") and specs["k"].dtype != specs["v"].dtype:
+    if form in IN_ONE_BLOCK and specs["k"].dtype != specs["v"].dtype:
         _refuse_specs(specs, owner, f"K and V of {'an' if form[0] == 'i' else 'a'} {form} KV cache have one dtype")
+    if form == LATENT and specs["v"].shape[3] > specs["k"].shape[3]:
+        _refuse_specs(specs, owner, "a value is the first part of its key in a latent KV cache")
     return CacheSpec(form, agreement.kv_layout or "NHD", dict(specs))
 
 
@@ -147,7 +149,7 @@ class CacheGuard:
         if not expected:
             return
         mine = (self.spec.form, self.spec.kv_layout)
-        others = [pair for pair in forms_of(self.spec, keys, values) if pair != mine]
+        others = [pair for pair in forms_of(self.spec, keys, values) if pair != mine and LATENT not in mine]
         served = [pair for pair in others if not self.declared or pair[0] in self.declared]
         if any(form != "independent" for form, _ in served):  # what has equal strides is of a narrower form
             served = [pair for pair in served if pair[0] != "independent"]

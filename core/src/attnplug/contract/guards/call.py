@@ -108,6 +108,7 @@ class ForwardGuard:
         self._key_heads = (kv_heads, head_size)
         self._value_heads = (kv_heads, head_size if requested.head_size_v is None else requested.head_size_v)
         self._paged = bool(requested.paged)
+        self._latent = requested.latent
         self._shares = layer.kv_sharing_target is not None
         # Such a call writes nothing, whatever slots its batch has.
         self._may_leave_slots = self._shares or requested.kv_in_cache
@@ -142,12 +143,16 @@ class ForwardGuard:
         device = query.device
         seen: tuple[Any, ...]
         if key is None or value is None:
-            if key is not value or not self._may_lack_keys:
+            if not self._may_lack_keys if key is value else value is not None or not self._latent:
                 self._refuse_absent(key, value)
             seen = (
                 (query.shape, query.stride(), query.dtype, device),
                 (output.shape, output.stride(), output.dtype, output.device),
             )
+            if key is not None:  # latents
+                seen += ((key.shape, key.stride(), key.dtype, key.device),)
+        elif self._latent:
+            self._refuse_absent(key, value)
         else:
             seen = (
                 (query.shape, query.stride(), query.dtype, device),
@@ -256,7 +261,7 @@ class ForwardGuard:
         return form
 
     def check_write(  # noqa: C901 - as above
-        self, key: Tensor, value: Tensor, kv_cache: KVCache | None, slot_mapping: Tensor
+        self, key: Tensor, value: Tensor | None, kv_cache: KVCache | None, slot_mapping: Tensor
     ) -> bool:
         """
         Check a cache write apart from forward, and return whether there is a cache: a profiling run has none.
@@ -270,16 +275,18 @@ class ForwardGuard:
                 f"in {self._agreement.id} forward writes this layer's cache, or nobody does: nothing is written twice",
                 "call it where impl.host_writes names a phase; Layer(cache_write='host') requests it",
             )
-        if key is None or value is None:
+        if key is None or (value is None) is not self._latent:
             raise TensorError(
-                f"write_kv was called for layer {self._name!r} without K/V",
-                "it writes the given K/V",
-                "pass key and value",
+                f"write_kv was called for layer {self._name!r} without K/V"
+                if key is None or value is None
+                else f"write_kv was called for layer {self._name!r} with a value",
+                "it writes the given K/V; of latents the key alone, which the value is a part of",
+                "pass key and value=None" if self._latent else "pass key and value",
             )
         device = key.device
         seen = (
             (key.shape, key.stride(), key.dtype, device),
-            (value.shape, value.stride(), value.dtype, value.device),
+            None if value is None else (value.shape, value.stride(), value.dtype, value.device),
             (slot_mapping.shape, slot_mapping.dtype, slot_mapping.device),
         )
         if seen != self._written:
@@ -289,21 +296,22 @@ class ForwardGuard:
             return False
         if type(kv_cache) is not KVCache or kv_cache.spec is not self._cache_spec or kv_cache.device != device:
             self._check_bound(kv_cache, device)
-        for name, tensor in (("key", key), ("value", value)):
+        inputs = (("key", key),) if value is None else (("key", key), ("value", value))
+        for name, tensor in inputs:
             if tensor.requires_grad and is_grad_enabled():
                 check_writable(self._name, name, tensor)
         if kv_cache.is_inference or kv_cache.requires_grad:
             check_cache_writable(self._name, kv_cache)
-        places = (key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr(), kv_cache.places)
+        places = (*(one.untyped_storage().data_ptr() for _, one in inputs), kv_cache.places)
         if places != self._write_apart:
-            inputs, caches = (("key", key), ("value", value)), kv_cache.tensors.values()
+            caches = kv_cache.tensors.values()
             pairs = [("the KV cache", cache, *other) for cache in caches for other in inputs]
             self._write_apart = places if are_apart(self._name, pairs) else None
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
             self._check_slots(slot_mapping, kv_cache.num_blocks)
         return True
 
-    def _check_written(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def _check_written(self, key: Tensor, value: Tensor | None, slot_mapping: Tensor) -> None:
         """Check the forms of what `write_kv` was given."""
         self._check_device("key", key)
         rows, device = self._check_pair(key, value, key.device) or 0, key.device
@@ -346,15 +354,19 @@ class ForwardGuard:
 
     def _check_pair(self, key: Tensor | None, value: Tensor | None, device: torch.device) -> int | None:
         """Return the number of K/V rows, None where the keys are cached already."""
-        if key is None or value is None:
-            if key is value and self._may_lack_keys:
+        if key is None:
+            if value is None and self._may_lack_keys:
                 return None
             self._refuse_absent(key, value)
+        if (value is None) is not self._latent:
+            self._refuse_absent(key, value)
         rows = self._check_rows("key", key, self._key_heads, self._dtype)
-        if self._check_rows("value", value, self._value_heads, self._dtype) != rows:
-            self._refuse("value", value, (rows, *self._value_heads), self._dtype, device)
         if key.device != device:
             self._refuse("key", key, (rows, *self._key_heads), self._dtype, device)
+        if value is None:
+            return rows
+        if self._check_rows("value", value, self._value_heads, self._dtype) != rows:
+            self._refuse("value", value, (rows, *self._value_heads), self._dtype, device)
         if value.device != device:
             self._refuse("value", value, (rows, *self._value_heads), self._dtype, device)
         return rows
@@ -479,6 +491,12 @@ class ForwardGuard:
         )
 
     def _refuse_absent(self, key: Tensor | None, value: Tensor | None) -> NoReturn:
+        if self._latent and value is not None:
+            raise TensorError(
+                f"layer {self._name!r} was given a value of {describe(value)}",
+                f"latent=True was negotiated: a value is the first {self._value_heads[1]} elements of its key",
+                "pass value=None",
+            )
         given = {(True, False): "key without value", (False, True): "value without key"}.get(
             (key is not None, value is not None), "neither key nor value"
         )

@@ -127,6 +127,12 @@ def _inherit(layer: Layer, name: str, agreed: Any) -> Any:
 
 
 def _scale(layer: Layer, requested: Requirements) -> float:
+    if layer.scale is None and requested.latent:
+        raise LayerError(
+            f"layer {layer.name!r} has no scale",
+            "the scale of latent attention is that of its keys before they were absorbed, which no size here says",
+            "pass Layer(scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5), times the square of YaRN's mscale",
+        )
     if layer.scale is None:
         return float(requested.head_size**-0.5)
     if not is_normal_float32(layer.scale):

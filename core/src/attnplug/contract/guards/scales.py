@@ -46,6 +46,8 @@ def complete_scales(
     """
     applied = frozenset() if agreement.kv_cache_dtype in UNQUANTIZED else static_scales
     completed: dict[str, Any] = {}
+    if agreement.requirements.latent and {"k", "v"} & set(letters):  # a value is a part of its key
+        layer, letters = _with_key_scales(layer), dict.fromkeys((*letters, "k", "v"))
     for letter in letters:
         name = f"{letter}_scale"
         host, tensor = (
@@ -53,6 +55,18 @@ def complete_scales(
         )
         completed[name], completed[f"{name}_tensor"] = host, tensor
     return completed
+
+
+def _with_key_scales(layer: Layer) -> Layer:
+    """Return the layer with the scale of its keys as the scale of its values."""
+    is_given = layer.v_scale is not None or layer.v_scale_tensor is not None
+    if is_given and (layer.v_scale != layer.k_scale or layer.v_scale_tensor is not layer.k_scale_tensor):
+        raise LayerError(
+            f"layer {layer.name!r} has k_scale={layer.k_scale!r} and v_scale={layer.v_scale!r}",
+            "the values of latents are parts of their keys, and have their scale",
+            "leave v_scale out",
+        )
+    return evolve(layer, v_scale=layer.k_scale, v_scale_tensor=layer.k_scale_tensor)
 
 
 def replace_scales(
@@ -78,6 +92,8 @@ def replace_scales(
     """
     letters = [one for one in "qkv" if given[f"{one}_scale"] is not None or given[f"{one}_scale_tensor"] is not None]
     fields = {name: given[name] for one in letters for name in (f"{one}_scale", f"{one}_scale_tensor")}
+    if agreement.requirements.latent and "v" not in letters:
+        fields |= {"v_scale": None, "v_scale_tensor": None}
     changed = evolve(layer, **fields)
     return evolve(changed, **complete_scales(changed, agreement, device, static_scales, letters))
 

@@ -14,7 +14,7 @@ import torch
 
 from attnplug.contract.inputs.kv_cache import CacheSpec, fill_tensor, in_one_storage
 from attnplug.errors import CacheError
-from attnplug.request.domains import CACHE_FORMS
+from attnplug.request.domains import CACHE_FORMS, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +32,14 @@ _POOLS: Final = {
     "joint": "(2, num_blocks, {inner}, size)",
     "interleaved": "(num_blocks, 2, {inner}, size)",
     "packed": "(num_blocks, {inner}, head_size + head_size_v)",
+    LATENT: "(num_blocks, block_size, head_size)",
 }
 _INNER: Final = {"NHD": "block_size, num_kv_heads", "HND": "num_kv_heads, block_size"}
 
 
-def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[str, Tensor]:
+def split_kv(
+    pool: Tensor, form: str, kv_layout: str, head_size: int, head_size_v: int | None = None
+) -> dict[str, Tensor]:
     """
     Return keys and values of a pool that an engine allocated as one tensor, as `LoadedBackend.bind_cache` takes them.
 
@@ -47,11 +50,13 @@ def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[st
                 joint        (2, num_blocks, block_size, num_kv_heads, head_size), keys first
                 interleaved  (num_blocks, 2, block_size, num_kv_heads, head_size), each block's keys first
                 packed       (num_blocks, block_size, num_kv_heads, head_size + head_size_v), each row's key first
+                latent       (num_blocks, block_size, head_size), each row's value the first part of its key
 
             Strides are any: a slice of a pool of all layers is one of these too.
         form: One of these. A split KV cache is two tensors already, and so is an independent one.
         kv_layout: ``"NHD"`` or ``"HND"``.
         head_size: The size of a key head. Values of another size fit into the last axis of a packed pool only.
+        head_size_v: The size of a value, where it is the first part of its key (latent).
 
     Returns:
         The roles ``"k"`` and ``"v"``, views of logical shape ``(num_blocks, block_size, num_kv_heads, size)``.
@@ -65,6 +70,11 @@ def split_kv(pool: Tensor, form: str, kv_layout: str, head_size: int) -> dict[st
             f"a pool of one tensor is {', '.join(_POOLS)}, and NHD or HND",
             "pass agreement.kv_cache_form and agreement.kv_layout; bind two tensors (split, independent) themselves",
         )
+    if form == LATENT:
+        if pool.ndim != 3 or pool.shape[2] != head_size or not 1 <= (head_size_v or head_size) <= head_size:
+            _refuse_pool(pool, form, kv_layout, head_size)
+        keys = pool.unsqueeze(2)
+        return {"k": keys, "v": keys[..., :head_size_v]}
     if form == "packed":
         if pool.ndim != 4 or pool.shape[3] <= head_size:
             _refuse_pool(pool, form, kv_layout, head_size)
@@ -98,10 +108,10 @@ def allocate_kv(spec: CacheSpec, num_blocks: int, device: torch.device) -> dict[
     if spec.form in TENSOR_EACH:
         memory = [_bytes(size, device) for size in sizes]
     else:
-        # Values begin behind all keys, behind the keys of the first block, or behind the first key.
+        # Values begin behind all keys, behind the keys of the first block, behind the first key, or with it.
         behind = -(-sizes[0] // _ALIGNMENT) * _ALIGNMENT
         block = _dense(specs[0]) * specs[0].dtype.itemsize
-        start = {"joint": behind, "interleaved": block, "packed": first}[spec.form]
+        start = {"joint": behind, "interleaved": block, "packed": first, LATENT: 0}[spec.form]
         whole = _bytes(behind + sizes[1] if spec.form == "joint" else sizes[0], device)
         memory = [whole, whole[start:]]
     views = {}
@@ -113,7 +123,7 @@ def allocate_kv(spec: CacheSpec, num_blocks: int, device: torch.device) -> dict[
     return views
 
 
-_IN_ONE_BLOCK: Final = ("interleaved", "packed")
+IN_ONE_BLOCK: Final = ("interleaved", "packed", LATENT)
 """The forms whose blocks hold keys and values, of one dtype."""
 
 _ALIGNMENT: Final = 256
@@ -136,8 +146,13 @@ def _strides(one: CacheTensor, spec: CacheSpec) -> tuple[int, int, int, int]:
     both = [spec.tensors[role] for role in ("k", "v")]
     if spec.form == "packed":
         width = sum(each.shape[3] for each in both)
+    elif spec.form == LATENT:
+        width = both[0].shape[3]
     inner = (heads * width, width) if spec.kv_layout == "NHD" else (width, size * width)
-    block = sum(map(_dense, both)) if spec.form in _IN_ONE_BLOCK else _dense(one)
+    if spec.form == LATENT:
+        block = _dense(both[0])
+    else:
+        block = sum(map(_dense, both)) if spec.form in IN_ONE_BLOCK else _dense(one)
     return (block, *inner, 1)
 
 
@@ -170,7 +185,7 @@ def _unequal(spec: CacheSpec, keys: Tensor, values: Tensor) -> Iterator[str]:
     if (key_one.shape, key_one.dtype) == (value_one.shape, value_one.dtype):
         if steps[0] != steps[1]:
             yield f"the strides of 'k' and of 'v' are equal, {max(steps)} for both, say"
-    elif spec.form in _IN_ONE_BLOCK and steps[0][0] != steps[1][0]:
+    elif spec.form in IN_ONE_BLOCK and steps[0][0] != steps[1][0]:
         yield "the first strides of 'k' and of 'v' are equal: a block has both"
 
 
@@ -183,12 +198,13 @@ def _misplaced(spec: CacheSpec, keys: Tensor, values: Tensor) -> Iterator[str]:
         "joint": ((keys.shape[0] - 1) * step + of_keys, offset, "behind all keys"),
         "interleaved": (of_keys, step - of_values, "behind the keys of their block, before the next block"),
         "packed": (keys.shape[3] * keys.itemsize,) * 2 + ("right behind their key",),
+        LATENT: (0, 0, "where their key begins"),
     }[spec.form]
     if not first <= offset <= last or not in_one_storage(keys, values):
         yield f"values are in the memory of the keys, {where}"
 
 
 def forms_of(spec: CacheSpec, keys: Tensor, values: Tensor) -> list[tuple[str, str]]:
-    """Return the forms and layouts of which keys and values of the right shapes are a KV cache."""
+    """Return the forms and layouts of which keys and values of the right shapes are a KV cache, but for latents."""
     pairs = ((form, layout) for form in CACHE_FORMS for layout in LAYOUTS)
     return [pair for pair in pairs if not any(misfits(CacheSpec(*pair, spec.tensors), keys, values))]

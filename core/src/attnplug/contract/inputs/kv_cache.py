@@ -13,6 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.errors import CacheError, PluginContractError
+from attnplug.request.domains import LATENT
 from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
@@ -188,6 +189,11 @@ class CacheSpec:
     kv_layout: str
     tensors: dict[str, CacheTensor]
 
+    @property
+    def stored(self) -> dict[str, CacheTensor]:
+        """The tensors without those that are part of another: the values of latents are in their keys."""
+        return {role: one for role, one in self.tensors.items() if role != "v" or self.form != LATENT}
+
 
 def _read_only(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return read_only(tensors)
@@ -255,7 +261,7 @@ class KVCache:
 
     @property
     def form(self) -> str:
-        """The agreed form: ``"joint"``, ``"interleaved"``, ``"split"``, ``"packed"`` or ``"independent"``."""
+        """The agreed form: a member of `attnplug.request.domains.CACHE_FORMS`, or ``"latent"``."""
         return self.spec.form
 
     def over(self, storages: Sequence[Tensor]) -> KVCache:

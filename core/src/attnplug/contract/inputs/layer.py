@@ -40,7 +40,8 @@ class Layer:
 
     Attributes:
         name: The layer's name in the model, unique there.
-        scale: Factor of the scores before soft cap and softmax; None is ``head_size ** -0.5``.
+        scale: Factor of the scores before soft cap and softmax; None is ``head_size ** -0.5``. Latent layers name it:
+            it is ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``, times the square of YaRN's ``mscale``.
         num_q_heads: Query heads of this rank.
         num_kv_heads: Key and value heads of this rank.
         head_size: Size of a query and key head.
@@ -59,7 +60,7 @@ class Layer:
         block_sparse: The block-sparse pattern's parameters.
         q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
         k_scale: The same for keys.
-        v_scale: The same for values.
+        v_scale: The same for values. Of latents it is that of their keys, and follows from it.
         q_scale_tensor: The same on the device, float32 with one element, or ``(num_kv_heads,)`` where per-head scales
             were requested: one per group of query heads. Those have no default, and no host float.
         k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
