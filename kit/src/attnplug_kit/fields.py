@@ -136,6 +136,13 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         ),
         "custom_mask": Row(tests="effect graphs", drawn=(False, True), compiled="value", wrong="ignores_mask"),
         "attn_bias": Row(tests="effect", compiled="value", wrong="ignores_bias"),
+        "latent": Row(
+            tests="plain scores long splits steps cache graphs",
+            drawn=(False, True),
+            odd=(True,),
+            compiled="value",
+            wrong="writes_rope_first",
+        ),
         "kv_sharing": Row(drawn=(False, True), wrong="clears_shared_slots"),
         "decode_query_len": Row(samples=(2, 5), odd=(2, 64), drawn=(1, 2, 5), wrong="non_causal_decodes"),
         "kv_cache_dtype": Row(

@@ -157,6 +157,11 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "reads_padded_rows": ("test_padding[*-padded requests]", "with padding: output: * elements differ"),
     "takes_longest_query": ("test_any_order[*-decodes between prefills]", "output: * elements differ"),
     "writes_zero_rows": ("test_calls_without_kv[*]", "a call without K/V has written the KV cache"),
+    "writes_rope_first": ("test_written_slots[*latent=True]", "numbers of new keys are not in their slots"),
+    "values_without_latents_end": ("test_plain_attention[*latent=True]", "latent=True *: output: * elements differ"),
+    "scales_by_key_size": ("test_plain_attention[*latent=True]", "latent=True *: output: * elements differ"),
+    "lse_of_latents_base_2": ("test_base[*-latent]", "the LSE is a logarithm to base 2"),
+    "lse_of_latents_by_head": ("test_base[*-latent]", "lse: * elements differ"),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the built-in backend does not declare: these are wrong in what the least backend does.

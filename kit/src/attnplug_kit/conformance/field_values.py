@@ -196,6 +196,8 @@ def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]
     if "block_sparse" in subject.supports and "block_sparse" not in fields:  # a backend may serve patterns only
         for pattern in _values("block_sparse", subject.supports["block_sparse"]):
             yield from _plain_specs(subject, {**needed, **fields, "block_sparse": pattern})
+    if "latent" in subject.supports and "latent" not in fields:  # likewise
+        yield from _plain_specs(subject, {**_needed(subject, {"latent": True}), **needed, **fields, "latent": True})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_specs(subject, {**fields, name: value})
@@ -224,7 +226,16 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
             for size in _preferred(subject, "head_size"):
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
                     own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
+                    if fields.get("latent"):
+                        own |= {"num_kv_heads": 1, "head_size_v": _latent_size(subject, size)}
                     yield RequestSpec.of({**common, **own, **fields}, fields)
+
+
+def _latent_size(subject: Subject, size: int) -> int | None:
+    """Return a size of latents for which keys of a size have rotary elements; None where no value may be shorter."""
+    declared = subject.supports.get("head_size_v")
+    sizes = () if declared is None else (one for one in range(size - 1, 0, -1) if declared.allows(one))
+    return min(sizes, key=lambda one: abs(one - size * 3 // 4), default=None)
 
 
 def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:

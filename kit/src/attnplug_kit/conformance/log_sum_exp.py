@@ -35,13 +35,20 @@ def _dtypes(subject: Subject) -> Mapping[str, RequestSpec]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
+def _kinds(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return a plain request with an LSE, and one for latents, whose kernels are others."""
+    declared = field_values_of(subject)
+    specs = {"plain": declared.spec(return_lse=True), "latent": declared.spec(return_lse=True, latent=True)}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
 class LogSumExp(Tier):
     """The natural log-sum-exp of the scaled scores, in float32, one for each token and query head."""
 
-    @needs(return_lse=True)
-    def test_base(self, subject: Subject, draw: Draw) -> None:
+    @over(_kinds)
+    def test_base(self, subject: Subject, draw: Draw, point: Any) -> None:
         """The LSE is a natural logarithm."""
-        ran, scene = _run(subject, draw, return_lse=True)
+        ran, scene = _run(subject, draw(point))
         exact = scene.expected().lse
         require(
             not _near(ran, exact * log2(e)),
@@ -49,18 +56,20 @@ class LogSumExp(Tier):
         )
         _compare(ran, scene, exact)
 
-    @needs(return_lse=True)
-    def test_rows(self, subject: Subject, draw: Draw) -> None:
+    @over(_kinds)
+    def test_rows(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Each token of the batch has an LSE; rows beyond are not written."""
-        ran, scene = _run(subject, draw, return_lse=True)
-        require(bool((ran.lse != CANARY).all()), f"{subject}: rows of the LSE are not written")
-        beyond = ran.call.lse[scene.case.num_tokens :]
-        require(bool((beyond == CANARY).all()), f"{subject}: rows of the LSE beyond the batch's tokens were written")
+        for seed in (51, 55, 56):  # decodes are not first in every order
+            ran, scene = _run(subject, draw(point), seed)
+            require(bool((ran.lse != CANARY).all()), f"{subject}: rows of the LSE are not written")
+            beyond = ran.call.lse[scene.case.num_tokens :]
+            is_kept = bool((beyond == CANARY).all())
+            require(is_kept, f"{subject}: rows of the LSE beyond the batch's tokens were written")
 
     @needs(return_lse=True, sinks=True)
     def test_sink_is_counted_as_declared(self, subject: Subject, draw: Draw) -> None:
         """The LSE includes the sink if `lse_includes_sink` is true, and only then."""
-        ran, scene = _run(subject, draw, return_lse=True, sinks=True)
+        ran, scene = _run(subject, draw(plain(subject, return_lse=True, sinks=True)))
         includes, exact = _includes_sink(subject), scene.expected()
         expected, other = (exact.lse_with_sink, exact.lse) if includes else (exact.lse, exact.lse_with_sink)
         found = "does not include it" if includes else "includes it"
@@ -76,22 +85,21 @@ class LogSumExp(Tier):
         rounded = ran.lse.to(ran.output.dtype).float()
         require(not torch.equal(ran.lse, rounded), f"{subject} with {spec}: the LSE is rounded to {ran.output.dtype}")
 
-    @needs(return_lse=True)
-    def test_merge(self, subject: Subject, draw: Draw) -> None:
+    @over(_kinds)
+    def test_merge(self, subject: Subject, draw: Draw, point: Any) -> None:
         """Partial outputs over two parts of the keys merge to attention over all of them."""
-        _require_merged(subject, draw)
+        _require_merged(subject, draw, point)
 
     @needs(return_lse=True, sinks=True)
     def test_merge_with_sink(self, subject: Subject, draw: Draw) -> None:
         """A sink in one of two parts is counted once in the merged output."""
         if not _includes_sink(subject):
             pytest.skip(f"{subject}: its LSE does not include the sink, so that only the host can merge it in")
-        _require_merged(subject, draw, sinks=True)
+        _require_merged(subject, draw, plain(subject, return_lse=True, sinks=True), sinks=True)
 
 
-def _run(subject: Subject, draw: Draw, **fields: Any) -> tuple[RunResult, Scene]:
-    spec = draw(plain(subject, **fields))
-    scene = materialize(spec.case(51))
+def _run(subject: Subject, spec: RequestSpec, seed: int = 51) -> tuple[RunResult, Scene]:
+    scene = materialize(spec.case(seed))
     return runner_for(subject, spec, scene).run(scene), scene
 
 
@@ -110,13 +118,12 @@ def _includes_sink(subject: Subject) -> bool:
     return bool(backend.impl_class.lse_includes_sink)
 
 
-def _require_merged(subject: Subject, draw: Draw, **fields: Any) -> None:
+def _require_merged(subject: Subject, draw: Draw, spec: RequestSpec, **fields: Any) -> None:
     # A block-sparse pattern over a part of the keys is another pattern: only the full one can be split.
-    base: dict[str, Any] = {"return_lse": True}
-    if plain(subject, **base).fields.get("block_sparse"):
-        base["block_sparse"] = tuple(sorted(FULL_PATTERN.items()))
+    if spec.fields.get("block_sparse"):
+        spec = plain(subject, return_lse=True, block_sparse=tuple(sorted(FULL_PATTERN.items())), **fields)
     whole_keys: dict[str, Any] = {"shared_blocks": 0, "score_shift": 0.0}
-    spec = draw(plain(subject, **base, **fields))
+    spec = draw(spec)
     lens: dict[str, Any] = {"query_lens": (1, 1), "context_lens": spec.over_pages((40, 17))}
     whole = materialize(spec.case(52, **lens, **whole_keys))
     states, cut = [], 9

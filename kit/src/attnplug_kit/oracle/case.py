@@ -59,6 +59,7 @@ class Case:
         custom_mask: As in the requirements.
         attn_bias: As in the requirements; its K/V are not cached then.
         block_sparse: As in the requirements, with the parameters of `attnplug_kit.oracle.attention`.
+        latent: As in the requirements: a value is the first `head_size_v` elements of its key.
         kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
         decode_query_len: As in the requirements.
         kv_cache_dtype: As in the requirements.
@@ -101,6 +102,7 @@ class Case:
     custom_mask: bool = False
     attn_bias: bool = False
     block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
+    latent: bool = False
     kv_sharing: bool = False
     decode_query_len: int = 1
     kv_cache_dtype: str = "auto"
@@ -234,6 +236,8 @@ def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Ca
     heads = draw.among((1, 2, 3))
     drawn = _features(draw, features, fixed)
     both = {**drawn, **fixed}
+    if both.get("latent"):
+        heads = 1
     query_lens, context_lens = _lengths(draw, both.get("decode_query_len", 1))
     if both.get("attn_type") in ("encoder", "encoder_only"):
         context_lens = (0,) * len(query_lens)
@@ -274,10 +278,12 @@ def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> d
     attn_type = {**drawn, **fixed}.get("attn_type", "decoder")
     if attn_type != "decoder":
         drawn["causal"] = False
+    if {"latent": False, **drawn, **fixed}["latent"]:
+        drawn["head_size_v"] = draw.among((None, 8))  # no head is smaller
     if drawn.get("kv_cache_dtype", "auto") != "auto":
         # Normal K/V are in the range of each dtype at a scale of 1, and beyond the largest e4m3 at the smallest.
         drawn |= {name: draw.among((1.0, 0.3, 0.004)) for name in ("k_scale", "v_scale")}
-        drawn["per_head_scales"] = draw.among((False, True))
+        drawn["per_head_scales"] = draw.among((False, True)) and not {"latent": False, **drawn, **fixed}["latent"]
     without = _WITHOUT[attn_type]
     return {name: value for name, value in drawn.items() if name not in without}
 
@@ -287,9 +293,9 @@ _QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
 # Encoder tokens have no position relative to decoder tokens, and the contract has no mask over paged ones.
 _WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "decoder": (),
-    "encoder": ("kv_sharing", *_QUANTIZED),
-    "encoder_only": ("kv_sharing", *_QUANTIZED),
-    "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask"),
+    "encoder": ("kv_sharing", "latent", *_QUANTIZED),
+    "encoder_only": ("kv_sharing", "latent", *_QUANTIZED),
+    "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask", "latent"),
 }
 
 

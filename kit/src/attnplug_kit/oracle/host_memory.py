@@ -35,6 +35,7 @@ def bind_pool(backend: LoadedBackend, num_blocks: int, device: torch.device | st
         "interleaved": _interleaved,
         "packed": _packed,
         "independent": _independent,
+        "latent": _latent,
     }
     form, heads_first = backend.agreement.kv_cache_form or "joint", backend.agreement.kv_layout == "HND"
     pair = make[form](keys, values, device, in_one=form == "joint", heads_first=heads_first)
@@ -109,6 +110,15 @@ def _packed(
     memory = _memory(_LAYERS * (keys.nbytes + values.nbytes), device).view(keys.dtype)
     outer, widths = _inner(keys, heads_first=heads_first)[:2], [keys.shape[3], values.shape[3]]
     return list(torch.split(memory.view(keys.shape[0], _LAYERS, *outer, sum(widths))[:, 1], widths, dim=-1))
+
+
+def _latent(
+    keys: CacheTensor, values: CacheTensor, device: torch.device | str, *, in_one: bool, heads_first: bool
+) -> list[Tensor]:
+    del in_one
+    memory = _memory(_LAYERS * keys.nbytes, device).view(keys.dtype)
+    latents = memory.view(keys.shape[0], _LAYERS, *_inner(keys, heads_first=heads_first))[:, 1]
+    return [latents, latents[..., : values.shape[3]]]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def fp8_rounding(case: Case) -> Fp8Rounding | None:
         return None
     heads = case.num_kv_heads if case.per_head_scales else 1
     spread = torch.linspace(0.5, 1.5, heads) if heads > 1 else torch.ones(1)
-    return Fp8Rounding(dtype, case.k_scale * spread, case.v_scale * spread.flip(0))
+    key_scale = case.k_scale * spread
+    return Fp8Rounding(dtype, key_scale, key_scale if case.latent else case.v_scale * spread.flip(0))
 
 
 def representable(case: Case, queries: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def scales_of(
     found: dict[str, Any] = {"k_scale_tensor": rounding.key_scale.to(device)}
     if per_head:
         found["v_scale_tensor"] = rounding.value_scale.to(device)
-    else:
+    elif rounding.value_scale is not rounding.key_scale:  # of latents it is one scale, which the layer's keys have
         found["v_scale"] = float(rounding.value_scale)
     if "q" in names:
         found |= {"q_scale_tensor": _by_head(rounding).to(device)} if per_head else {"q_scale": _QUERY_SCALE}

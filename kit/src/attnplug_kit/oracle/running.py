@@ -82,7 +82,8 @@ class SceneRunner:
         slots = call.batch.slot_mapping
         if self.impl.host_writes and cache is not None and call.key is not None:  # None: shared K/V are cached already
             first = metadata.num_decode_tokens if self._writes_prefills_alone else 0
-            self.impl.write_kv(call.key[first:], call.value[first:], cache, slots[first:])  # type: ignore[index]
+            value = None if call.value is None else call.value[first:]
+            self.impl.write_kv(call.key[first:], value, cache, slots[first:])  # type: ignore[index]
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
         try:
             self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)

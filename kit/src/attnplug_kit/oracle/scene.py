@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -113,6 +114,11 @@ class Scene:
     rounding: Fp8Rounding | None = None
     int8_rounding: Int8Rounding | None = None
     _results: list[OracleResult] = field(init=False, factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        if self.case.latent:
+            size = self.case.head_size_v
+            object.__setattr__(self, "values", tuple(rows[..., :size] for rows in self.keys))
 
     @property
     def largest_value(self) -> float:
@@ -254,6 +260,8 @@ class Scene:
         query, output, lse = self._rows(device)
         query = as_host_gives(query, backend, self.rounding)
         key, value = (self._new_rows(rows, device) for rows in (self.keys, self.values))
+        if self.case.latent:
+            value = None
         if self.case.kv_written:
             key = value = None
         return with_strides(Paged(query, key, value, self._as_known(batch), output, lse, cache), self.case.strides)
@@ -305,7 +313,8 @@ class Scene:
         if self.int8_rounding is not None:
             self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
             return
-        for pages, rows in zip((cache.k, cache.v), self._cached(), strict=True):
+        both = zip((cache.k, cache.v), self._cached(), strict=True)
+        for pages, rows in islice(both, 1 if self.case.latent else 2):  # the values of latents are in their keys
             pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 slots, held = self._slots(request, 0, filled), rows[request][:filled].to(pages)

@@ -1,0 +1,23 @@
+"""Scales the scores of latents by the size of their keys."""
+
+from __future__ import annotations
+
+from attnplug.contract import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def parameters_changed(self):
+        if self.agreement.requirements.latent:
+            self.scale = self.head_size**-0.5
+        super().parameters_changed()
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
