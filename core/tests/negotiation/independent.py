@@ -15,6 +15,7 @@ FLAGS = {
     "causal",
     "custom_mask",
     "attn_bias",
+    "latent",
     "kv_sharing",
     "kv_in_cache",
     "paged",
@@ -199,7 +200,12 @@ class Variant:
         matters = any("block_size" in {**rule["when"], **rule.get("need", {})} for rule in self.rules)
         known = {"block_size": range(1, 1025), "kv_layout": ["NHD", "HND"]}
         known["kv_cache_form"] = ["joint", "interleaved", "split", "packed", "independent"]
-        choices = {name: preferred(name, self.declared[name], facts[name], known[name], facts) for name in TERMS}
+        choices = {
+            name: ["latent"]
+            if name == "kv_cache_form" and facts["latent"]
+            else preferred(name, self.declared[name], facts[name], known[name], facts)
+            for name in TERMS
+        }
         if not matters:
             choices["block_size"] = choices["block_size"][:1]
         return [dict(zip(TERMS, terms, strict=True)) for terms in product(*choices.values())]

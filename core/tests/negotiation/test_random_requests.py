@@ -90,6 +90,7 @@ TEMPLATES = (
     {"head_size": 128, "dtype": "bfloat16", "features": ("int8_ixformer.calibrate",)},
     {"head_size": 128, "dtype": "bfloat16", "attn_type": "encoder_only"},
     {"head_size": 128, "dtype": "bfloat16", "attn_type": "encoder_decoder"},
+    {"head_size": 576, "head_size_v": 512, "heads": (16, 1), "dtype": "bfloat16", "latent": True},
 )
 
 

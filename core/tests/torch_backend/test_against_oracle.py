@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.unmeasured
 
 SELF = tuple(name for name in FEATURES if name != "attn_type")
-DENSE = tuple(name for name in FEATURES if name not in ("kv_sharing", "kv_cache_dtype", "per_head_scales"))
+OF_PAGES = ("latent", "kv_sharing", "kv_cache_dtype", "per_head_scales")
+DENSE = tuple(name for name in FEATURES if name not in OF_PAGES)
 layouts = st.sampled_from(["NHD", "HND"])
 
 
@@ -237,8 +238,9 @@ def profile(backend: Backend, case: Case, cache: torch.Tensor | None) -> None:
     scene = materialize(case)
     impl, call = backend.make_impl(scene.layer()), scene.dense()
     rows = min(call.key.shape[0], call.query.shape[0])
+    value = None if case.latent else call.value[:rows]
 
-    impl.forward(call.query[:rows], call.key[:rows], call.value[:rows], cache, None, call.output[:rows])
+    impl.forward(call.query[:rows], call.key[:rows], value, cache, None, call.output[:rows])
 
     assert bool((call.output[:rows] != 12288.0).any()), "it computes, so that its memory is measured"
 

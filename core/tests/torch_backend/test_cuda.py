@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 VARIANTS = ["torch/sdpa"]
 SELF = tuple(name for name in FEATURES if name not in ("attn_type", "kv_cache_dtype", "cascade"))
-DENSE = tuple(name for name in FEATURES if name not in ("kv_sharing", "kv_cache_dtype", "cascade"))
+DENSE = tuple(name for name in FEATURES if name not in ("latent", "kv_sharing", "kv_cache_dtype", "cascade"))
 LONG = {
     "plain": {},
     "window": {"sliding_window": 100},

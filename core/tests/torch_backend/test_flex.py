@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCK = 8
-CACHE = ("kv_cache_dtype", "per_head_scales")
+CACHE = ("latent", "kv_cache_dtype", "per_head_scales")
 visibilities = st.builds(Visibility, left=st.sampled_from([-1, 0, 5, 20]), right=st.sampled_from([-1, 0, 9]))
 
 
