@@ -367,3 +367,19 @@ def test_no_mask_and_more_keys_than_queries_is_refused():
     with pytest.raises(NotNegotiatedError, match="only a mask determines the positions"):
         default_mask(1, 2, 5, causal=True, device=torch.device("cpu"))
     assert_same(default_mask(1, 2, 5, causal=False, device=torch.device("cpu")), BOTH_WAYS)
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)])
+def test_the_cpu_reads_a_mask_once(padding, monkeypatch) -> None:
+    """Each read of a tensor on a device waits for all work before it."""
+    mask, read = mask_of(causal(), 5, 5, batch=2, padding=padding), []
+    for name in ("tolist", "item", "__bool__", "__int__"):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, name=name, plain=plain: (read.append(name), plain(self))[1]
+        )
+    packing = pack_up(mask, CAUSAL)
+    monkeypatch.undo()
+
+    assert packing.batch.seq_lens.tolist() == ([5, 5] if padding is None else [4, 5])
+    assert read == ["tolist"]

@@ -12,6 +12,8 @@ from attnplug.contract import Batch
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attnplug.request import Requirements
     from attnplug_transformers.mask import DenseMask, LazyMask
 
@@ -178,18 +180,35 @@ def _pack_samples(
 
 def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
     queries, keys = _real_tokens(mask, pattern)
-    padding = _padding_with_keys(mask, queries, pattern, layer)
-    query_lens, key_lens = queries.sum(1), keys.sum(1)
+    padding, counts = mask.is_padding(), [queries.sum(1), keys.sum(1)]
+    with_keys, lost, differs = [], [], []
+    for (start, attends), different in zip(mask.rows(), _differences(mask, queries, keys, pattern), strict=True):
+        rows = slice(start, start + attends.shape[1])
+        with_keys.append(attends.any(2) & ~queries[:, rows])
+        lost.append(with_keys[-1] if padding is None else with_keys[-1] & ~padding[:, rows])
+        differs.append(different.any())
+    attending = torch.cat(with_keys, 1)
+    flags = [attending.any(), torch.cat(lost, 1).any(), torch.stack(differs).any()]
+    # All that the CPU reads of the mask is read at once: each read waits for the device.
+    read = torch.cat([*counts, torch.stack(flags).to(counts[0].dtype)]).tolist()
+    is_attending, is_lost, is_different = read[-3:]
+    if is_lost:
+        raise _lost_query(mask, torch.cat(lost, 1), pattern, layer)
+    if is_different:
+        raise _mismatch(mask, queries, keys, pattern, layer)
+    lengths = [read[: len(queries)], read[len(queries) : -3]]
+    is_padded = padding is not None and bool(is_attending)
+    return _rows_of(queries.to(device), keys.to(device), lengths, pattern, attending if is_padded else None)
+
+
+def _differences(mask: Mask, queries: Tensor, keys: Tensor, pattern: Pattern) -> Iterator[Tensor]:
+    """Yield ``(batch, rows, keys)`` bool per slice of the mask: where real queries do not follow the pattern."""
     key_positions = keys.cumsum(1) - 1
-    query_positions = queries.cumsum(1) - 1 + (key_lens - query_lens)[:, None]
+    query_positions = queries.cumsum(1) - 1 + (keys.sum(1) - queries.sum(1))[:, None]
     for start, attends in mask.rows():
         rows = slice(start, start + attends.shape[1])
         expected = pattern.attends(query_positions[:, rows, None], key_positions[:, None, :]) & keys[:, None, :]
-        differs = (expected != attends) & queries[:, rows, None]
-        if bool(differs.any()):
-            raise _mismatch(mask, differs, attends, start, pattern, layer)
-    lengths = torch.stack([query_lens, key_lens]).tolist()
-    return _rows_of(queries.to(device), keys.to(device), lengths, pattern, padding)
+        yield (expected != attends) & queries[:, rows, None]
 
 
 def _real_tokens(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
@@ -228,32 +247,23 @@ def _real_queries(
     return itself & inside, None
 
 
-def _padding_with_keys(mask: Mask, queries: Tensor, pattern: Pattern, layer: str) -> Tensor | None:
-    """Return ``(batch, queries)`` bool: rows of the padding mask that attend to keys. Other lost rows are refused."""
-    padding = mask.is_padding()
-    found = []
-    for start, attends in mask.rows():
-        rows = slice(start, start + attends.shape[1])
-        lost = attends.any(2) & ~queries[:, rows]
-        found.append(lost)
-        if padding is not None:
-            lost = lost & ~padding[:, rows]
-        if bool(lost.any()):
-            sequence, query = (int(i) for i in lost.nonzero()[0])
-            _refuse_later_keys(mask, attends[sequence, query], sequence, start + query, pattern, layer)
-            how = "attends to nothing newer than the query before it" if pattern.causal else "does not attend to itself"
-            raise NotNegotiatedError(
-                f"{layer}: by the mask of this call query {start + query} of sequence {sequence} {how}",
-                f"{pattern} was negotiated, where only what the padding mask marks as padding may do so",
-                _FIX,
-            )
-    attending = torch.cat(found, 1)
-    return attending if padding is not None and bool(attending.any()) else None
+def _lost_query(mask: Mask, lost: Tensor, pattern: Pattern, layer: str) -> NotNegotiatedError:
+    """Return the error for the first query of ``(batch, queries)`` that attends to keys and is no real token."""
+    sequence, query = (int(i) for i in lost.nonzero()[0])
+    attends = next(part[sequence, query - start] for start, part in mask.rows() if query < start + part.shape[1])
+    _refuse_later_keys(mask, attends, sequence, query, pattern, layer)
+    how = "attends to nothing newer than the query before it" if pattern.causal else "does not attend to itself"
+    return NotNegotiatedError(
+        f"{layer}: by the mask of this call query {query} of sequence {sequence} {how}",
+        f"{pattern} was negotiated, where only what the padding mask marks as padding may do so",
+        _FIX,
+    )
 
 
-def _mismatch(
-    mask: Mask, differs: Tensor, attends: Tensor, start: int, pattern: Pattern, layer: str
-) -> NotNegotiatedError:
+def _mismatch(mask: Mask, queries: Tensor, keys: Tensor, pattern: Pattern, layer: str) -> NotNegotiatedError:
+    """Return the error for the first key to which a real query does not attend as the pattern says."""
+    pairs = zip(mask.rows(), _differences(mask, queries, keys, pattern), strict=True)
+    start, attends, differs = next((start, part, different) for (start, part), different in pairs if different.any())
     sequence, row, key = (int(i) for i in differs.nonzero()[0])
     _refuse_later_keys(mask, attends[sequence, row], sequence, start + row, pattern, layer)
     found = bool(attends[sequence, row, key])
@@ -293,11 +303,14 @@ def _rows_of(
         device=queries.device,
         causal=pattern.causal,
     )
-    return Packing(batch, _indices(queries, order), _indices(keys, order), padding)
+    rows_of_queries, rows_of_keys = (
+        _indices(real, order, sum(counts)) for real, counts in zip((queries, keys), lengths, strict=True)
+    )
+    return Packing(batch, rows_of_queries, rows_of_keys, padding)
 
 
-def _indices(real: Tensor, order: list[int]) -> tuple[Tensor, Tensor] | None:
-    if order == list(range(len(real))) and bool(real.all()):
+def _indices(real: Tensor, order: list[int], count: int) -> tuple[Tensor, Tensor] | None:
+    if order == list(range(len(real))) and count == real.numel():
         return None
     rows = torch.tensor(order, device=real.device)
     sequence, column = real[rows].nonzero(as_tuple=True)
