@@ -36,9 +36,10 @@ SERVED: Final = (
     "model runner V1",
     "model runner V2",
     "Phi-3-small, block-sparse",
+    "MLA",
     "no kernel library",
 )
-REFUSED: Final = ("MLA", "output quantization", "mm_prefix", "R-SWA", "PCP")
+REFUSED: Final = ("output quantization", "mm_prefix", "R-SWA", "PCP")
 FEATURES: Final = (*SERVED, *REFUSED)
 KINDS: Final[Mapping[str, str]] = {
     "engine": "whole engine",

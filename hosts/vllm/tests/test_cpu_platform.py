@@ -18,7 +18,7 @@ cpu = pytest.importorskip("vllm.platforms.cpu")
 
 from vllm.v1.attention.backends.registry import register_backend  # noqa: E402 - see above
 
-from attnplug_vllm import backend, facts, names, registration  # noqa: E402 - it needs vLLM
+from attnplug_vllm import backend, facts, latent, names, registration  # noqa: E402 - it needs vLLM
 from hosts.vllm.tests.enum_of_vllm import restored  # noqa: E402 - see above
 
 
@@ -104,15 +104,18 @@ def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: request.param)
 
 
-@pytest.mark.feature("MLA", kind="refused")
+@pytest.mark.feature("MLA", kind="selection")
 @pytest.mark.needs_vllm(">=0.32")
 @pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("name", ["ATTNPLUG", "ATTNPLUG_TORCH_SDPA"])
-def test_latent_attention_is_refused(monkeypatch: pytest.MonkeyPatch, enum: Any, name: str) -> None:
-    with pytest.raises(NoBackendError, match="latent") as error:
-        choose(monkeypatch, enum[name], use_mla=True)
-    assert error.value.problem == f"the attention backend {name!r} was requested of vLLM"
-    assert "leave --attention-backend out" in error.value.fix
+def test_a_name_of_ours_gets_the_class_for_latents(monkeypatch: pytest.MonkeyPatch, enum: Any, name: str) -> None:
+    found = choose(monkeypatch, enum[name], use_mla=True)
+
+    assert found is backend.backend_class(registration.choice_of(name), latent=True)
+    assert (found.get_name(), found.is_mla()) == (name, True)
+    assert getattr(backend, name) is found  # as vLLM finds it elsewhere
+    assert issubclass(found.get_impl_cls(), latent.LatentImpl)
+    assert found.get_builder_cls().choice == found.choice
 
 
 @pytest.mark.needs_vllm(">=0.32")
@@ -128,7 +131,6 @@ def test_latent_attention_on_another_choice_is_vllms_own(
     assert choose(monkeypatch, name and enum[name], use_mla=True) == own[0]
 
 
-@pytest.mark.feature("MLA", kind="refused")
 @pytest.mark.needs_vllm("<0.32")
 def test_vllm_itself_has_no_latent_attention_there(monkeypatch: pytest.MonkeyPatch, enum: Any) -> None:
     with pytest.raises(NotImplementedError, match="MLA is not supported on CPU"):

@@ -96,7 +96,7 @@ def test_a_blocked_backend(platform: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def of_flag(flag: str) -> Any:
     """Return the parameter of a flag, with the feature of vLLM that it is."""
-    name = {"use_mla": "MLA", "use_mm_prefix": "mm_prefix", "use_rswa": "R-SWA", "use_pcp": "PCP"}.get(flag)
+    name = {"use_mm_prefix": "mm_prefix", "use_rswa": "R-SWA", "use_pcp": "PCP"}.get(flag)
     return pytest.param(flag, marks=[pytest.mark.feature(name, kind="refused")] if name else [])
 
 
@@ -104,8 +104,23 @@ def of_flag(flag: str) -> Any:
 def test_what_is_not_served_is_refused_by_name(hopper: Any, flag: str) -> None:
     (reason,) = ask((), **{flag: True})
     assert reason == selector.NOT_SERVED[flag]
-    word = {"use_mla": "latent", "use_sparse": "indexer"}.get(flag, flag.removeprefix("use_").replace("_", " ").upper())
+    word = {"use_sparse": "indexer"}.get(flag, flag.removeprefix("use_").replace("_", " ").upper())
     assert word.casefold() in reason.replace("-", "").replace("_", " ").casefold()
+
+
+@pytest.mark.feature("MLA", kind="selection")
+def test_a_class_answers_for_its_kind_of_attention(hopper: Any) -> None:
+    """A target with latent attention and a drafter without it have one name in vLLM, and one class each."""
+    asked = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64}
+    mixed = ["layers with latent attention beside layers without it are not served by attnplug"]
+
+    assert selector.validate({**asked, "use_mla": True}, ("torch/sdpa",), latent=True) == []
+    assert selector.validate({**asked, "use_mla": True}, ("torch/sdpa",)) == mixed
+    assert selector.validate({**asked, "use_mla": False}, ("torch/sdpa",), latent=True) == mixed
+    (reason,) = selector.validate({**asked, "use_mla": True}, ("torch/flex",), latent=True)
+    assert "latent" in reason
+    (reason,) = selector.validate({**asked, "use_mla": True, "use_dcp": True}, ("torch/sdpa",), latent=True)
+    assert "DCP" in reason
 
 
 def test_cross_attention_is_refused_by_name(hopper: Any) -> None:

@@ -28,21 +28,21 @@ class _Listed:
     def __init__(self, compute: Callable[[facts.Choice], list[Any]]) -> None:
         self._compute = compute
 
-    def __get__(self, _: object, owner: type[AttnplugBackend]) -> list[Any]:
+    def __get__(self, _: object, owner: type[Answers]) -> list[Any]:
         return self._compute(owner.choice)
 
 
-class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+class Answers:
     """
-    A choice of attnplug as vLLM's backend class. vLLM makes no instance of it.
+    What vLLM asks a backend class, answered from manifests for a choice.
 
     Attributes:
         choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+        latent: Whether it is for latent attention.
     """
 
     choice: ClassVar[facts.Choice] = ()
-    accept_output_buffer = True
-    forward_includes_kv_cache_update = True
+    latent: ClassVar[bool] = False
     supported_dtypes = _Listed(selector.dtypes)
     supported_kv_cache_dtypes = _Listed(selector.kv_cache_dtypes)
 
@@ -52,25 +52,15 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
         return own_name(cls.choice)
 
     @classmethod
-    def get_impl_cls(cls) -> type:
-        """Return the implementation of a layer."""
-        return make_impl_class(cls.choice)
-
-    @classmethod
-    def get_builder_cls(cls) -> type:
-        """Return the builder of a step's metadata."""
-        return make_builder_class(cls.choice)
-
-    @classmethod
     def validate_configuration(cls, **asked: Any) -> list[str]:
         """Return why the choice cannot serve what vLLM's selector requests, all of it at once; empty where it can."""
-        return selector.validate(asked, cls.choice)
+        return selector.validate(asked, cls.choice, latent=cls.latent)
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
         """Return the block sizes that all layers of the current configuration can have."""
         del kv_cache_spec
-        sizes = selector.block_sizes(cls.choice)
+        sizes = selector.block_sizes(cls.choice, latent=cls.latent)
         return [size if isinstance(size, int) else MultipleOf(size.multiple_of) for size in sizes] or [MultipleOf(1)]
 
     @classmethod
@@ -150,7 +140,7 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_dcp(cls) -> bool:
         """Whether a candidate has decode context parallelism."""
-        return facts.serves(cls.choice, dcp_size=2)
+        return not cls.latent and facts.serves(cls.choice, dcp_size=2)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -165,16 +155,45 @@ class AttnplugBackend(CacheMembers, AttentionBackend):  # type: ignore[misc]  # 
         return facts.serves(cls.choice)
 
 
-@cache
-def backend_class(choice: facts.Choice = ()) -> type[AttnplugBackend]:
+class AttnplugBackend(Answers, CacheMembers, AttentionBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """A choice of attnplug as vLLM's backend class. vLLM makes no instance of it."""
+
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """Return the implementation of a layer."""
+        return make_impl_class(cls.choice)
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """Return the builder of a step's metadata."""
+        return make_builder_class(cls.choice)
+
+
+def backend_class(choice: facts.Choice = (), *, latent: bool = False) -> type[Answers]:
     """
     Return the class of a choice.
 
     Args:
         choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
+        latent: Whether it is for latent attention.
     """
+    return _class_of(choice, latent)
+
+
+@cache
+def _class_of(choice: facts.Choice, latent: bool) -> type[Answers]:  # noqa: FBT001 - a key of the cache
     name = own_name(choice)
-    return type(name, (AttnplugBackend,), {"choice": choice, "__module__": __name__, "__qualname__": name})
+    members = {"choice": choice, "latent": latent, "__module__": __name__, "__qualname__": name}
+    if not latent:
+        return type(name, (AttnplugBackend,), members)
+    from attnplug_vllm.latent import latent_base, latent_classes  # noqa: PLC0415 - imports vLLM's layers
+
+    impl, builder = latent_classes(choice)
+    members |= {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type(name, (Answers, latent_base()), members)
 
 
 def __getattr__(name: str) -> Any:
@@ -182,7 +201,7 @@ def __getattr__(name: str) -> Any:
     if name == CPU or name in MLA_ON_CPU:
         return _of_cpu_platform(name)
     if name == SLOT or is_own_name(name):
-        return backend_class(registration.choice_of(name))
+        return backend_class(registration.choice_of(name), latent=facts.is_latent())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -194,8 +213,8 @@ def _of_cpu_platform(name: str) -> Any:
     if chosen is None:
         module, _, class_name = AttentionBackendEnum[name].value.rpartition(".")
         return getattr(import_module(module), class_name)
-    selector.check_model(chosen, use_mla=name in MLA_ON_CPU)
-    found = backend_class(chosen)
+    selector.check_model(chosen)
+    found = backend_class(chosen, latent=name in MLA_ON_CPU)
     # vLLM has just written that it cannot use this name on a CPU.
     _log.info("attnplug runs %s in the place of vLLM's own CPU backend", found.get_name())
     return found

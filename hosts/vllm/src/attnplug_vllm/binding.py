@@ -11,7 +11,7 @@ from attnplug.contract import Limits
 from attnplug.errors import NotNegotiatedError
 from attnplug_vllm import advice, facts, pages
 from attnplug_vllm.cache import ORDERS, check_pool, layers_of, resolved_terms, terms_of
-from attnplug_vllm.impl import Binding, LayerImpl, contract_layer
+from attnplug_vllm.impl import Binding, BoundLayer, contract_layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+_LATENT_KINDS: Final = ("MLAAttentionSpec",)
 """The classes of vLLM's descriptions of pools that are served."""
 
 
@@ -57,7 +58,7 @@ def order_of(config: Any, terms: tuple[Terms, ...]) -> str | None:
     return ORDERS[terms[0]][0] if order is None else order
 
 
-def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
+def settle(impl: BoundLayer, layer: Any, spec: Any, config: Any) -> Selection:
     """
     Return the decision for a layer with nothing left to bind. It is for the candidate that was decided on.
 
@@ -73,7 +74,11 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
     """
     if not impl.requirements.paged:
         return impl.selection
-    _check_kind(spec)
+    own = (impl.selection.id,)
+    if impl.requirements.latent:
+        _check_kind(spec, _LATENT_KINDS)
+        return facts.select(impl.selection.requirements, own).bind(block_size=spec.block_size)
+    _check_kind(spec, _KINDS)
     terms = terms_of(layers_of(impl.choice, config) or [impl])
     form, kv_layout = resolved_terms(order_of(config, terms), terms)
     changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
@@ -90,19 +95,18 @@ def settle(impl: LayerImpl, layer: Any, spec: Any, config: Any) -> Selection:
             "leave --calculate-kv-scales out: scales are then those of the checkpoint, or 1",
         )
     requested = impl.selection.requirements.evolve(**changes)
-    own = (impl.selection.id,)
     if _may_cascade(config) and not facts.reasons(requested.evolve(cascade=True), own):
         requested = requested.evolve(cascade=True)
     return facts.select(requested, own).bind(block_size=spec.block_size)
 
 
-def _check_kind(spec: Any) -> None:
+def _check_kind(spec: Any, kinds: tuple[str, ...]) -> None:
     """Check that a pool is of attention that is served here: vLLM's selector does not say what some layers add."""
     kind = type(spec).__name__
-    if kind not in _KINDS:
+    if kind not in kinds:
         raise NotNegotiatedError(
             f"vLLM describes the KV cache of these layers as {kind}",
-            f"attnplug-vllm serves {', '.join(_KINDS)}: other kinds have masks or keys that no batch shows it",
+            f"attnplug-vllm serves {', '.join(kinds)}: other kinds have masks or keys that no batch shows it",
             advice.OWN,
         )
 
@@ -130,7 +134,7 @@ def load(selection: Selection, spec: Any, config: Any) -> LoadedBackend:
     return backend
 
 
-def bind(impl: LayerImpl, layer: Any, name: str, backend: LoadedBackend) -> Attention:
+def bind(impl: BoundLayer, layer: Any, name: str, backend: LoadedBackend) -> Attention:
     """
     Return the implementation of a layer, made once for an agreement.
 
@@ -146,14 +150,14 @@ def bind(impl: LayerImpl, layer: Any, name: str, backend: LoadedBackend) -> Atte
     return impl.binding.attn
 
 
-def impls_of(config: Any) -> list[LayerImpl]:
+def impls_of(config: Any) -> list[BoundLayer]:
     """Return the layers of a model that attnplug carries out."""
     layers: Mapping[str, Any] = config.compilation_config.static_forward_context
     impls = (getattr(layer, "impl", None) for layer in layers.values())
-    return [impl for impl in impls if isinstance(impl, LayerImpl)]
+    return [impl for impl in impls if isinstance(impl, BoundLayer)]
 
 
-def share_state(backend: LoadedBackend, impls: Mapping[str, LayerImpl], spec: Any, config: Any) -> Captures:
+def share_state(backend: LoadedBackend, impls: Mapping[str, BoundLayer], spec: Any, config: Any) -> Captures:
     """
     Return the state for a builder of these layers, by name: that of builders of other layers, or a new one.
 
@@ -199,9 +203,9 @@ def limits_of(backend: LoadedBackend, spec: Any, config: Any) -> Limits:
     )
 
 
-def parallel_of(config: Any, impl: LayerImpl) -> Parallel:
+def parallel_of(config: Any, impl: BoundLayer) -> Parallel:
     """Return the ranks that share the model."""
-    if impl.dcp_world_size == 1:
+    if impl.requirements.latent or impl.dcp_world_size == 1:
         return impl.parallel
     from vllm.distributed import parallel_state  # noqa: PLC0415 - needs vLLM's process groups
 

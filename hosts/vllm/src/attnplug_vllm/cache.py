@@ -120,20 +120,22 @@ class CacheMembers:
         return (0, *moved) if terms[0] == "joint" else (1, 0, *moved[1:])
 
 
-def layers_of(choice: tuple[str, ...], config: Any = None) -> list[Any]:
+def layers_of(choice: tuple[str, ...], config: Any = None, *, latent: bool = False) -> list[Any]:
     """
     Return the layers of one engine that have a KV cache and were made for a choice.
 
     Args:
         choice: The identifiers of the candidates that may be chosen.
         config: The engine's configuration; None is the current one, or that of the engine whose layers were made last.
+        latent: Whether those with latent attention are meant, or those with keys and values per head.
     """
     config = facts.current_config() if config is None else config
     newest = None if _newest is None else _newest()
     compilation = newest if config is None else config.compilation_config
     layers = {} if compilation is None else compilation.static_forward_context
     impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values()]
-    return [one for one in impls if getattr(one, "choice", None) == choice and one.requirements.paged]
+    chosen = [one for one in impls if getattr(one, "choice", None) == choice and one.requirements.paged]
+    return [one for one in chosen if one.requirements.latent is latent]
 
 
 def terms_of(layers: Iterable[Any]) -> tuple[Terms, ...]:
@@ -230,6 +232,8 @@ def views_of(pool: Tensor, backend: LoadedBackend) -> dict[str, Tensor]:
     dtype, heads_first = torch_dtype(agreement.kv_cache_dtype), kv_layout == "HND"
     if pool.dtype != dtype and pool.dtype.itemsize == dtype.itemsize:
         pool = pool.view(dtype)  # vLLM keeps 8-bit floats as bytes
+    if agreement.requirements.latent:
+        return split_kv(pool, form, kv_layout, size, agreement.requirements.head_size_v)
     if pool.ndim == 5:  # before 0.32
         pool = pool.transpose(2, 3) if heads_first else pool
     elif form == "packed":
@@ -283,7 +287,9 @@ def check_pool(spec: Any, order: str | None, backend: LoadedBackend) -> None:
     agreement = backend.agreement
     terms = (agreement.kv_cache_form or FORMS[0], agreement.kv_layout or "NHD")
     blocks, layers = 2, 2
-    if order is None:
+    if agreement.requirements.latent:
+        pool = torch.empty(blocks, spec.block_size, spec.head_size, dtype=spec.dtype, device="meta")
+    elif order is None:
         # vLLM's own int8 format has a scale behind each key and each value.
         content = spec.page_size_bytes // (2 * spec.block_size * spec.num_kv_heads * spec.dtype.itemsize)
         size = content if terms[0] == pages.FORM else spec.head_size

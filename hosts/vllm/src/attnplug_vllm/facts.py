@@ -119,6 +119,22 @@ def engine_fields() -> dict[str, Any]:
     return fields
 
 
+def is_latent() -> bool:
+    """Whether vLLM's current model has multi-head latent attention; False outside of an engine."""
+    return bool(getattr(getattr(current_config(), "model_config", None), "use_mla", False))
+
+
+def latent_fields(rank: int) -> dict[str, Any]:
+    """
+    Return the fields of layers with latent attention that vLLM's current configuration decides.
+
+    Args:
+        rank: Elements of a latent.
+    """
+    fields = engine_fields() | {"latent": True, "head_size_v": rank, "num_kv_heads": 1, "kv_in_cache": True}
+    return {name: value for name, value in fields.items() if name != "kv_cache_form"}  # it has its own
+
+
 def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirements:
     """
     Return what one layer requests, from values in vLLM's words.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug import Requirements
     from attnplug.contract import Attention as Implementation
     from attnplug.contract import KVCache, LoadedBackend
     from attnplug_vllm.binding import SharedState
@@ -42,9 +43,9 @@ class Binding:
     attn: Implementation
 
 
-class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+class BoundLayer:
     """
-    One layer. A decision is made when vLLM makes it; its builder, which knows the block size, binds it.
+    A layer of vLLM. A decision is made when vLLM makes it; its builder, which knows the block size, binds it.
 
     Attributes:
         choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
@@ -53,62 +54,29 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
         parallel: The ranks of tensor parallelism that the layer is on.
         binding: What the builder bound it to; None before.
         shared: The state that its builder shares with those of other layers; None before.
+        sinks: ``(num_heads,)``, or None.
+        alibi_slopes: One slope per head, or None.
+        kv_sharing_target_layer_name: The layer whose KV cache it reads, or None.
     """
 
     choice: ClassVar[tuple[str, ...]] = ()
 
-    # Backends merge the ranks' parts themselves; vLLM refuses decode context parallelism for layers that say no.
-    can_return_lse_for_decode = True
-    supports_dcp = True
+    scale: float
+    head_size: int
+    kv_cache_dtype: str
+    sliding_window: int | None
+    logits_soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: list[float] | None = None
+    kv_sharing_target_layer_name: str | None = None
+    dcp_world_size: int
+    dcp_rank: int
 
-    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        use_alibi_sqrt: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
-        block_sparse: Mapping[str, Any] | None = None,
-        **further: Any,
-    ) -> None:
-        _refuse_further({name: value for name, value in further.items() if value is not None})
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.alibi_slopes = alibi_slopes
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None  # some models pass 0 for none
-        self.attn_type = facts.text_of(attn_type)
-        if self.attn_type == "encoder_decoder":
-            _refuse_cross_attention()
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.requirements = facts.layer_requirements(
-            head_size=head_size,
-            dtype=torch.get_default_dtype(),
-            num_q_heads=num_heads,
-            num_kv_heads=self.num_kv_heads,
-            kv_cache_dtype=kv_cache_dtype,
-            sliding_window=sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            attn_type=attn_type,
-            alibi=None if alibi_slopes is None else "sqrt" if use_alibi_sqrt else "linear",
-            sinks=sinks is not None,
-            kv_sharing=kv_sharing_target_layer_name is not None,
-            block_sparse=block_sparse,
-            **facts.engine_fields(),
-        )
+    def decide(self, requirements: Requirements) -> None:
+        """Decide for what the layer requests; nothing is bound yet."""
+        self.requirements = requirements
         self.parallel = _tensor_parallel()
-        self.selection = facts.choose(self.requirements, self.choice)
+        self.selection = facts.choose(requirements, self.choice)
         self.binding: Binding | None = None
         self.shared: SharedState | None = None
         self._pool: object = _NO_POOL
@@ -121,45 +89,6 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.selection.id}, {self.binding and self.binding.attn.layer.name!r})"
-
-    def forward(  # noqa: PLR0913, PLR0917 - vLLM's signature
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: StepMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """
-        Attend, and write the K/V of the step into the KV cache.
-
-        Args:
-            layer: vLLM's layer, with the quantization scales.
-            query: ``(tokens, num_heads, head_size)``, padded rows included.
-            key: ``(tokens, num_kv_heads, head_size)``, None where nothing is written.
-            value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
-            kv_cache: The layer's pool, the same object in every step.
-            attn_metadata: What the builder returned; None in a profiling run, which fills the output with zeros.
-            output: ``(tokens, num_heads, head_size_v)``, written in place.
-            output_scale: None: a quantized output is refused.
-            output_block_scale: Likewise.
-
-        Raises:
-            NotNegotiatedError: The output is to be quantized.
-            ContractError: The pool does not fit, or a tensor does not.
-        """
-        if attn_metadata is None:
-            return output.zero_()
-        if kv_cache is not self._pool or output_scale is not None or output_block_scale is not None:
-            if self.binding is None and getattr(attn_metadata, "late", None) is not None:
-                attn_metadata.bind(self, layer, query, kv_cache)
-            self._prepare(layer, kv_cache, output_scale, output_block_scale)
-        self._attend(query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width))
-        return output
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take note of new weights: the next step reads the scales and the sinks of a bound layer again."""
@@ -229,6 +158,103 @@ class LayerImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, 
             )
         return self.binding
 
+
+class LayerImpl(BoundLayer, AttentionImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """One layer with keys and values per head."""
+
+    # Backends merge the ranks' parts themselves; vLLM refuses decode context parallelism for layers that say no.
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        use_alibi_sqrt: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+        block_sparse: Mapping[str, Any] | None = None,
+        **further: Any,
+    ) -> None:
+        _refuse_further({name: value for name, value in further.items() if value is not None})
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.alibi_slopes = alibi_slopes
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or None  # some models pass 0 for none
+        self.attn_type = facts.text_of(attn_type)
+        if self.attn_type == "encoder_decoder":
+            _refuse_cross_attention()
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        requirements = facts.layer_requirements(
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),
+            num_q_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            kv_cache_dtype=kv_cache_dtype,
+            sliding_window=sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            attn_type=attn_type,
+            alibi=None if alibi_slopes is None else "sqrt" if use_alibi_sqrt else "linear",
+            sinks=sinks is not None,
+            kv_sharing=kv_sharing_target_layer_name is not None,
+            block_sparse=block_sparse,
+            **facts.engine_fields(),
+        )
+        self.decide(requirements)
+
+    def forward(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: StepMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Attend, and write the K/V of the step into the KV cache.
+
+        Args:
+            layer: vLLM's layer, with the quantization scales.
+            query: ``(tokens, num_heads, head_size)``, padded rows included.
+            key: ``(tokens, num_kv_heads, head_size)``, None where nothing is written.
+            value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
+            kv_cache: The layer's pool, the same object in every step.
+            attn_metadata: What the builder returned; None in a profiling run, which fills the output with zeros.
+            output: ``(tokens, num_heads, head_size_v)``, written in place.
+            output_scale: None: a quantized output is refused.
+            output_block_scale: Likewise.
+
+        Raises:
+            NotNegotiatedError: The output is to be quantized.
+            ContractError: The pool does not fit, or a tensor does not.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        if kv_cache is not self._pool or output_scale is not None or output_block_scale is not None:
+            if self.binding is None and getattr(attn_metadata, "late", None) is not None:
+                attn_metadata.bind(self, layer, query, kv_cache)
+            self._prepare(layer, kv_cache, output_scale, output_block_scale)
+        self._attend(query, key, value, self._cache, attn_metadata.parts[self._backend], output.view(-1, self._width))
+        return output
+
+    # --- machinery ---
+
     def _prepare(self, layer: Any, pool: Tensor, *output_scales: Tensor | None) -> None:
         """Do what a call does not have to do again: bind the pool, and read scales that have changed."""
         attn = self._bound().attn
@@ -286,7 +312,7 @@ def make_impl_class(choice: tuple[str, ...] = ()) -> type[LayerImpl]:
     return type("AttnplugImpl", (LayerImpl,), {"choice": choice, "__module__": __name__})
 
 
-def contract_layer(impl: LayerImpl, layer: Any, name: str, backend: LoadedBackend) -> Layer:
+def contract_layer(impl: BoundLayer, layer: Any, name: str, backend: LoadedBackend) -> Layer:
     """
     Return a layer of the contract, with the learned tensors of vLLM's, after its weights are loaded.
 

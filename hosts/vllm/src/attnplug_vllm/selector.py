@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attnplug import Requirements
 
 NOT_SERVED: Final = {
-    "use_mla": "multi-head latent attention is not served by attnplug",
     "use_sparse": "attention over tokens that an indexer picks is not served by attnplug",
     "use_mm_prefix": "bidirectional attention within multimodal prefixes (mm_prefix) is not served by attnplug",
     "use_rswa": "reference sliding-window attention (R-SWA) is not served by attnplug",
@@ -45,24 +44,32 @@ _SERVED: Final = frozenset(
         "use_batch_invariant",
         "use_kv_connector",
         "use_dcp",
+        "use_mla",
     }
 )
 _DTYPES: Final = ("float16", "bfloat16", "float32")
 _SIZES: Final = 64  # of a bounded range, so many sizes are listed at most
 
 
-def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
+def validate(asked: Mapping[str, Any], choice: facts.Choice, *, latent: bool = False) -> list[str]:
     """
     Return why nothing that may be chosen serves a request of vLLM's selector; empty where something does.
 
     Args:
         asked: The fields of vLLM's ``AttentionSelectorConfig``, and ``device_capability``.
         choice: The candidates that may be chosen; empty leaves it to attnplug.
+        latent: Whether the class that vLLM asks is that for latent attention.
     """
     asked = _of_model() | dict(asked)  # the selector of an earlier version leaves some of it out
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
-    if asked.get("use_mla") or asked.get("use_sparse"):
+    if asked.get("use_sparse"):
         return found  # the other fields describe another kind of attention then
+    if bool(asked.get("use_mla")) is not latent:  # of a model and its drafter
+        found.append("layers with latent attention beside layers without it are not served by attnplug")
+        return found
+    if latent and asked.get("use_dcp"):
+        found.append("decode context parallelism (DCP) of latent attention is not served by attnplug-vllm")
+        return found
     if facts.text_of(asked.get("attn_type")) == CROSS:
         found.append("attention to an encoder's keys (attn_type='encoder_decoder') is not served by attnplug")
     found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
@@ -78,6 +85,9 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice) -> list[str]:
 
 def layers(asked: Mapping[str, Any]) -> Iterator[Requirements]:
     """Yield what the layers that such a request may be for request of a backend: those of the model that are alike."""
+    if asked.get("use_mla"):
+        yield _latent_layer(asked)
+        return
     attn_type = facts.text_of(asked.get("attn_type") or "decoder")
     is_windowed = bool(asked.get("has_sliding_window"))
     stated = facts.engine_fields() | {
@@ -98,6 +108,23 @@ def layers(asked: Mapping[str, Any]) -> Iterator[Requirements]:
         if is_windowed:
             fields.setdefault("sliding_window", facts.UNKNOWN_WINDOW)
         yield facts.layer_requirements(head_size=asked["head_size"], dtype=asked["dtype"], **fields)
+
+
+def _latent_layer(asked: Mapping[str, Any]) -> Requirements:
+    """Return what a layer with latent attention requests, of which vLLM's selector has no rank."""
+    config = facts.current_config()
+    model = getattr(config, "model_config", None)
+    heads = {} if model is None else {"num_q_heads": model.get_num_attention_heads(config.parallel_config)}
+    rank = getattr(getattr(model, "hf_text_config", None), "kv_lora_rank", None)
+    return facts.layer_requirements(
+        head_size=asked["head_size"],
+        dtype=asked["dtype"],
+        kv_cache_dtype=asked.get("kv_cache_dtype"),
+        block_size=asked.get("block_size"),
+        batch_invariant=bool(asked.get("use_batch_invariant")),
+        **heads,
+        **{name: value for name, value in facts.latent_fields(rank or 512).items() if name != "batch_invariant"},
+    )
 
 
 def chosen_by_config() -> facts.Choice | None:
@@ -129,18 +156,17 @@ def chosen_by_config() -> facts.Choice | None:
     return ours.pop()
 
 
-def check_model(choice: facts.Choice, *, use_mla: bool) -> None:
+def check_model(choice: facts.Choice) -> None:
     """
     Check that a choice can serve the current model, for platforms whose selector does not validate it.
 
     Args:
         choice: The candidates that may be chosen.
-        use_mla: Whether the platform requests a backend for multi-head latent attention.
 
     Raises:
         NoBackendError: It cannot.
     """
-    asked = {"use_mla": use_mla} | _of_model()
+    asked = _of_model()
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
     if not found:
         return
@@ -165,12 +191,12 @@ def _of_model() -> dict[str, Any]:
     }
 
 
-def block_sizes(choice: facts.Choice) -> list[int | Range]:
+def block_sizes(choice: facts.Choice, *, latent: bool = False) -> list[int | Range]:
     """
     Return the block sizes of KV caches that every layer of the current model can have, for the choice; where there are
     no layers yet, those that some candidate has.
     """
-    made = (layer.selection.agreement.block_sizes for layer in layers_of(choice))
+    made = (layer.selection.agreement.block_sizes for layer in layers_of(choice, latent=latent))
     agreed = [sizes for sizes in made if sizes is not None]
     if agreed:
         return list(_sizes_of(reduce(Constraint.intersect, agreed)))

@@ -59,16 +59,19 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(
         **{name: SIZES[name] for name in _BLOOM}, n_layer=SIZES["num_hidden_layers"], n_head=4
     ),
-    # Multi-head latent attention.
-    "deepseek": lambda: transformers.DeepseekV2Config(
+    # Multi-head latent attention, all layers dense, with YaRN's scale. vLLM 0.32 rotates wrongly without YaRN on a CPU,
+    # and its own CPU backend has these sizes of latents alone.
+    "deepseek": lambda: transformers.DeepseekV3Config(
         **{name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
         num_key_value_heads=4,
-        kv_lora_rank=64,
+        kv_lora_rank=512,
         q_lora_rank=None,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
+        qk_rope_head_dim=64,
         v_head_dim=32,
         first_k_dense_replace=SIZES["num_hidden_layers"],
+        n_routed_experts=8,
+        rope_parameters={**YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7},
     ),
     "bert": lambda: transformers.BertConfig(
         **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512

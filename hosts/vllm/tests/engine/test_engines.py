@@ -28,7 +28,9 @@ OWN, PLUGGED = "vLLM's own", "ATTNPLUG"
 # Of 32 tokens. vLLM frees those behind a window: where every layer has one, requests compete for fewer only.
 BLOCKS = {"mistral": 7}
 TOLERANCE = 1e-4  # of logprobs; float32 gives about 2e-5 on either backend
-ROUGH = {"bloom": 1e-2}  # transformers approximates its GELU and vLLM does not: 2e-3 on either backend
+# transformers approximates its GELU and vLLM does not: 2e-3 on either backend. Absorbed products round elsewhere than
+# expanded ones: 1.1e-4 and 1.6e-4 on the two backends.
+ROUGH = {"bloom": 1e-2, "deepseek": 4e-4}
 
 MIXED = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
 GROWING = harness.prompts(20, 25, 23, 30, seed=6)
@@ -40,14 +42,6 @@ LAST = harness.prompts(3, 70, 1, seed=9)
 ROUNDS = (MIXED, GROWING, LAST, SHARED, FOLLOWING)
 TOKENS = (16, 100, 4, 4, 16)
 TEXTS = harness.prompts(1, 5, 40, 17, 150, 1)
-
-
-@pytest.mark.feature("MLA", kind="refused")
-def test_latent_attention_is_refused(server, folder):
-    found = server.run(folder("deepseek"), [], attention_backend=PLUGGED, environment={"VLLM_PLUGINS": "attnplug"})
-
-    assert "multi-head latent attention is not served by attnplug" in found["error"]
-    assert "leave --attention-backend out" in found["error"]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +66,8 @@ def _specification(name, attention):
     if name == "bert":
         whole = {"max_num_batched_tokens": 512, "skip_tokenizer_init": False, "runner": "pooling", "pooling": True}
         return {"rounds": [{"prompts": TEXTS}], **whole, **backend, **environment}
+    if name == "deepseek":  # vLLM's CPU platform prefills latents in one step, and caches no prefix of theirs
+        environment["max_num_batched_tokens"] = 512
     rounds = [{"prompts": given, "max_tokens": count} for given, count in zip(ROUNDS, TOKENS, strict=True)]
     return {"rounds": rounds, "num_gpu_blocks_override": BLOCKS.get(name, 14), **backend, **environment}
 
@@ -96,6 +92,19 @@ def test_greedy_tokens_are_those_of_transformers(name, attention, results, folde
         n for n, some in zip(TOKENS, ROUNDS, strict=True) for _ in some
     ]
     assert (differing, worst < ROUGH.get(name, TOLERANCE)) == (0, True), worst
+
+
+@pytest.mark.feature("MLA")
+def test_greedy_tokens_of_latent_attention(attention, results, folder):
+    """Prompts are expanded to keys and values, decodes are absorbed: both read what the other wrote."""
+    outputs = [each for given in results("deepseek", attention)["rounds"] for each in given]
+    given = [each for prompts in ROUNDS for each in prompts]
+
+    differing, worst = harness.compare(folder("deepseek"), given, outputs)
+
+    assert (differing, worst < ROUGH["deepseek"]) == (0, True), worst
+    if attention == PLUGGED:
+        assert set(map(tuple, results("deepseek", attention)["layers"].values())) == {(PLUGGED, "torch/sdpa")}
 
 
 @pytest.mark.feature("preemption")

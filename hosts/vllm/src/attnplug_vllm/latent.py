@@ -1,0 +1,240 @@
+"""
+Multi-head latent attention (MLA) in vLLM: its common classes with attnplug's attention over the latent KV cache.
+
+vLLM owns the projections, absorbs them, expands long prefills to keys and values per head, and writes the KV cache.
+attnplug attends with the absorbed queries, up to the length of `LatentBuilder.reorder_batch_threshold`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+
+from attnplug.errors import NotNegotiatedError
+from attnplug.ops import write_pages
+from attnplug_vllm import advice, facts
+from attnplug_vllm.builder import make_builder_class
+from attnplug_vllm.impl import BoundLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ON_CPU = facts.platform_name() == "cpu"
+
+
+class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
+    """One layer with a latent per token."""
+
+    can_return_lse_for_decode = False
+    supports_dcp = False
+
+    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        further = {name: latent.pop(name) for name in list(latent) if name not in _OF_LATENTS}
+        refused = {name for name, value in further.items() if value is not None}
+        if latent.get("indexer") is not None or refused:
+            raise NotNegotiatedError(
+                f"vLLM's layer of latent attention has {', '.join(sorted(refused | {'indexer'}))}",
+                "attention over tokens that an indexer picks is not served by attnplug",
+                advice.OWN,
+            )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **latent,
+        )
+        self.supports_quant_query_input = False  # a backend quantizes queries itself, where it does
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap or None
+        self.decide(
+            facts.layer_requirements(
+                head_size=head_size,
+                dtype=torch.get_default_dtype(),
+                num_q_heads=num_heads,
+                kv_cache_dtype=kv_cache_dtype,
+                sliding_window=sliding_window,
+                logits_soft_cap=self.logits_soft_cap,
+                attn_type=attn_type,
+                alibi="linear" if alibi_slopes else None,
+                **facts.latent_fields(latent["kv_lora_rank"]),
+            )
+        )
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, None]:
+        """
+        Attend to the latents with absorbed queries.
+
+        Args:
+            q: ``(tokens, num_heads, kv_lora_rank + qk_rope_head_dim)``, or its two parts.
+            kv_c_and_k_pe_cache: The layer's pool, ``(blocks, block_size, kv_lora_rank + qk_rope_head_dim)``.
+            attn_metadata: What the builder returned.
+            layer: vLLM's layer, with the quantization scales.
+
+        Returns:
+            ``(tokens, num_heads, kv_lora_rank)``, and no LSE.
+
+        Raises:
+            ContractError: The pool does not fit, or a tensor does not.
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        pool, held = kv_c_and_k_pe_cache, self._pool
+        # vLLM views a pool of 8-bit floats as such in each call.
+        if pool is not held and not (isinstance(held, torch.Tensor) and held.data_ptr() == pool.data_ptr()):
+            self.take_pool(layer, pool)
+        metadata = attn_metadata.decode.step.parts[self._backend]
+        self._attend(query, None, None, self._cache, metadata, output.view(-1, self._width))
+        return output, None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Write new latents and their rotary parts into the pool: by vLLM's operator, which a CPU does not have."""
+        if not _ON_CPU:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        elif kv_cache.numel():
+            rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1).unsqueeze(1)
+            write_pages(rows, kv_cache.unsqueeze(2), slot_mapping.flatten().long())
+
+
+_OF_LATENTS = frozenset(
+    {
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"),
+        *("kv_b_proj", "indexer", "q_pad_num_heads"),
+    }
+)
+
+
+@dataclass
+class LatentMetadata(MLACommonMetadata):  # type: ignore[misc]  # see above
+    """One step's metadata, of latents of any size: vLLM's own lists those of its kernels."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: a candidate was decided on for the size."""
+
+
+class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see above
+    """
+    The builder of a group of layers: vLLM's own for long prefills, and one of the contract for all other requests.
+
+    Attributes:
+        choice: The identifiers of the candidates that may be chosen; empty where attnplug decides.
+    """
+
+    choice: ClassVar[tuple[str, ...]] = ()
+    query_len_support = QueryLenSupport.VARLEN
+    # The longest query that is absorbed: on a GPU that of vLLM's FLASH_ATTN_MLA, whose kernels have the same costs.
+    reorder_batch_threshold = 1 if _ON_CPU else 512
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **further: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata, **further)
+        self._inner = make_builder_class(self.choice)(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Return the highest graph level that the backends of all layers of this class support."""
+        return make_builder_class(cls.choice).get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:  # noqa: FBT001, FBT002 - vLLM's signature
+        """
+        Return the metadata of a step. Arguments are vLLM's.
+
+        Raises:
+            ContractError: The batch contradicts the agreement, the limits or a captured graph.
+        """
+        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if found.decode is not None:
+            found.decode.step = self._inner.build(0, _first_requests(common_attn_metadata, found), fast_build)
+        return found
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """
+        Return metadata that a CUDA graph of decodes is captured with, or that of a dummy step.
+
+        Raises:
+            ContractError: The agreed graph level does not allow the shape.
+        """
+        found = super().build(0, common_attn_metadata)
+        if found.num_prefills:
+            raise NotNegotiatedError(
+                f"vLLM captures a graph with {found.num_prefills} prefills of latent attention",
+                "graphs have decodes alone: prefills are expanded to keys and values per head",
+                "leave the sizes of captured steps to vLLM",
+            )
+        found.decode.step = self._inner.build_for_cudagraph_capture(common_attn_metadata)
+        return found
+
+
+def _first_requests(common: Any, found: Any) -> Any:
+    """Return vLLM's metadata of the requests whose queries are absorbed; the same object where those are all."""
+    reqs, tokens = found.num_decodes, found.num_decode_tokens
+    if not found.num_prefills:
+        return common
+    starts = common.query_start_loc_cpu[: reqs + 1]
+    return common.replace(
+        num_reqs=reqs,
+        num_actual_tokens=tokens,
+        query_start_loc=common.query_start_loc[: reqs + 1],
+        query_start_loc_cpu=starts,
+        max_query_len=int(starts.diff().max()),
+        seq_lens=common.seq_lens[:reqs],
+        block_table_tensor=common.block_table_tensor[:reqs],
+        slot_mapping=common.slot_mapping[:tokens],
+    )
+
+
+@cache
+def latent_classes(choice: tuple[str, ...] = ()) -> tuple[type[LatentImpl], type[LatentBuilder]]:
+    """
+    Return the classes of the layers and of the builders of a choice.
+
+    Args:
+        choice: The identifiers of the candidates that may be chosen; empty leaves it to attnplug and its settings.
+    """
+    members = {"choice": choice, "__module__": __name__}
+    return type("AttnplugLatentImpl", (LatentImpl,), members), type("AttnplugLatentBuilder", (LatentBuilder,), members)
+
+
+def latent_base() -> type:
+    """Return vLLM's class of backends for latent attention."""
+    return MLACommonBackend  # type: ignore[no-any-return]
