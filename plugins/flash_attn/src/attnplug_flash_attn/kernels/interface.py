@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug import Agreement
+    from attnplug import Agreement, Requirements
 
 
 @frozen(eq=False, kw_only=True)
@@ -124,7 +124,7 @@ class Kernels(ABC):
         Args:
             query: ``(tokens, q_heads, head_size)``.
             key: ``(blocks, block_size, kv_heads, head_size)`` of any strides with a block table, otherwise packed
-                ``(keys, kv_heads, head_size)``.
+                ``(keys, kv_heads, head_size)``. Of latents it is their rotary part alone, and `value` the rest.
             value: In the form of `key`, with head_size_v.
             out: ``(tokens, q_heads, head_size_v)`` in the dtype of the model.
             call: The rows and keys of the call.
@@ -146,6 +146,12 @@ class Kernels(ABC):
         """
         del call, params, num_heads_q
         return None
+
+
+def latent_sizes(required: Requirements) -> tuple[int, int] | None:
+    """Return the sizes of the latent and of the rotary part of a query, in this order; None without latents."""
+    size_v = required.head_size_v
+    return (size_v, required.head_size - size_v) if required.latent and size_v is not None else None
 
 
 _UNSCALED: Final = MappingProxyType({"q_descale": None, "k_descale": None, "v_descale": None})
