@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attnplug.contract import torch_dtype
 from attnplug_flash_attn.kernels import op_library
-from attnplug_flash_attn.kernels.interface import Kernels, descales_of, latent_sizes, write_lse
+from attnplug_flash_attn.kernels.interface import Kernels, descales_of, write_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,8 @@ class Fa3Vllm(Kernels):
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self.wants_leftpad = may_load_whole_tiles(agreement)
-        self._latent_first = latent_sizes(agreement.requirements)
+        required = agreement.requirements
+        self._latent_size = (required.head_size_v or 0) if required.latent else 0
         ops = op_library.load(self.library)
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
@@ -119,8 +120,8 @@ class Fa3Vllm(Kernels):
     ) -> None:
         descales = descales_of(call, params, key.shape[-2])
         latent = None
-        if self._latent_first is not None:
-            latent, query = query.split(self._latent_first, -1)  # views: only the last axis has to be contiguous
+        if self._latent_size:  # views: the kernels require a contiguous last axis, and rows at multiples of 16 bytes
+            latent, query = query[..., : self._latent_size], query[..., self._latent_size :]
         _, lse_by_head, *_ = self._fwd(
             query,
             key,
@@ -171,7 +172,7 @@ class Fa3Vllm(Kernels):
             self.longest_scheduled(call),
             num_heads_q,
             required.num_kv_heads,
-            required.head_size if self._latent_first is None else self._latent_first[1],
+            required.head_size - self._latent_size,
             required.head_size_v,
             torch_dtype(agreement.kv_cache_dtype if is_paged else required.dtype),
             call.seqused_k,

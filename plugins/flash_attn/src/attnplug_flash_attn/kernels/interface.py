@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug import Agreement, Requirements
+    from attnplug import Agreement
 
 
 @frozen(eq=False, kw_only=True)
@@ -146,12 +146,6 @@ class Kernels(ABC):
         """
         del call, params, num_heads_q
         return None
-
-
-def latent_sizes(required: Requirements) -> tuple[int, int] | None:
-    """Return the sizes of the latent and of the rotary part of a query, in this order; None without latents."""
-    size_v = required.head_size_v
-    return (size_v, required.head_size - size_v) if required.latent and size_v is not None else None
 
 
 _UNSCALED: Final = MappingProxyType({"q_descale": None, "k_descale": None, "v_descale": None})

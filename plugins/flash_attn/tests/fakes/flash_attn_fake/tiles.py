@@ -34,7 +34,15 @@ class Build:
     unequal: Mapping[tuple[int, int], Sizes] | None = None
 
     def tile(
-        self, size: tuple[int, int], page_size: int, rows: int, params: ScoreParams, *, is_narrow: bool, causal: bool, padded: bool
+        self,
+        size: tuple[int, int],
+        page_size: int,
+        rows: int,
+        params: ScoreParams,
+        *,
+        is_narrow: bool,
+        causal: bool,
+        padded: bool,
     ) -> int:
         """
         Return the keys of the tiles that pages are loaded by; 0 where each key is loaded by itself.

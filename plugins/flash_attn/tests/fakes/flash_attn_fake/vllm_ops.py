@@ -174,8 +174,8 @@ def _schedule(variant: str, build: Build, given: dict[str, Any]) -> Tensor:
     is_narrow = _dtype_of(given["qkv_dtype"]).itemsize == 1
     resolved, causal = generation3.resolved(rows, params, causal=given["is_causal"])
     tile = build.tile(
-        (size, given["headdim_v"]), page_size, longest * (heads // kv_heads), resolved, is_narrow=is_narrow, causal=causal,
-        padded=given["leftpad_k"] is not None,
+        (size, given["headdim_v"]), page_size, longest * (heads // kv_heads), resolved, is_narrow=is_narrow,
+        causal=causal, padded=given["leftpad_k"] is not None,
     )  # fmt: skip
     shape = (
         longest, longest_keys, heads, kv_heads, size, given["headdim_v"], int(is_narrow), page_size, int(tile > 0),
