@@ -127,6 +127,7 @@ def test_latents(load_real, dtype, heads, block_size, sizes) -> None:
         {"logits_soft_cap": 2.0, "gain": 4.0, "sliding_window": 9},
         {"causal": False},
         {"query_lens": (70, 300, 1), "context_lens": (0, 0, 0)},
+        {"shared_blocks": 1, "context_lens": (300, 16, 17, 20)},
     ],
     ids=str,
 )
