@@ -12,6 +12,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug.errors import NoBackendError
+from attnplug_flash_attn import op_files
 from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 from plugins.flash_attn.tests.real import FLASH_ATTN, VARIANTS, lacking
 
@@ -66,6 +67,19 @@ def test_flashattention_3_is_the_first_choice_on_hopper(load_real) -> None:
 
     assert attnplug.select(ASKED, backend="flash_attn").id == "flash_attn/fa3_vllm"
     assert attnplug.load(ASKED, backend="flash_attn").id == "flash_attn/fa3_vllm"
+
+
+@pytest.mark.parametrize(("variant", "has_unequal"), [("fa3_vllm", True), ("fa3_tokenspeed", False)])
+def test_pairs_of_head_sizes_are_read_from_a_library(variant, has_unequal) -> None:
+    FLASH_ATTN.skip_if_missing(variant)
+    file = op_files.find(op_files.LIBRARIES[variant])
+    assert file is not None
+
+    for dtype in ("bfloat16", "float16"):
+        assert op_files.has_kernels(file, dtype, 128, 128)
+        for pair in ((64, 512), (64, 256), (192, 128)):
+            assert op_files.has_kernels(file, dtype, *pair) == has_unequal
+    assert not op_files.has_kernels(file, "fp8_e4m3", 64, 512)
 
 
 OUTPUTS = {
