@@ -5,9 +5,10 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=int8_ixformer/triton --size 8b --kv-cache-dtype int8 --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 1b-mqa --mode graphs --tp 2 --dcp 2
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm --size mla --out FILE
 
 Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
-Models are Llama-like with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
+Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
 block-sparse pattern: there vLLM's own runs the same model in 16 bits, or with dense attention in all layers. The exit
 status is 3 where vLLM or the GPU is missing.
 """
@@ -46,13 +47,26 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 128,
     },
 }
+SIZES["mla"] = {  # DeepSeek-V3's latents and heads of DeepSeek-V2-Lite, all layers dense
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 16,
+    "n_routed_experts": 8,
+}
 SIZES["1b-mqa"] = SIZES["1b"] | {"num_key_value_heads": 1}  # ranks of one head may share its context
 LOADS = {
     "64 x (512 + 128)": (64, 512, 128),
     "8 x (8192 + 256)": (8, 8192, 256),
     "2 x (32768 + 128)": (2, 32768, 128),
 }
-CACHE_BYTES = {"1b": 6 << 30, "1b-mqa": 6 << 30, "8b": 10 << 30, "phi3-small": 10 << 30}
+CACHE_BYTES = {"1b": 6 << 30, "mla": 6 << 30, "1b-mqa": 6 << 30, "8b": 10 << 30, "phi3-small": 10 << 30}
 PHI3_SMALL = {"model_type": "phi3small", "architectures": ["Phi3SmallForCausalLM"], "max_position_embeddings": 65536}
 MODES = {
     "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
@@ -235,14 +249,16 @@ def _write_config(folder: Path, size: str, *, plugged: bool) -> None:
         dense = {"dense_attention_every_n_layers": 2 if plugged else 1, "torch_dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(PHI3_SMALL | dense), encoding="utf-8")
         return
-    transformers.LlamaConfig(
+    name = "DeepseekV3" if "kv_lora_rank" in SIZES[size] else "Llama"
+    getattr(transformers, f"{name}Config")(
         vocab_size=128256,
         max_position_embeddings=65536,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{name}ForCausalLM"],
         dtype="bfloat16",
+        **{"q_lora_rank": None} if name == "DeepseekV3" else {},
         **SIZES[size],
     ).save_pretrained(folder)
 
