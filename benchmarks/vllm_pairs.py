@@ -8,7 +8,8 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm --size mla --out FILE
 
 Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
-Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16. No backend of vLLM has an int8 KV cache of these formats or a
+Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16.
+No backend of vLLM has an int8 KV cache of these formats or a
 block-sparse pattern: there vLLM's own runs the same model in 16 bits, or with dense attention in all layers. The exit
 status is 3 where vLLM or the GPU is missing.
 """
