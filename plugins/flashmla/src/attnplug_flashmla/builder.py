@@ -124,9 +124,9 @@ class FlashMLABuilder(MetadataBuilder):
         spans = spans_of(query_lens, self._heads, self._longest)
         return {"calls": tuple([self._call(batch, span, graph) for span in spans])}
 
-    def prepare_in_graph(self, metadata: FlashMLAMetadata) -> None:
+    def prepare_in_graph(self, metadata: Metadata) -> None:
         """Write the schedules again, for the lengths on the device."""
-        for call in metadata.calls:
+        for call in cast("FlashMLAMetadata", metadata).calls:
             schedule, splits = self._kernels.schedule(call.lens, call.query_len)
             call.schedule.copy_(schedule)
             call.splits.copy_(splits)
@@ -140,9 +140,10 @@ class FlashMLABuilder(MetadataBuilder):
         requests = slice(span.first_req, span.first_req + (span.count if span.behind is None else 1))
         lens, table = batch.seq_lens[requests], cast("Tensor", batch.block_table)[requests]
         if span.behind is not None:
-            table = table.expand(span.count, -1)
-            behind = [span.behind if batch.causal else 0, span.query_len if batch.causal else 0]
-            lens = lens - behind[0] + behind[1] * torch.arange(span.count, dtype=lens.dtype, device=lens.device)
+            table, lens = table.expand(span.count, -1), lens.expand(span.count)
+            if batch.causal:
+                end, step = span.behind - span.count * span.query_len, -span.query_len
+                lens = lens - torch.arange(span.behind, end, step, dtype=lens.dtype, device=lens.device)
         lens = lens.contiguous()
         if graph is None:
             schedule, splits = self._kernels.schedule(lens, span.query_len)

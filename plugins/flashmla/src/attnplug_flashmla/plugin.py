@@ -72,5 +72,5 @@ def _files() -> Reason | None:
 
 
 def _broken(problem: str) -> Reason:
-    fix = f"uninstall flash-mla, if it is installed, and reinstall it: pip install --no-deps --force-reinstall {LIBRARY}"
+    fix = f"uninstall flash-mla where it is installed, then pip install --no-deps --force-reinstall {LIBRARY}"
     return Reason("broken", LIBRARY, None, problem, fix)

@@ -41,7 +41,7 @@ def get_mla_decoding_metadata(
     return schedule, torch.nn.functional.pad(seqlens_k.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def flash_mla_with_kvcache(
+def flash_mla_with_kvcache(  # noqa: PLR0917 - the library's signature
     q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
     causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None, extra_k_cache=None,
     extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, enable_batch_invariant=False,
