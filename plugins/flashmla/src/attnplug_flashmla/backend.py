@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnplug.contract import Backend, dummy_batch_of, warm_up
@@ -13,6 +12,7 @@ from attnplug_flashmla.kernels import Kernels
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attnplug import Agreement, Device
     from attnplug.contract import GraphShape, LoadedBackend
 
 
@@ -24,10 +24,9 @@ class FlashMLABackend(Backend):
     metadata_class = FlashMLAMetadata
     cache_alignment = 16  # the kernels load by TMA, whose strides are multiples of 16 bytes
 
-    @cached_property
-    def kernels(self) -> Kernels:
-        """The library, imported at its first use."""
-        return Kernels(self.agreement)
+    def __init__(self, agreement: Agreement, device: Device) -> None:
+        super().__init__(agreement, device)
+        self.kernels = Kernels(agreement)  # if it does not load, the next backend is tried
 
     def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Load the kernels, and compile the write into the KV cache."""
