@@ -1,11 +1,12 @@
 """
 Decodes of latents beside direct calls of the backend's library, captured and replayed, on one GPU with a cold L2 cache.
 
-    python benchmarks/latent.py --backend flashmla [--heads 16 128] [--query-lens 1 2 4] [--repeats 5] [--out FILE]
+    python benchmarks/latent.py --backend flashmla [--heads 16 128] [--query-lens 1 2 4] [--fp8] [--out FILE]
 
-Each call writes the new latents into the KV cache and attends. The direct calls leave their result in the library's
-own tensor; "and a copy" copies it into an output, as `forward` does. Results are compared before. Times are medians of
-device time in microseconds, calls in turn; --out has them as JSON. A copy of 1 GiB is measured for scale.
+Each call writes the new latents into the KV cache and attends; with an FP8 KV cache it quantizes queries before. The
+direct calls leave their result in the library's own tensor; "and a copy" copies it into an output, as `forward` does.
+Results are compared before. Times are medians of device time in microseconds, calls in turn; --out has them as JSON. A
+copy of 1 GiB is measured for scale.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attrs import frozen
 
 import attnplug
 from attnplug.contract import Batch, GraphShape, Layer, Limits, capture
-from attnplug.ops import write_kv
+from attnplug.ops import quantize_queries, write_kv
 from attnplug_kit.bench import Contender, interleaved, machine, work_clock
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Step:
         pages: ``(num_blocks, 64, 1, 576)``, the cached latents.
         table: ``(requests, blocks)`` int32, shuffled.
         slots: ``(tokens,)`` int64.
+        scale: ``(1,)`` float32, of queries and of an FP8 KV cache; None where it is in bfloat16.
     """
 
     heads: int
@@ -57,9 +59,12 @@ class Step:
     pages: Tensor
     table: Tensor
     slots: Tensor
+    scale: Tensor | None = None
 
     @classmethod
-    def make(cls, requests: int, seq_len: int, heads: int, query_len: int, device: torch.device) -> Step:
+    def make(
+        cls, requests: int, seq_len: int, heads: int, query_len: int, device: torch.device, *, fp8: bool = False
+    ) -> Step:
         """Return a step of random latents in shuffled pages."""
         generator, columns = torch.Generator(device).manual_seed(0), -(-seq_len // BLOCK)
         tokens, size = requests * query_len, LATENT + ROPE
@@ -72,16 +77,25 @@ class Step:
         places = torch.arange(seq_len - query_len, seq_len, device=device)
         slots = (table[:, places // BLOCK] * BLOCK + places % BLOCK).flatten()
         pages = rows(requests * columns + 1, BLOCK, 1, size)
+        pages = pages.to(torch.float8_e4m3fn) if fp8 else pages
         query, keys = rows(tokens, heads, size), rows(tokens, 1, size)
         return cls(
             heads=heads, query_len=query_len, seq_len=seq_len, query=query, keys=keys, pages=pages,
-            table=table.int(), slots=slots,
+            table=table.int(), slots=slots, scale=torch.ones(1, device=device) if fp8 else None,
         )  # fmt: skip
 
     def write(self) -> None:
         """Write the new latents, as backends do."""
         latents = slice(LATENT)
-        write_kv(self.keys, self.keys[..., latents], self.pages, self.pages[..., latents], self.slots, padded=False)
+        write_kv(
+            self.keys,
+            self.keys[..., latents],
+            self.pages,
+            self.pages[..., latents],
+            self.slots,
+            *[self.scale] * 2,
+            padded=False,
+        )
 
 
 def flashmla(step: Step) -> Callable[[], Tensor]:
@@ -90,15 +104,17 @@ def flashmla(step: Step) -> Callable[[], Tensor]:
 
     requests = step.table.shape[0]
     lens = torch.full((requests,), step.seq_len, dtype=torch.int32, device=step.query.device)
-    rows = step.query_len * step.heads
-    schedule, splits = library.get_mla_decoding_metadata(lens, rows, 1, step.heads, use_legacy=True)
+    rows, fp8 = step.query_len * step.heads, step.scale is not None
+    schedule, splits = library.get_mla_decoding_metadata(lens, rows, 1, step.heads, is_fp8_kvcache=fp8, use_legacy=True)
     meta = library.FlashMLASchedMeta(tile_scheduler_metadata=schedule, num_splits=splits)
-    query = step.query.view(requests, step.query_len, step.heads, -1)
+    form = {"softmax_scale": SCALE, "causal": True, "is_fp8_kvcache": fp8, "use_legacy": True}
 
     def call() -> Tensor:
         step.write()
+        query = step.query if step.scale is None else quantize_queries(step.query, step.scale)
+        query = query.view(requests, step.query_len, step.heads, -1)
         out, _ = library.flash_mla_with_kvcache(
-            query, step.pages, step.table, lens, LATENT, meta, softmax_scale=SCALE, causal=True, use_legacy=True
+            query, step.pages, step.table, lens, LATENT, meta, descale_q=step.scale, descale_k=step.scale, **form
         )
         return out.view(step.query.shape[0], -1)
 
@@ -116,6 +132,7 @@ def forward(step: Step, backend: str) -> tuple[Callable[[], object], Tensor]:
     required = attnplug.Requirements(
         latent=True, head_size=LATENT + ROPE, head_size_v=LATENT, num_q_heads=step.heads, num_kv_heads=1,
         dtype="bfloat16", block_size=BLOCK, cudagraph="uniform_batch", decode_query_len=step.query_len,
+        kv_cache_dtype="auto" if step.scale is None else "fp8_e4m3",
     )  # fmt: skip
     loaded = attnplug.load(required, backend=backend)
     impl = loaded.make_impl(Layer(name="latents", scale=SCALE))
@@ -162,6 +179,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--out", type=Path)
     options, device = parser.parse_args(), torch.device("cuda")
     rows: list[dict[str, Any]] = []
@@ -170,13 +188,18 @@ def main() -> None:
     print(torch.cuda.get_device_name(), machine()["versions"], copy, flush=True)
     for heads in options.heads:
         for query_len in options.query_lens:
-            step = Step.make(options.requests, options.seq_len, heads, query_len, device)
+            step = Step.make(options.requests, options.seq_len, heads, query_len, device, fp8=options.fp8)
             times = measured(contenders(step, options.backend), device, options.repeats)
             row = {"heads": heads, "query_len": query_len, **times}
             rows.append({**row, "forward / direct": round(times["forward"] / times["direct"], 3)})
             print(rows[-1], flush=True)
     if options.out:
-        sizes = {"backend": options.backend, "requests": options.requests, "seq_len": options.seq_len}
+        sizes = {
+            "backend": options.backend,
+            "requests": options.requests,
+            "seq_len": options.seq_len,
+            "fp8": options.fp8,
+        }
         sizes |= {"device": torch.cuda.get_device_name(), "machine": machine()}
         options.out.write_text(json.dumps({**sizes, **copy, "rows": rows}, indent=1), encoding="utf-8")
 

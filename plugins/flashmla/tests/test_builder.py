@@ -59,7 +59,7 @@ def test_layers_share_the_schedules_of_a_step(load_fake: Callable[..., Any], jou
     assert [(call.first, call.last, call.lens.tolist()) for call in metadata.calls] == [(0, 2, [70, 2]), (2, 5, [9])]
 
 
-@pytest.mark.parametrize(("causal", "lens"), [(True, [76, 140]), (False, [150, 150])])
+@pytest.mark.parametrize(("causal", "lens"), [(True, [108, 140]), (False, [150, 150])])
 def test_pieces_of_a_prefill_have_their_keys(load_fake: Callable[..., Any], causal: bool, lens: list[int]) -> None:
     steps = Steps(load_fake, causal=causal)
 
@@ -70,14 +70,14 @@ def test_pieces_of_a_prefill_have_their_keys(load_fake: Callable[..., Any], caus
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_prefills_in_pieces_agree_with_the_oracle(load_fake: Callable[..., Any], journal: Any, causal: bool) -> None:
+def test_cut_prefills_agree_with_the_oracle(load_fake: Callable[..., Any], journal: Any, causal: bool) -> None:
     sizes = {"latent": True, "head_size": 576, "head_size_v": 512, "num_q_heads": 2, "num_kv_heads": 1}
     lens = {"query_lens": (1, 150, 65), "context_lens": (3, 70, 0)}
     case = Case(causal=causal, dtype="bfloat16", block_size=64, **lens, **sizes)
 
     check(load_fake(case.requirements(return_lse=True)), materialize(case))
 
-    assert [(call.requests, call.query_len) for call in journal.calls] == [(1, 1), (2, 64), (1, 22), (1, 64), (1, 1)]
+    assert [(call.requests, call.query_len) for call in journal.calls] == [(1, 1), (4, 32), (1, 22), (2, 32), (1, 1)]
 
 
 def test_replays_without_a_build_have_their_schedules(load_fake: Callable[..., Any]) -> None:
@@ -94,3 +94,19 @@ def test_replays_without_a_build_have_their_schedules(load_fake: Callable[..., A
         replay()
 
         assert call.splits.diff().tolist() == lens  # the fake's schedules are made of the lengths
+
+
+def test_padding_over_an_fp8_cache_has_a_key_of_the_null_block(load_fake: Callable[..., Any]) -> None:
+    """These kernels read out of bounds for a request without a key."""
+    steps = Steps(load_fake, cudagraph="uniform_batch", kv_cache_dtype="fp8_e4m3")
+    with steps.state.graph_capture(2):
+        graph = steps.state.graph(GraphShape(2, 2, 1))
+        (call,) = steps.builder.build(graph.dummy_batch(steps.builder), graph=graph).calls
+
+    for lens in ([61, 2], [62]):
+        steps.builder.build(steps.batch([1] * len(lens), lens), graph=graph)
+
+        is_full = len(lens) == 2
+        assert call.lens.tolist() == [lens[0], 2 if is_full else 1]
+        assert call.table[:, 0].tolist() == [1, 2 if is_full else 0]
+        assert call.padding.flatten().tolist() == [False, not is_full]

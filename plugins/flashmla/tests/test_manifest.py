@@ -49,6 +49,7 @@ def verdict(requirements: Requirements, device: Device = HOPPER) -> Verdict:
         pytest.param({"head_size": 512, "num_q_heads": 64}, id="GLM-5.3-Flash, without a rotary part"),
         pytest.param({"dtype": "float16"}, id="float16"),
         pytest.param({"cudagraph": "uniform_batch", "decode_query_len": 4}, id="graphs of decodes of four tokens"),
+        pytest.param({"kv_cache_dtype": "fp8", "cudagraph": "uniform_batch"}, id="an FP8 KV cache"),
         pytest.param({"return_lse": True, "kv_in_cache": True, "causal": False}, id="a part of a sequence, its LSE"),
     ],
 )
@@ -69,7 +70,15 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "values as wide as keys": ({"head_size_v": None}, ["the value is the first 512 elements of a latent"]),
     "keys and values per head": ({"latent": False, "num_kv_heads": 8}, ["the kernels read latents: one key per token"]),
     "pages of 16 tokens": ({"block_size": 16}, ["block_size=16; supported: 64"]),
-    "an FP8 KV cache": ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype=fp8_e4m3; supported: the dtype"]),
+    "FP8 without a rotary part": (
+        {"kv_cache_dtype": "fp8", "head_size": 512, "dtype": "float16"},
+        ["dtype=float16", "head_size=512"],
+    ),
+    "FP8 with more tiles than multiprocessors": (
+        {"kv_cache_dtype": "fp8", "num_q_heads": 256, "decode_query_len": 64},
+        ["num_q_heads=256", "decode_query_len=64"],
+    ),
+    "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype=fp8_e5m2; supported: auto, fp8_e4m3"]),
     "graphs of any batch": ({"cudagraph": "always"}, ["cudagraph=always; supported: <= uniform_batch"]),
     "a window": ({"sliding_window": 4096}, ["does not support sliding_window=4096"]),
 }

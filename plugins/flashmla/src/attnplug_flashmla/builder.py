@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl, Batch, BatchSplit, GraphBuffers, State
     from attnplug_flashmla.backend import FlashMLABackend
 
-PIECE: Final = 64
-"""Rows of the pieces of a longer query. With one query head they fill a tile, with 128 the tiles fill the GPU."""
+PIECE: Final = 32
+"""
+Rows of the pieces of a longer query. With 128 heads they are 64 tiles of 64 rows.
+
+The FP8 kernels take no more tiles than multiprocessors, and mask the last 65 keys of a request alone.
+"""
 
 MOST_ROWS: Final = 1 << 16
 """Rows times heads of a call: the library allocates a float32 partial output of 2 KiB for each, 128 MiB."""
 
-_MOST_REQUESTS: Final = 1 << 13
-"""Requests of a call: the kernel that schedules them has 20 bytes of shared memory for each."""
+_MOST_REQUESTS: Final = (1 << 12) - 1
+"""Requests of a call: the kernels that schedule them have shared memory for 4,095 (FP8), or for three times as many."""
 
 
 @frozen(eq=False, kw_only=True)
@@ -127,6 +131,8 @@ class FlashMLABuilder(MetadataBuilder):
     def prepare_in_graph(self, metadata: Metadata) -> None:
         """Write the schedules again, for the lengths on the device."""
         for call in cast("FlashMLAMetadata", metadata).calls:
+            if call.padding is not None:
+                self._write_padded(metadata.batch, call, call.padding)
             schedule, splits = self._kernels.schedule(call.lens, call.query_len)
             call.schedule.copy_(schedule)
             call.splits.copy_(splits)
@@ -144,12 +150,31 @@ class FlashMLABuilder(MetadataBuilder):
             if batch.causal:
                 end, step = span.behind - span.count * span.query_len, -span.query_len
                 lens = lens - torch.arange(span.behind, end, step, dtype=lens.dtype, device=lens.device)
-        lens = lens.contiguous()
+        lens, padding, last = lens.contiguous(), None, span.first_row + span.count * span.query_len
         if graph is None:
             schedule, splits = self._kernels.schedule(lens, span.query_len)
         else:
+            if self._kernels.is_fp8:
+                lens, table, padding = self.per_graph(
+                    graph, ("padded", span.first_row), lambda: _padded(lens, table, span.query_len)
+                )
             schedule, splits = self.per_graph(
-                graph, span.first_req, lambda: self._kernels.schedule(lens, span.query_len)
+                graph, span.first_row, lambda: self._kernels.schedule(lens, span.query_len)
             )
-        last = span.first_row + span.count * span.query_len
-        return Call(span.first_row, last, span.query_len, lens, table, batch.causal, schedule, splits)
+        return Call(span.first_row, last, span.query_len, lens, table, batch.causal, schedule, splits, padding)
+
+    @staticmethod
+    def _write_padded(batch: Batch, call: Call, padding: Tensor) -> None:
+        """Write lengths and pages with a key for each request, and which rows belong to requests without one."""
+        requests = slice(call.first // call.query_len, call.last // call.query_len)
+        lens, table = batch.seq_lens[requests], cast("Tensor", batch.block_table)[requests]
+        is_empty = (lens == 0)[:, None]
+        call.lens.copy_(lens.clamp(min=1))
+        call.table.copy_(table.masked_fill(is_empty, 0))
+        padding.view(-1, call.query_len).copy_(is_empty)
+
+
+def _padded(lens: Tensor, table: Tensor, query_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for lengths, pages and padding of a graph, as of requests with one key of the null block."""
+    padding = torch.ones(lens.shape[0] * query_len, 1, dtype=torch.bool, device=lens.device)
+    return torch.ones_like(lens), torch.zeros_like(table, memory_format=torch.contiguous_format), padding

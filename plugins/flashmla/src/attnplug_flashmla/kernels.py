@@ -32,6 +32,8 @@ class Call:
         causal: Whether rows of a request attend to no later key.
         schedule: ``(parts, 8)`` int32, the requests and pages of each part of the GPU.
         splits: ``(requests + 1,)`` int32, the first partial result of each request.
+        padding: ``(rows, 1)`` bool, rows of requests without a key, which `lens` and `table` give one of the null
+            block; None where the kernels take such requests, or there are none.
     """
 
     first: int
@@ -42,6 +44,7 @@ class Call:
     causal: bool
     schedule: Tensor
     splits: Tensor
+    padding: Tensor | None = None
 
 
 class Kernels:
@@ -50,6 +53,10 @@ class Kernels:
 
     Args:
         agreement: The agreement.
+
+    Attributes:
+        is_fp8: Whether queries and the KV cache are in float8_e4m3fn. These kernels compute both products in FP8, and
+            read out of bounds for a request without a key.
 
     Raises:
         PluginLoadError: The library does not load.
@@ -67,6 +74,7 @@ class Kernels:
                 "install a torch for CUDA 13, or let attnplug choose another backend",
             ) from error
         self._library: Any = flash_mla_interface
+        self.is_fp8 = agreement.kv_cache_dtype == "fp8_e4m3"
         self._heads = agreement.requirements.num_q_heads
         self._value_size = agreement.requirements.head_size_v or agreement.requirements.head_size
 
@@ -79,11 +87,13 @@ class Kernels:
             query_len: Rows of each request.
         """
         schedule, splits = self._library.get_mla_decoding_metadata(
-            lens, query_len * self._heads, 1, self._heads, is_fp8_kvcache=False, use_legacy=True
+            lens, query_len * self._heads, 1, self._heads, is_fp8_kvcache=self.is_fp8, use_legacy=True
         )
         return schedule, splits
 
-    def attend(self, query: Tensor, pages: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, pages: Tensor, call: Call, scale: float, descales: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
         """
         Return the output ``(rows, heads * head_size_v)`` and the natural LSE ``(rows, heads)``, +inf without a key.
 
@@ -92,6 +102,7 @@ class Kernels:
             pages: ``(num_blocks, 64, 1, head_size)``, blocks apart by any multiple of 16 bytes.
             call: The call.
             scale: The factor of scores.
+            descales: ``(1,)`` float32 of queries and of keys, for FP8.
         """
         requests = call.lens.shape[0]
         out, lse = self._library.flash_mla_with_kvcache(
@@ -103,7 +114,9 @@ class Kernels:
             self._library.FlashMLASchedMeta(tile_scheduler_metadata=call.schedule, num_splits=call.splits),
             softmax_scale=scale,
             causal=call.causal,
-            is_fp8_kvcache=False,
+            is_fp8_kvcache=self.is_fp8,
             use_legacy=True,
+            descale_q=descales[0],
+            descale_k=descales[1],
         )
         return out.view(query.shape[0], -1), lse.transpose(1, 2).reshape(query.shape[0], -1)

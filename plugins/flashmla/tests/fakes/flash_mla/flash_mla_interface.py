@@ -1,4 +1,8 @@
-"""The dense kernels for Hopper in float64. Checks are those of ``api/dense_decode.h``, in its order, and of TMA."""
+"""
+The dense kernels for Hopper in float64. Checks are those of ``api/dense_decode.h``, in its order, and of TMA.
+
+Of the FP8 kernels, those of ``extension/sm90/dense_fp8`` and what these do without checking.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from flash_mla.journal import Call, check, journal, require
 
-_MULTIPROCESSORS = 24
+_MULTIPROCESSORS = 64
 _PAGE = 64
 
 
@@ -30,14 +34,15 @@ def get_ops(use_legacy: bool) -> Any:
 def get_mla_decoding_metadata(
     seqlens_k, num_q_tokens_per_head_k, h_k, h_q=None, is_fp8_kvcache=False, topk=None, use_legacy=False
 ):
-    require(use_legacy and not is_fp8_kvcache and topk is None, "the fake has the dense 16-bit kernels")
+    require(use_legacy and topk is None, "the fake has the dense kernels")
     check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
     check(seqlens_k.is_contiguous(), "seqlens_k must be contiguous")
     require(h_k == 1 and h_q is not None and num_q_tokens_per_head_k % h_q == 0, "rows of each head")
-    require(len(seqlens_k) <= 11_000, "the scheduler has 227 KiB of shared memory, 20 bytes per request")
+    require(len(seqlens_k) < (4096 if is_fp8_kvcache else 11_000), "the scheduler has shared memory for fewer requests")
     journal.schedules += 1
     # The contents are not the library's: a call compares them with its lengths.
-    schedule = torch.full((_parts(num_q_tokens_per_head_k), 8), num_q_tokens_per_head_k, dtype=torch.int32)
+    parts = _parts(num_q_tokens_per_head_k, is_fp8_kvcache)
+    schedule = torch.full((parts, 8), num_q_tokens_per_head_k, dtype=torch.int32)
     return schedule, torch.nn.functional.pad(seqlens_k.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -50,10 +55,12 @@ def flash_mla_with_kvcache(  # noqa: PLR0917 - the library's signature
     assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
     assert num_splits is None
     unused = (indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format)
-    require(all(one is None for one in (*unused, descale_q, descale_k)), "the fake has the dense 16-bit kernels")
-    require(use_legacy and not is_fp8_kvcache and not enable_batch_invariant, "the fake has the dense 16-bit kernels")
-    _check_tensors(q, k_cache, block_table, cache_seqlens)
+    require(all(one is None for one in unused), "the fake has the dense kernels")
+    require(use_legacy and not enable_batch_invariant, "the fake has the dense kernels")
+    _check_tensors(q, k_cache, block_table, cache_seqlens, bool(is_fp8_kvcache))
     requests, query_len, heads, size = q.shape
+    factors = _check_fp8(q, cache_seqlens, causal, descale_q, descale_k) if is_fp8_kvcache else (1.0, 1.0)
+    check(is_fp8_kvcache or descale_q is descale_k is None, "descale_q/descale_k apply to the dense fp8 path only")
     check(size in (576, 512), "Only head_size_k == 576 or 512 is supported")
     check(head_dim_v == 512, "Only head_size_v == 512 is supported")
     check(k_cache.shape[1] == _PAGE, "Currently page_block_size must be 64")
@@ -61,18 +68,23 @@ def flash_mla_with_kvcache(  # noqa: PLR0917 - the library's signature
     check(k_cache.shape[2:] == (1, size), "kcache must have shape (num_blocks, 64, 1, head_size_k)")
     check(cache_seqlens.shape == (requests,), "seqlens_k must have shape (batch_size)")
     check(block_table.shape[0] == requests, "block_table must have shape (batch_size, max_num_blocks_per_seq)")
-    _check_schedule(tile_scheduler_metadata, cache_seqlens, query_len * heads)
+    parts = _parts(query_len * heads, bool(is_fp8_kvcache))
+    _check_schedule(tile_scheduler_metadata, cache_seqlens, query_len * heads, parts)
     journal.calls.append(Call(requests, query_len, tuple(cache_seqlens.tolist())))
-    out = torch.empty(requests, query_len, heads, head_dim_v, dtype=q.dtype)
+    out = torch.empty(requests, query_len, heads, head_dim_v, dtype=torch.bfloat16 if is_fp8_kvcache else q.dtype)
     lse = torch.empty(requests, query_len, heads)  # the library returns a view of this form
     for request, length in enumerate(cache_seqlens.tolist()):
-        keys = _keys(k_cache, block_table[request], length)
-        out[request], lse[request] = _attend(q[request], keys, head_dim_v, softmax_scale, causal and query_len > 1)
+        keys = _keys(k_cache, block_table[request], length).double() * factors[1]
+        query = q[request].double() * factors[0]
+        found = _attend(query, keys, head_dim_v, softmax_scale, causal and query_len > 1, bool(is_fp8_kvcache))
+        out[request], lse[request] = found
     return out, lse.transpose(1, 2)
 
 
-def _attend(query: Tensor, keys: Tensor, value_size: int, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    scores = scale * torch.einsum("qhd,kd->qhk", query.double(), keys.double())
+def _attend(
+    query: Tensor, keys: Tensor, value_size: int, scale: float, causal: bool, is_fp8: bool
+) -> tuple[Tensor, Tensor]:
+    scores = scale * torch.einsum("qhd,kd->qhk", query, keys)
     if causal:
         last = torch.arange(len(query))[:, None] + len(keys) - len(query)
         scores = scores.masked_fill((torch.arange(len(keys)) > last)[:, None], -torch.inf)
@@ -80,7 +92,12 @@ def _attend(query: Tensor, keys: Tensor, value_size: int, scale: float, causal: 
         return query.new_zeros(*query.shape[:2], value_size), torch.full(query.shape[:2], torch.inf)
     sums = scores.logsumexp(-1)
     sums = torch.where(sums == -torch.inf, torch.inf, sums)  # of rows without a key
-    return torch.einsum("qhk,kd->qhd", (scores - sums[..., None]).exp(), keys[:, :value_size].double()), sums
+    largest = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = (scores - largest).exp()
+    if is_fp8:
+        weights = weights.to(torch.float8_e4m3fn).double()
+    weights *= (largest - sums[..., None]).exp()
+    return torch.einsum("qhk,kd->qhd", weights, keys[:, :value_size]), sums
 
 
 def _keys(pages: Tensor, row: Tensor, length: int) -> Tensor:
@@ -92,8 +109,21 @@ def _keys(pages: Tensor, row: Tensor, length: int) -> Tensor:
     return pages[blocks[:count], :, 0].flatten(0, 1)[:length]
 
 
-def _check_tensors(q: Tensor, k_cache: Tensor, block_table: Tensor, lens: Tensor) -> None:
-    check(q.dtype in (torch.bfloat16, torch.float16), "q must be bfloat16 or float16")
+def _check_fp8(
+    q: Tensor, lens: Tensor, causal: bool, descale_q: Tensor | None, descale_k: Tensor | None
+) -> tuple[float, float]:
+    check(q.shape[-1] == 576, "Only head_size_k == 576 is supported")
+    check(descale_q is not None and descale_k is not None, "descale is required when input dtype is fp8")
+    for one in (descale_q, descale_k):
+        check(one.dtype == torch.float32 and one.shape == (1,), "descale must be float32 and have shape (1)")
+    require(lens.amin() > 0, "for a request without a key the kernel reads the entry before its first page")
+    require(not causal or q.shape[1] <= 65, "the kernel masks the last two pages of a request only")
+    return float(descale_q), float(descale_k)
+
+
+def _check_tensors(q: Tensor, k_cache: Tensor, block_table: Tensor, lens: Tensor, is_fp8: bool) -> None:
+    dtypes = (torch.float8_e4m3fn,) if is_fp8 else (torch.bfloat16, torch.float16)
+    check(q.dtype in dtypes, f"q must be of {dtypes}")
     check(k_cache.dtype == q.dtype, "query and key must have the same dtype")
     check(lens.dtype == torch.int32, "seqlens_k must have dtype int32")
     check(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
@@ -107,16 +137,18 @@ def _check_tensors(q: Tensor, k_cache: Tensor, block_table: Tensor, lens: Tensor
         require(all(step % 16 == 0 for step in steps), f"{name} is at {steps} bytes, which 16 does not divide")
 
 
-def _check_schedule(meta: FlashMLASchedMeta, lens: Tensor, rows: int) -> None:
+def _check_schedule(meta: FlashMLASchedMeta, lens: Tensor, rows: int, parts: int) -> None:
     schedule, splits = meta.tile_scheduler_metadata, meta.num_splits
     require(schedule is not None and splits is not None, "a call without a schedule makes one, once per layer")
     check(schedule.dtype == splits.dtype == torch.int32, "tile_scheduler_metadata must have dtype int32")
-    check(schedule.shape == (_parts(rows), 8), "tile_scheduler_metadata must have shape (num_sm_parts, 8)")
+    check(schedule.shape == (parts, 8), "tile_scheduler_metadata must have shape (num_sm_parts, 8)")
     check(splits.shape == (len(lens) + 1,), "num_splits must have shape (batch_size + 1)")
     check(schedule.is_contiguous() and splits.is_contiguous(), "tile_scheduler_metadata must be contiguous")
     require((schedule == rows).all(), "the schedule is of calls with another query length")
     require(torch.equal(splits.diff(), lens), f"the schedule is of {splits.diff().tolist()} keys, not {lens.tolist()}")
 
 
-def _parts(rows: int) -> int:
-    return max(_MULTIPROCESSORS // -(-rows // 64), 1)
+def _parts(rows: int, is_fp8: bool) -> int:
+    parts = _MULTIPROCESSORS // -(-rows // 64)
+    require(parts or not is_fp8, f"{rows} rows are more tiles than there are multiprocessors")
+    return max(parts, 1)
