@@ -2,6 +2,7 @@
 Measure latent attention (MLA) on a GPU: `forward` beside direct library calls.
 
     python benchmarks/latent.py --backend flash_attn/fa3_vllm --out DIR [--block-size 64] [--seconds 120]
+    python benchmarks/latent.py --backend flashmla --out DIR [--kv-cache-dtype fp8_e4m3]
 
 Absorbed decodes of 64 requests of 4,096 tokens with 16 and 128 query heads and 1, 2 and 4 new tokens each, replayed
 from a graph; and the uncompressed prefill of 4 prompts of 4,096 tokens with keys of 192 and values of 128. Before each
@@ -15,14 +16,14 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepwise import NOT_HERE, is_here, measure_all
 
 from attnplug_kit.bench import Step, Target, first_prefills, forwarding, work_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from attnplug_kit.bench import SectionResult
 
@@ -55,27 +56,35 @@ def main() -> int:
     parser.add_argument("--backend", required=True, help="backend/variant")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--block-size", type=int, help="tokens per block; default: what the backend prefers")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="dtype of the KV cache; prefills are left out of others"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit")
     parser.add_argument("--repeats", type=int, default=10, help="as for `attnplug bench`")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     direct = Path(__file__).with_name(f"direct_{options.backend.partition('/')[0]}.py")
     target = Target(options.backend, "cuda", 1, str(direct) if direct.exists() else None)
-    if not is_here(target, decodes(16, 1).requirements("bfloat16", block_size=options.block_size)):
+    given = {"block_size": options.block_size, "kv_cache_dtype": options.kv_cache_dtype}
+    engine = {name: value for name, value in given.items() if value not in (None, "auto")}
+    if not is_here(target, decodes(16, 1).requirements("bfloat16", **engine)):
         return NOT_HERE
-    size = options.block_size
-    file = options.out / f"latent-{options.backend.replace('/', '-')}{f'-{size}' if size else ''}"
-    command = f"python benchmarks/latent.py --backend {options.backend}{f' --block-size {size}' if size else ''}"
-    steps = _steps(target, options.repeats, size)
+    file = options.out / "-".join(("latent", options.backend.replace("/", "-"), *map(str, engine.values())))
+    words = [f" --{name.replace('_', '-')} {value}" for name, value in engine.items()]
+    command = f"python benchmarks/latent.py --backend {options.backend}{''.join(words)}"
+    steps = _steps(target, options.repeats, engine)
     return 1 if measure_all(steps, command, file, options.seconds).failures else 0
 
 
-def _steps(target: Target, repeats: int, size: int | None) -> Iterator[tuple[str, Callable[[], SectionResult]]]:
-    pages = {} if size is None else {"block_size": size}
+def _steps(
+    target: Target, repeats: int, engine: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[[], SectionResult]]]:
     for query_len in QUERY_LENS:
         for heads in HEADS:
             step = decodes(heads, query_len)
-            yield f"{step.what}, {heads} heads", partial(forwarding.measure_replay, step, target, repeats, **pages)
+            yield f"{step.what}, {heads} heads", partial(forwarding.measure_replay, step, target, repeats, **engine)
+    if "kv_cache_dtype" in engine:
+        return
     step, clock = prefill(128), work_clock("cuda")
     yield step.what, partial(forwarding.measure_step, step, target, clock, repeats, is_small=False, paged=False)
 

@@ -77,6 +77,7 @@ TARGETS: Final = (
     ),
     Target("flashinfer-python", signatures="plugins/flashinfer/tests"),
     Target("flash-attn-4", signatures="plugins/flash_attn/tests"),
+    Target("sgl-flash-mla", signatures="plugins/flashmla/tests"),
 )
 
 

@@ -20,7 +20,8 @@ def test_known_plugins_have_unique_names_and_can_be_installed() -> None:
     plugins = read_known().plugins
     names = [name for plugin in plugins for name in (plugin.name, *plugin.aliases)]
 
-    assert [plugin.name for plugin in plugins] == ["blocksparse", "flash_attn", "flashinfer", "int8_ixformer"]
+    expected = ["blocksparse", "flash_attn", "flashinfer", "flashmla", "int8_ixformer"]
+    assert [plugin.name for plugin in plugins] == expected
     assert len(set(names)) == len(names)
     assert {"FLASHINFER", "FLASH_ATTN", "BLOCK_SPARSE_FLASH_ATTN"} <= set(names)
     assert all(plugin.install == f"attnplug-{plugin.name.replace('_', '-')}" and plugin.summary for plugin in plugins)

@@ -284,7 +284,7 @@ def _two_layers(first: Scene) -> tuple[Scene, Scene]:
     other = materialize(evolve(first.case, seed=first.case.seed + 1))
     slopes, rounding = first.alibi_slopes, first.rounding
     if rounding is not None:
-        rounding = evolve(rounding, key_scale=2 * rounding.key_scale, value_scale=2 * rounding.value_scale)
+        rounding = rounding.scaled(2, 2)
     second = evolve(
         other,
         block_table=first.block_table,

@@ -256,7 +256,9 @@ def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
     elsewhere = [reasons for reasons in refusals if reasons and all(map(_depends_on_the_device, reasons))]
     reasons = elsewhere[0] if elsewhere else refusals[0]
     is_declared = capability.field in subject.supports and capability.value != FIELDS[capability.field].neutral
-    return "; ".join(map(str, reasons)), is_declared and not elsewhere
+    # A manifest that declares no form has one for keys and values apart, which a backend for latents alone never uses.
+    is_default = str(capability) == "kv_cache_form=joint" and "latent" in subject.supports
+    return "; ".join(map(str, reasons)), is_declared and not (elsewhere or is_default)
 
 
 def _depends_on_the_device(reason: Reason) -> bool:

@@ -59,14 +59,12 @@ def _scale(scene: Scene) -> Scene:
 
 
 def _k_scale(scene: Scene) -> Scene:
-    rounding = scene.rounding
-    return evolve(scene, rounding=None if rounding is None else evolve(rounding, key_scale=rounding.key_scale * 4))
+    return evolve(scene, rounding=None if scene.rounding is None else scene.rounding.scaled(key=4))
 
 
 def _v_scale(scene: Scene) -> Scene:
-    rounding, case = scene.rounding, evolve(scene.case, v_scale=scene.case.v_scale * 4)
-    changed = None if rounding is None else evolve(rounding, value_scale=rounding.value_scale * 4)
-    return evolve(scene, case=case, rounding=changed)
+    case = evolve(scene.case, v_scale=scene.case.v_scale * 4)
+    return evolve(scene, case=case, rounding=None if scene.rounding is None else scene.rounding.scaled(value=4))
 
 
 _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = {

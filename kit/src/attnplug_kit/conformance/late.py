@@ -97,7 +97,7 @@ class LateValues(Tier):
         scales |= {name: one.clone() for name, one in scales.items() if isinstance(one, torch.Tensor)}
         runner.impl.update_scales(**scales)
         runner.compare(runner.run(scene).call, scene, f"{subject} with {point}: scales that came after make_impl")
-        for role in ("key", "value"):
+        for role in _scaled_roles(scene):
             scene = _with_half_scale(scene, role)
             _change_scale(runner, scene, role)
             what = f"{subject} with {point}: the scale of {role}s, which the host has changed in place"
@@ -117,7 +117,7 @@ class LateValues(Tier):
         halved = _with_half_scale(scene, "key")
         for each in (scene, halved, _with_half_scale(halved, "value")):
             call = runner.padded_call(each)
-            for role in ("key", "value"):
+            for role in _scaled_roles(scene):
                 _change_scale(runner, each, role)
             runner.place(call)
             runner.builder.build(call.batch, graph=graph)
@@ -191,8 +191,12 @@ def _with_half_scale(scene: Scene, role: str) -> Scene:
     """Return the scene with another scale of keys or values, as with an FP8 cache that is calibrated again."""
     if scene.rounding is None:
         raise AssertionError(f"{scene.case} has no FP8 cache")
-    half: dict[str, Any] = {f"{role}_scale": getattr(scene.rounding, f"{role}_scale") / 2}
-    return evolve(scene, rounding=evolve(scene.rounding, **half))
+    return evolve(scene, rounding=scene.rounding.scaled(**{role: 0.5}))
+
+
+def _scaled_roles(scene: Scene) -> tuple[str, ...]:
+    """Return the roles with a scale of their own: values of latents have that of their keys."""
+    return ("key",) if scene.case.latent else ("key", "value")
 
 
 def _change_scale(runner: SceneRunner, scene: Scene, role: str) -> None:

@@ -38,7 +38,7 @@ def _refused(subject: Subject) -> dict[str, Any]:
             continue  # what is not declared is served by reading the lengths from the device
         for value in _undeclared(item.name, subject.supports.get(item.name)):
             requirements = _request(subject, item.name, value)
-            if requirements is not None:
+            if requirements is not None and not (requirements.latent and item.name == "kv_cache_form"):  # it follows
                 found[str(Capability(item.name, value))] = (item.name, value, requirements)
     return found
 

@@ -41,7 +41,7 @@ class Fp8Rounding:
     Attributes:
         dtype: float8_e4m3fn or float8_e5m2.
         key_scale: float32, ``(1,)`` or ``(num_kv_heads,)``.
-        value_scale: As `key_scale`, of values.
+        value_scale: As `key_scale`, of values; the same object for latents.
     """
 
     dtype: torch.dtype
@@ -55,6 +55,13 @@ class Fp8Rounding:
     def seen(self, rows: Tensor, scale: Tensor) -> Tensor:
         """Return what attention reads of such rows, in float64."""
         return self.cached(rows, scale) * scale[:, None].double()
+
+    def scaled(self, key: float = 1.0, value: float = 1.0) -> Fp8Rounding:
+        """Return the rounding with its scales multiplied. Of latents there is one, which takes both factors."""
+        if self.value_scale is self.key_scale:
+            scale = self.key_scale * key * value
+            return Fp8Rounding(self.dtype, scale, scale)
+        return Fp8Rounding(self.dtype, self.key_scale * key, self.value_scale * value)
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:

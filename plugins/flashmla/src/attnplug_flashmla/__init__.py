@@ -1,0 +1,1 @@
+"""The attention backend flashmla: FlashMLA's dense kernels for latent attention."""

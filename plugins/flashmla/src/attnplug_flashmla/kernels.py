@@ -1,0 +1,122 @@
+"""The library sgl-flash-mla. Only this module calls it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.errors import PluginLoadError
+from attnplug_flashmla.plugin import LIBRARY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug import Agreement
+
+TILE: Final = 64
+"""Rows of a tile: one query token of one head each. Fewer rows take the time of a tile."""
+
+
+@frozen(eq=False)
+class Call:
+    """
+    One call of the kernels: requests of one query length, or equal pieces of a long query, which are requests too.
+
+    Attributes:
+        first: The first query row.
+        last: The row behind the last one.
+        query_len: Rows of each request.
+        lens: ``(requests,)`` int32, the keys of each request, up to its last row.
+        table: ``(requests, max_blocks)`` int32; the rows of pieces are one row of memory.
+        causal: Whether rows of a request attend to no later key.
+        schedule: ``(parts, 8)`` int32, the requests and pages of each part of the GPU.
+        splits: ``(requests + 1,)`` int32, the first partial result of each request.
+        padding: ``(rows, 1)`` bool, rows of requests without a key, which `lens` and `table` give one of the null
+            block; None where the kernels take such requests, or there are none.
+    """
+
+    first: int
+    last: int
+    query_len: int
+    lens: Tensor
+    table: Tensor
+    causal: bool
+    schedule: Tensor
+    splits: Tensor
+    padding: Tensor | None = None
+
+
+class Kernels:
+    """
+    The dense kernels of the library for Hopper, which it calls legacy.
+
+    Args:
+        agreement: The agreement.
+
+    Attributes:
+        is_fp8: Whether queries and the KV cache are in float8_e4m3fn. These kernels compute both products in FP8, and
+            read out of bounds for a request without a key.
+
+    Raises:
+        PluginLoadError: The library does not load.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        from flash_mla import flash_mla_interface  # noqa: PLC0415 - loads two libraries of kernels
+
+        try:
+            flash_mla_interface.get_ops(True)  # noqa: FBT003 - the library's signature; it reports what did not load
+        except RuntimeError as error:
+            raise PluginLoadError(
+                f"the kernels of {LIBRARY} do not load: {error}",
+                "its library _C_legacy needs CUDA 13 and torch 2.10 or newer",
+                "install a torch for CUDA 13, or let attnplug choose another backend",
+            ) from error
+        self._library: Any = flash_mla_interface
+        self.is_fp8 = agreement.kv_cache_dtype == "fp8_e4m3"
+        self._heads = agreement.requirements.num_q_heads
+        self._value_size = agreement.requirements.head_size_v or agreement.requirements.head_size
+
+    def schedule(self, lens: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
+        """
+        Return the schedule and the splits of a call, computed on the device.
+
+        Args:
+            lens: ``(requests,)`` int32, contiguous.
+            query_len: Rows of each request.
+        """
+        schedule, splits = self._library.get_mla_decoding_metadata(
+            lens, query_len * self._heads, 1, self._heads, is_fp8_kvcache=self.is_fp8, use_legacy=True
+        )
+        return schedule, splits
+
+    def attend(
+        self, query: Tensor, pages: Tensor, call: Call, scale: float, descales: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Return the output ``(rows, heads * head_size_v)`` and the natural LSE ``(rows, heads)``, +inf without a key.
+
+        Args:
+            query: ``(rows, heads, head_size)``, the rows of the call.
+            pages: ``(num_blocks, 64, 1, head_size)``, blocks apart by any multiple of 16 bytes.
+            call: The call.
+            scale: The factor of scores.
+            descales: ``(1,)`` float32 of queries and of keys, for FP8.
+        """
+        requests = call.lens.shape[0]
+        out, lse = self._library.flash_mla_with_kvcache(
+            query.contiguous().view(requests, call.query_len, self._heads, -1),
+            pages,
+            call.table,
+            call.lens,
+            self._value_size,
+            self._library.FlashMLASchedMeta(tile_scheduler_metadata=call.schedule, num_splits=call.splits),
+            softmax_scale=scale,
+            causal=call.causal,
+            is_fp8_kvcache=self.is_fp8,
+            use_legacy=True,
+            descale_q=descales[0],
+            descale_k=descales[1],
+        )
+        return out.view(query.shape[0], -1), lse.transpose(1, 2).reshape(query.shape[0], -1)
