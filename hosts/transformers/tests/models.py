@@ -33,9 +33,20 @@ CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.fo
 """What models call their KV cache: another name since transformers 5.24."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
-    **{"num_key_value_heads": 4, "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6},
-    **{"kv_lora_rank": 16, "q_lora_rank": 12, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 

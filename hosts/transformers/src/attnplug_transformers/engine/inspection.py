@@ -262,7 +262,7 @@ def inspect_layers(
     return tuple(attrs.evolve(spec, takes_mask=packing.takes_mask[spec.module]) for spec in recorder.specs.values())
 
 
-def _call(  # noqa: PLR0913, PLR0917 - the arguments of one forward pass
+def _call(
     model: Any,
     ids: Tensor,
     positions: Tensor,

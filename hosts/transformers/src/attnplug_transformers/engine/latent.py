@@ -1,9 +1,9 @@
 """
 Multi-head latent attention (MLA): the latents that a model stores, and its queries and outputs in their space.
 
-Since transformers 5.19 such modules store latents: normalized, and with the rotated part of the key, they go through
-``update`` of the KV cache before the module expands them. `LatentCache` takes them there. The engine stores them in its
-own KV cache, and attends to them with absorbed projections, instead of the keys and values that the module expands.
+Modules of transformers pass their latents, normalized, and the rotated part of the key to ``update`` of the KV cache
+before they expand them. `LatentCache` takes them there. The engine stores them in its own KV cache, and attends to them
+with absorbed projections, instead of the keys and values that the module expands.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 """
@@ -128,20 +128,25 @@ class LatentCache(DynamicCache):
         if latents is None or latents[0].shape[-1] != module.kv_lora_rank:
             raise RequirementsError(
                 f"{module_name(module)} does not store latents in its KV cache",
-                "modules of latent attention (MLA) store them since transformers 5.19; this is transformers"
-                f" {transformers.__version__}",
-                f"update transformers, or {_OWN}",
+                "the engine takes them from cache.update(), where transformers' modules pass them since release 5.15; this"
+                f" is {transformers.__version__}",
+                f"run the model from the classes of transformers, or {_OWN}",
             )
-        compressed, rotated = latents
-        key_up, value_up = up_projections(module)
+        key_up, _ = up_projections(module)
         if self._compares:
-            _compare(call, compressed, rotated)
-        nope, rope = call.query[0].split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+            _compare(call, *latents)
+        parts = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+        nope, rope = torch.split(call.query[0], parts, -1)
         query = torch.cat([torch.einsum("ntp,npl->tnl", nope, key_up), rope.transpose(0, 1)], -1)
         key = torch.cat(latents, -1)
         value = key[..., : module.kv_lora_rank]
-        sizes = {"head_size": key.shape[-1], "head_size_v": value.shape[-1], "num_kv_heads": 1}
-        signature = attrs.evolve(call.signature, **sizes, is_cross=False)
+        signature = attrs.evolve(
+            call.signature,
+            num_kv_heads=1,
+            head_size=key.shape[-1],
+            head_size_v=value.shape[-1],
+            is_cross=False,  # there are as many keys as queries
+        )
         return attrs.evolve(call, query=query.transpose(0, 1)[None], key=key, value=value, signature=signature)
 
 
@@ -157,7 +162,7 @@ def up_projections(module: Any) -> tuple[Tensor, Tensor]:
     """
     projection, sizes = module.kv_b_proj, [module.qk_nope_head_dim, module.v_head_dim]
     shape = (module.num_heads * sum(sizes), module.kv_lora_rank)
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     if (
         type(projection) is not nn.Linear
         or type(weight) not in {Tensor, nn.Parameter}
@@ -190,7 +195,7 @@ def expand(module: Any, output: Tensor) -> Tensor:
 
 
 def _compare(call: AttentionCall, compressed: Tensor, rotated: Tensor) -> None:
-    """Compare the first token's keys and values as the module has expanded them with the up-projections of its weight."""
+    """Compare the first token's keys and values, as the module has expanded them, with those by its weight."""
     key_up, value_up = up_projections(call.module)
     first = compressed[0, 0, :1]
     nope, value = (torch.einsum("tl,nsl->nts", first, weight) for weight in (key_up, value_up))
