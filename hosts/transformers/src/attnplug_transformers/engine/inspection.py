@@ -337,6 +337,7 @@ class LayerRecorder:
         if owner is not None:
             return owner.k_scale, owner.v_scale
         k_scale, v_scale = scales_of(call.module, requirements.num_kv_heads, call.key.device)
+        # A latent is stored once, as a key: checkpoints may have a scale of values beside, which nothing stores.
         return k_scale, k_scale if requirements.latent else v_scale
 
     def _find_target(self, call: AttentionCall, layer: ModelLayer) -> str | None:

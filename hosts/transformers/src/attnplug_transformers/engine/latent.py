@@ -128,8 +128,8 @@ class LatentCache(DynamicCache):
         if latents is None or latents[0].shape[-1] != module.kv_lora_rank:
             raise RequirementsError(
                 f"{module_name(module)} does not store latents in its KV cache",
-                "the engine takes them from cache.update(), where transformers' modules pass them since release 5.15; this"
-                f" is {transformers.__version__}",
+                "the engine takes them from cache.update(), where modules of transformers pass them since release 5.15;"
+                f" this is {transformers.__version__}",
                 f"run the model from the classes of transformers, or {_OWN}",
             )
         key_up, _ = up_projections(module)
