@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch
-from attnplug.dense import latent_prefill, prefix_chunks
+from attnplug.dense import latent_prefill
+from attnplug.dense.latent import prefix_chunks
 from attnplug.errors import BatchError, LimitsError, TensorError
 from tests.examples import examples
 

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
-    from attnplug.dense.latent import PrefixChunk as PrefixChunk
     from attnplug.dense.latent import latent_prefill as latent_prefill
-    from attnplug.dense.latent import prefix_chunks as prefix_chunks
     from attnplug.dense.native_rows import NativeRow as NativeRow
     from attnplug.dense.native_rows import NativeRows as NativeRows
     from attnplug.dense.prepared import prepare_attention as prepare_attention
@@ -49,7 +47,7 @@ _MODULES: Final = {
     "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
-    "attnplug.dense.latent": "PrefixChunk latent_prefill prefix_chunks",
+    "attnplug.dense.latent": "latent_prefill",
     "attnplug.dense.native_rows": "NativeRow NativeRows",
     "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen rows_of",
     "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",
