@@ -113,6 +113,9 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
         if layer.requirements.attn_type != "decoder":
             found = f"{layer.name} is {layer.requirements.attn_type} attention"
             _refuse(model, found, "the engine runs causal decoders")
+        if layer.requirements.latent:
+            found = f"{layer.name} is multi-head latent attention (MLA)"
+            _refuse(model, found, "this engine has no latent KV cache yet")
     if training := [name for name, module in model.named_modules() if module.training]:
         found = f"{training[0] or 'it'} is in training mode"
         _refuse(model, found, "dropout is a training feature", "call model.eval() first")
