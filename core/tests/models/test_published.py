@@ -100,6 +100,10 @@ LATENT = {
     "moonshotai/Moonlight-16B-A3B": (27, 16, 512, 64, 192, 128, None),
     "Kimi Linear": (6, 32, 512, 64, 192, 128, None),
     "openbmb/MiniCPM3-4B": (62, 40, 256, 32, 96, 64, None),
+    "GLM-4.7-Flash": (47, 20, 512, 64, 256, 256, None),
+    "Mistral 4": (36, 32, 256, 64, 128, 128, (128, 1.0)),
+    "Youtu": (32, 16, 512, 64, 192, 128, None),
+    "LongCat-Flash": (56, 64, 512, 64, 192, 128, None),
 }
 SPARSE = {"deepseek-ai/DeepSeek-V3.2": 61, "zai-org/GLM-5": 78}
 

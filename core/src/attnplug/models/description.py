@@ -100,6 +100,11 @@ class ModelDescription:
         return {layer.name: layer.requirements for layer in self.layers}
 
     @property
+    def uncompressed(self) -> dict[str, Requirements]:
+        """The requests of uncompressed prefills, by layer, where keys are latents."""
+        return {layer.name: layer.uncompressed for layer in self.layers if layer.uncompressed is not None}
+
+    @property
     def unserved(self) -> tuple[OtherLayers, ...]:
         """The attention layers that the contract does not express: no backend can serve them."""
         return tuple(other for other in self.others if other.is_attention)
