@@ -60,7 +60,7 @@ def test_their_text_continues_as_in_transformers(host, name):
         assert set(engine.selections) == {f"model.language_model.layers.{index}.self_attn" for index in range(4)}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"mistral4"}))  # which has latents
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_window_of_null_is_none(name):
     found = host_module.requirements(CONFIGS[name](), dtype="float32")
 

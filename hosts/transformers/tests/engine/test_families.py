@@ -14,7 +14,9 @@ from hosts.transformers.tests.models import generate, sharpen
 from hosts.transformers.tests.test_architectures import tiny
 
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
-"""Families of multi-head latent attention (MLA) without an indexer."""
+"""Families whose layers all are multi-head latent attention (MLA)."""
+INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
+"""Families of an indexer, which are named instead of described."""
 SOME = {
     *("bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mpt", "nemotron", "qwen3_moe", "stablelm"),
     *LATENT,
@@ -25,6 +27,7 @@ NEW = 10
 PROMPTS = [[5, 9, 20, 33, 7, 101, 64, 3, 250, 18, 77], [12, 4, 199]]
 RECURRENT = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid", "jamba"),
+    *("bailing_hybrid", "kimi_linear"),
     *("bamba", "falcon_h1", "minimax", "nemotron_h", "recurrent_gemma", "zamba2", "zamba", "zaya", "lfm3", "lara_mini"),
 }
 OWN = {"gpt_neox_japanese", "openai-gpt"}
@@ -34,7 +37,7 @@ CAUSAL = sorted(
     for name in set(ARCHITECTURES) & set(CONFIG_MAPPING)
     if ARCHITECTURES[name].family == "decoder"
     and CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    and name not in RECURRENT | OWN
+    and name not in RECURRENT | OWN | INDEXED
 )
 
 

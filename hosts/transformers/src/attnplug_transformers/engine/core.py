@@ -26,7 +26,6 @@ from attnplug_transformers.engine.inspection import (
     inspect_layers,
     resolve_max_seq_len,
 )
-from attnplug_transformers.engine.latent import latent_layers
 from attnplug_transformers.engine.layers import Groups, check_memory, count_blocks, free_bytes, make_caches
 from attnplug_transformers.engine.metrics import EngineStats
 from attnplug_transformers.engine.model_attention import ModelAttention
@@ -85,15 +84,17 @@ class EngineCore:
         check_options_known("Engine()", unknown, EngineCore.__init__)
         check_options(graphs, async_scheduling, prefix_caching, kv_cache_dtype)
         check_class(model)
-        wanted: dict[str, Any] = {
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "paged": True,
-            "block_size": block_size,
-            "kv_cache_dtype": kv_cache_dtype,
-            "features": features,
-            "cudagraph": "single_token_decode" if graphs else "never",
-        }
-        layers = latent_layers(model, **wanted) or model_layers(model.config, assume=assume, fix=KEEP, **wanted)
+        layers = model_layers(
+            model.config,
+            dtype=str(model.dtype).removeprefix("torch."),
+            paged=True,
+            assume=assume,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            features=features,
+            cudagraph="single_token_decode" if graphs else "never",
+            fix=KEEP,
+        )
         check_model(model, layers)
         check_autocast(model.device)
         limits = Limits(

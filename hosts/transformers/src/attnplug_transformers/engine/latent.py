@@ -21,8 +21,6 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from attnplug.errors import RequirementsError
-from attnplug.models import ModelLayer
-from attnplug.request import Requirements
 from attnplug_transformers.call import module_name
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 _ARGUMENT: Final = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """The argument of a model that is its KV cache: another name since transformers 5.24."""
 
-_ATTRIBUTES: Final = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
-
 _TOLERANCE: Final = 0.05
 """How far rows of a 16-bit dtype may differ by rounding, relative to the largest."""
 
@@ -40,39 +36,6 @@ _OWN: Final = (
     "generate with transformers and attn_implementation='attnplug' (attnplug_transformers.register()), where the module"
     " expands its latents"
 )
-
-
-def latent_layers(model: Any, **wanted: Any) -> tuple[ModelLayer, ...]:
-    """
-    Return the layers of a model whose layers all are latent attention; otherwise an empty tuple.
-
-    Modules that choose keys by an indexer, and hybrids with linear attention, are left to `attnplug.models`.
-
-    Args:
-        model: The model.
-        wanted: The fields of `Requirements` that the engine decides, with `dtype` and `paged`.
-    """
-    found = {name: module for name, module in model.named_modules() if _is_latent(module)}
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    if len(found) != count or any(getattr(module, "indexer", None) is not None for module in found.values()):
-        return ()
-    return tuple(_layer(name, module, wanted) for name, module in found.items())
-
-
-def _is_latent(module: Any) -> bool:
-    return all(hasattr(module, name) for name in _ATTRIBUTES)
-
-
-def _layer(name: str, module: Any, wanted: dict[str, Any]) -> ModelLayer:
-    requirements = Requirements(
-        latent=True,
-        head_size=module.kv_lora_rank + module.qk_rope_head_dim,
-        head_size_v=module.kv_lora_rank,
-        num_q_heads=module.num_heads,
-        num_kv_heads=1,
-        **wanted,
-    )
-    return ModelLayer(name[name.find("layers.") :], module.layer_idx, requirements, module.scaling)
 
 
 class LatentCache(DynamicCache):
