@@ -49,6 +49,16 @@ class Scene:
         )
         return torch.cat([key, rotated[:, None].expand(-1, HEADS, -1)], -1), value
 
+    def to(self, device):
+        """Move the step to a device. Its expected result is computed before."""
+        lengths = [len(rows) for rows in self.latents]
+        self.batch = Batch.from_lengths(
+            [len(rows) for rows in self.queries], lengths, block_table=self.table, device=device
+        )
+        self.keys_up, self.values_up = self.keys_up.to(device), self.values_up.to(device)
+        self.latents, self.queries = ([rows.to(device) for rows in one] for one in (self.latents, self.queries))
+        self.pages = self.pages.to(device)
+
     def expected(self):
         """Return the attention over all keys at once, in float64."""
         outputs, sums = [], []
@@ -124,6 +134,22 @@ def test_padded_requests_are_left_out():
 
     torch.testing.assert_close(scene.run(max_rows=4)[0].double(), expected, rtol=1e-4, atol=1e-4)
     assert scene.rows == [4, 4, 1]
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32)
+    expected, _ = scene.expected()
+    scene.to("cuda")
+    scene.run(max_rows=256)  # decides, and compiles
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, _ = scene.run(max_rows=256)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_what_does_not_fit_is_refused():

@@ -50,7 +50,7 @@ class LatentCache(DynamicCache):
     def __init__(self, *, compares: bool = False) -> None:
         super().__init__()
         self._compares = compares
-        self._latents: dict[int, tuple[Tensor, Tensor]] = {}
+        self._latents: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     @property
     def argument(self) -> dict[str, LatentCache]:
@@ -87,8 +87,8 @@ class LatentCache(DynamicCache):
             RequirementsError: The module stores no latents, or its up-projection is not a plain weight.
         """
         module: Any = call.module
-        latents = self._latents.pop(module.layer_idx, None)
-        if latents is None or latents[0].shape[-1] != module.kv_lora_rank:
+        latents = self._latents.pop(getattr(module, "layer_idx", None), None)
+        if latents is None or latents[0].shape[-1] != getattr(module, "kv_lora_rank", None):
             raise RequirementsError(
                 f"{module_name(module)} does not store latents in its KV cache",
                 "the engine takes them from cache.update(), where modules of transformers pass them since release 5.15;"
