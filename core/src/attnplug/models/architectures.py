@@ -237,6 +237,7 @@ REMOTE: Final = (
         "bailing_moe_linear", _decoder(last_group_full(every(8, field="layer_group_size", other=LINEAR)), path=_BAILING)
     )
     | _each("minimax_m1 minimax_text_01", _decoder(minimax_m1))
+    | _each("kimi_k2", _decoder(scale=yarn, latent=True))
     | _each("chatglm", _decoder(path="encoder.layers.{}.self_attention", kv_heads=chatglm_kv_heads))
     | _each("baichuan", _decoder(alibi="linear", has_alibi=baichuan_has_alibi))
     | _each("qwen", _decoder(path="h.{}.attn"))
@@ -296,7 +297,7 @@ _HYBRID: Final = (
 
 _LATENT: Final = (
     _each(
-        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 sarvam_mla youtu",
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu",
         _decoder(scale=yarn, latent=True),
     )
     | _each("mistral4", _decoder(scale=mistral4, latent=True))

@@ -245,9 +245,8 @@ def _describe(
     layers = () if why else tuple(attention_layers(fields, architecture, wanted, is_biased=is_biased))
     if assume is not None and not why and (why := dropped(fields, name)):
         layers = ()
-    others = (
-        () if architecture.family == "encoder_decoder" else _others(fields, kinds_of(fields, architecture), layers, why)
-    )
+    kinds = () if architecture.family == "encoder_decoder" else kinds_of(fields, architecture)
+    others = _others(fields, kinds, layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
     said.append(_of_unknown(fields))
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)

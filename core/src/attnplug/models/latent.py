@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnplug.models.architectures import Architecture
     from attnplug.models.fields import Fields
 
@@ -40,7 +38,7 @@ def expanded_heads(fields: Fields) -> dict[str, Any]:
     return {"num_q_heads": heads, "num_kv_heads": heads, "head_size": nope + rope, "head_size_v": value}
 
 
-def absorbed_heads(fields: Fields) -> Mapping[str, Any]:
+def absorbed_heads(fields: Fields) -> dict[str, Any]:
     """
     Return the heads where queries and outputs are projected instead: every query head attends to the latents.
 
