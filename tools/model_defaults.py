@@ -60,13 +60,9 @@ def described_types() -> list[str]:
     """Return the model types whose fields `attnplug.models` reads and that transformers has a class for."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds
 
-    from attnplug.models.architectures import (  # noqa: PLC0415 - only this reads the package
-        ARCHITECTURES,
-        BIASED,
-        LATENT,
-    )
+    from attnplug.models.architectures import ARCHITECTURES, BIASED  # noqa: PLC0415 - only this reads the package
 
-    return sorted({*ARCHITECTURES, *BIASED, *LATENT} & set(CONFIG_MAPPING))
+    return sorted({*ARCHITECTURES, *BIASED} & set(CONFIG_MAPPING))
 
 
 def table() -> str:

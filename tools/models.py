@@ -46,6 +46,7 @@ _WORDS: Final = {
     "sinks": "sinks",
     "attn_bias": "additive bias",
     "kv_sharing": "shared KV cache",
+    "latent": "latent",
     "block_sparse": "block-sparse",
 }
 _KINDS: Final = {"encoder": "encoder", "encoder_only": "encoder", "encoder_decoder": "cross attention"}
@@ -63,8 +64,9 @@ where it is stale.
 - A device is its compute capability. On 9.0 the order of backends was measured; [elsewhere it was
   not](../how-to/choose-a-backend.md#by-gpu). Two backends in a cell serve different layers. *none*: no backend serves
   all layers together; [the reason](#why-not) is below.
-- *attention*: layers x query heads / KV heads x head size, dtype, other features. *Besides*: layers without attention,
-  such as recurrences, which run on their own implementation.
+- *attention*: layers x query heads / KV heads x head size, dtype, other features. *Latent*: absorbed latent attention
+  (MLA), whose values are the first part of their keys; `attnplug plan` also names the backend of a prefill with
+  expanded latents. *Besides*: layers without attention, such as recurrences, which run on their own implementation.
 - *bytes*: the KV cache per token on one device, and on each of two with tensor parallelism; `!` if two devices cannot
   share the heads.
 - *values from*: the published `config.json` of this name or of another one, or the file that {library} writes for a

@@ -210,14 +210,50 @@ def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> No
 
 def test_attention_that_is_not_expressed_is_not_served(run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
+    file.write_text(json.dumps({"model_type": "deepseek_v32", "dtype": "bfloat16"}))
 
     done = run("explain", "--config", str(file), "--json")
     partial = run("explain", "--config", str(file), "--partial")
 
     assert done.code == partial.code == 1
     assert done.json["error"]["type"] == "NoBackendError"
-    assert "1152 bytes per token and layer" in done.json["error"]["expected"]
+    assert "sparse selection is not served yet" in done.json["error"]["expected"]
+
+
+def test_latents_have_a_decision_for_each_form(run, site, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "deepseek_v3", "num_hidden_layers": 2, "dtype": "bfloat16"}))
+    command = ("explain", "--config", str(file), *HOPPER)
+
+    done, shown, full = run(*command, "--json"), run(*command), run(*command, "--all")
+
+    (absorbed,), (plan,) = done.json["explanations"], done.json["plans"]
+    (expanded,) = plan["uncompressed_prefills"]
+    assert done.code == shown.code == 0
+    assert absorbed["requirements"]["latent"]
+    assert absorbed["chosen"] == "torch/sdpa"
+    assert absorbed["layers"] == expanded["layers"] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert (expanded["requirements"]["head_size"], expanded["requirements"]["return_lse"]) == (192, True)
+    assert f"uncompressed prefill (128 heads of 192, values of 128): {expanded['chosen']}; runner-up: " in shown.out
+    assert full.out.count("does not support head_size") > shown.out.count("does not support head_size")
+    assert "uncompressed prefill, where the engine expands latents\nlayers.{0,1}.self_attn (2 layers)" in full.out
+    contiguous = run(*command, "--no-paged", "--json").json
+    assert "uncompressed_prefills" not in contiguous["plans"][0]
+    assert contiguous["explanations"][0]["requirements"]["head_size"] == 192
+
+
+def test_an_uncompressed_prefill_need_not_be_served(run, empty, tmp_path: Path) -> None:
+    latents = SMALL.replace("small", "latents").replace("head_size = 64", "head_size = 320").partition("[[")[0]
+    empty.add("latents", latents.replace('"sinks"', '"head_size_v", "latent"').replace("windowed", "only"))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mistral4", "num_hidden_layers": 2, "dtype": "bfloat16"}))
+
+    done = run("explain", "--config", str(file), *HOPPER, "--backend", "latents", "--json")
+
+    assert done.code == 0
+    (plan,) = done.json["plans"]
+    assert plan["groups"][0]["id"] == "latents/only"
+    assert plan["uncompressed_prefills"][0]["chosen"] is None
 
 
 def test_an_unknown_model_type_is_read_as_another(run, tmp_path: Path) -> None:

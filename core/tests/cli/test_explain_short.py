@@ -12,7 +12,7 @@ import attnplug
 from attnplug.cli.explain.matrix import matrix_lines
 from attnplug.cli.explain.result import explain_layers
 from attnplug.cli.explain.short import MOST_LINES, short_lines
-from attnplug.models import requirements_from_json
+from attnplug.models import describe_model
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -37,6 +37,7 @@ MODELS = {
         "attn_logit_softcapping": 50.0,
         "hidden_activation": "gelu",
     },
+    "kimi_linear": {"model_type": "kimi_linear", "dtype": "bfloat16"},
 }
 LAYERS = {
     name: {
@@ -73,11 +74,11 @@ def _text(line: Line) -> str:
     return "".join(part if isinstance(part, str) else part[0] for part in line)
 
 
-def _layers(name: str, folder: Path) -> Mapping[str, Requirements]:
+def _layers(name: str) -> dict[str, Mapping[str, Requirements]]:
     if name in LAYERS:
-        return LAYERS[name]
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    return requirements_from_json(str(folder), paged=True)
+        return {"layers": LAYERS[name]}
+    model = describe_model(MODELS[name])
+    return {"layers": model.requirements, "prefills": model.uncompressed}
 
 
 def _check(lines: Sequence[Line], columns: int) -> None:
@@ -88,16 +89,16 @@ def _check(lines: Sequence[Line], columns: int) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *LAYERS])
 @pytest.mark.parametrize("plugins", ["none", "flash", "many"])
-def test_a_device_has_25_lines_that_fit(empty, request, tmp_path, monkeypatch, name, plugins) -> None:
+def test_a_device_has_25_lines_that_fit(empty, request, monkeypatch, name, plugins) -> None:
     if plugins != "none":
         request.getfixturevalue("site")
     if plugins == "many":
         empty.add("many", MANY)
     attnplug.refresh()
-    layers = _layers(name, tmp_path)
+    requested = _layers(name)
     devices = DEVICES if name in MODELS else DEVICES[2:4]
     results = [
-        explain_layers(layers, Device.parse(device), assume_installed=assumed)
+        explain_layers(device=Device.parse(device), assume_installed=assumed, **requested)
         for device in devices
         for assumed in (False, True)
     ]

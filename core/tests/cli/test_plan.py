@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ GPT_OSS = {
     "sliding_window": 128,
     "dtype": "bfloat16",
 }
+DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "dtype": "bfloat16"}
 ON_HOPPER = ["--device", "cuda:9.0", "--assume-installed"]
 WHISPER = {
     "model_type": "whisper",
@@ -163,13 +165,50 @@ def test_other_layers_are_named_and_no_failure(plan, no_plugins) -> None:
     assert "other layers: 7 layers: linear_attention: linear attention or a" in done.out
 
 
+def test_latents_are_on_every_device(plan, no_plugins) -> None:
+    done = plan(DEEPSEEK, "--device", "cpu", "--tp", "8", "--json")
+
+    (found,) = done.json["plans"]
+    (group,) = found["groups"]
+    sizes = {"head_size": 576, "head_size_v": 512, "num_q_heads": 16, "num_kv_heads": 1, "latent": True}
+    assert done.code == 0
+    assert (group["id"], group["requirements"]) == ("torch/sdpa", sizes | {"dtype": "bfloat16"})
+    assert (group["kv_heads"], group["copies"], group["scale"]) == ("replicated", 8, 192**-0.5)
+    assert found["kv_cache_form"] == "latent"
+    assert found["kv_cache_bytes_per_token"] == 2 * 1152
+
+
+def test_an_uncompressed_prefill_has_its_own_decision(plan, no_plugins) -> None:
+    done = plan(DEEPSEEK, "--device", "cuda:9.0", "--tp", "8", "--json")
+
+    (prefill,) = done.json["plans"][0]["uncompressed_prefills"]
+    sizes = {"head_size": 192, "head_size_v": 128, "num_q_heads": 16, "num_kv_heads": 16, "dtype": "bfloat16"}
+    assert prefill["requirements"] == sizes | {"paged": False, "return_lse": True}
+    expected = attnplug.select(attnplug.Requirements(**prefill["requirements"]), "cuda:9.0")
+    assert (prefill["id"], prefill["layers"]) == (expected.id, ["layers.0.self_attn", "layers.1.self_attn"])
+
+
+def test_a_person_reads_who_runs_the_uncompressed_prefill(plan, site, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    label = "uncompressed prefill (128 heads of 192, values of 128): "
+
+    served = plan(DEEPSEEK, *ON_HOPPER)
+    refused = plan(DEEPSEEK, *ON_HOPPER, "--backend", "flash")
+
+    assert served.code == 0
+    (line,) = [line for line in served.out.splitlines() if line.startswith(label)]
+    assert re.match(r"torch/\w+; runner-up: torch/\w+: ", line.removeprefix(label))
+    assert refused.code == 1
+    assert re.search(re.escape(label) + r"none: flash/\w+: does not support head_size", refused.out)
+    assert "uncompressed" not in plan(GPT_OSS, *ON_HOPPER).out
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_latent_attention_is_not_served(plan, no_plugins, options) -> None:
-    done = plan({"model_type": "deepseek_v3", "dtype": "bfloat16"}, "--device", "cpu", *options)
+def test_sparse_selection_is_not_served(plan, no_plugins, options) -> None:
+    done = plan({"model_type": "deepseek_v32", "dtype": "bfloat16"}, "--device", "cpu", *options)
 
     assert done.code == 1
-    assert "multi-head latent attention" in done.out
-    assert "no backend of attnplug serves it yet" in " ".join(done.out.split())
+    assert "sparse selection is not served yet" in " ".join(done.out.split())
     if options:
         assert done.json["plans"][0]["serves"] is False
 

@@ -9,7 +9,7 @@ import pytest
 
 from attnplug.errors import RequirementsError
 from attnplug.models import describe_model, requirements
-from attnplug.models.architectures import BIASED, LATENT
+from attnplug.models.architectures import BIASED
 
 LLAMA = {
     "model_type": "llama",
@@ -163,33 +163,58 @@ def test_a_searched_architecture_leaves_attention_out() -> None:
 # Attention that no requirements express
 
 
-def test_latent_attention_is_named_with_what_it_needs() -> None:
-    found = describe_model(MLA)
+def test_sparse_selection_is_named_with_what_it_needs() -> None:
+    config = MLA | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+
+    found = describe_model(config)
 
     (other,) = found.unserved
-    assert (found.layers, other.indices, other.is_attention) == ((), (0, 1, 2), True)
-    assert other.kind == "multi-head latent attention"
-    for fact in (
-        "128 query heads",
-        "512 values and 64 rotated",
-        "1152 bytes",
-        "of 576 and values of 512",
-        "of 192 and",
-    ):
+    assert (found.layers, other.kind, other.indices) == ((), "indexed_attention", (0, 1, 2))
+    for fact in ("sparse selection is not served yet", "a learned indexer of 64 heads of 128", "2048 keys", "top-k"):
         assert fact in other.why
 
 
-def test_an_indexer_is_named_too() -> None:
-    config = MLA | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_types_with_an_indexer_are_not_described_without(model_type: str) -> None:
+    with pytest.raises(RequirementsError, match="sparse selection"):
+        requirements(MLA | {"model_type": model_type}, paged=True)
+    with pytest.raises(RequirementsError, match="sparse selection"):
+        requirements(MLA | {"model_type": model_type}, paged=False)
 
-    assert "an indexer of 64 heads of 128 chooses 2048 keys" in describe_model(config).unserved[0].why
+
+def test_an_indexer_of_another_type_is_refused_too() -> None:
+    (other,) = describe_model(MLA | {"index_topk": 2048}).unserved
+
+    assert "a learned indexer chooses the keys (index_topk=2048)" in other.why
 
 
-@pytest.mark.parametrize("model_type", ["published_yesterday", *sorted(LATENT)])
-def test_latent_attention_is_known_by_its_fields(model_type: str) -> None:
-    found = describe_model(MLA | {"model_type": model_type, "layer_types": ["full_attention"] * 3})
+def test_an_unknown_type_with_latents_may_be_read_as_deepseek() -> None:
+    config = MLA | {"model_type": "published_yesterday"}
 
-    assert [other.kind for other in found.unserved] == ["multi-head latent attention"]
+    with pytest.raises(RequirementsError, match="assume='deepseek_v3'"):
+        describe_model(config)
+    assert describe_model(config, assume="deepseek_v3").layers == describe_model(MLA).layers
+
+
+@pytest.mark.parametrize("value", [-1, "512", 2.5, True])
+@pytest.mark.parametrize("name", ["kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"])
+def test_a_size_of_latents_that_is_no_whole_number_is_refused(name: str, value: object) -> None:
+    with pytest.raises(RequirementsError, match=re.escape(f"{name}={value!r}")):
+        describe_model(MLA | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ("yarn", "is an object of the parameters of rotary positions"),
+        ({"type": "yarn", "mscale_all_dim": 1.0}, "names no 'factor'"),
+        ({"type": "yarn", "mscale_all_dim": -1.0, "factor": 40}, "mscale_all_dim=-1.0"),
+        ({"type": "yarn", "mscale_all_dim": 1.0, "factor": "40"}, "factor='40'"),
+    ],
+)
+def test_parameters_of_yarn_that_are_wrong_are_refused(rope: object, message: str) -> None:
+    with pytest.raises(RequirementsError, match=re.escape(message)):
+        describe_model(MLA | {"rope_scaling": rope})
 
 
 def test_latent_attention_may_be_switched_off() -> None:
@@ -198,13 +223,13 @@ def test_latent_attention_may_be_switched_off() -> None:
     assert describe_model(config | {"num_key_value_heads": 128}).layers[0].requirements.head_size == 8
 
 
-def test_recurrent_layers_beside_latent_attention_are_not_called_latent() -> None:
-    ling = MLA | {"model_type": "bailing_hybrid", "num_hidden_layers": 24, "layer_group_size": 4}
-    kinds = ["full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(24)]
+def test_recurrent_layers_beside_latent_attention_are_named() -> None:
+    found = describe_model(MLA | {"model_type": "bailing_hybrid", "num_hidden_layers": 24, "layer_group_size": 4})
 
-    for config in (ling, MLA | {"model_type": "published_yesterday", "num_hidden_layers": 24, "layer_types": kinds}):
-        others = {other.kind: (len(other.indices), other.is_attention) for other in describe_model(config).others}
-        assert others == {"linear_attention": (18, False), "multi-head latent attention": (6, True)}
+    assert [layer.index for layer in found.layers] == [3, 7, 11, 15, 19, 23]
+    assert {(other.kind, len(other.indices), other.is_attention) for other in found.others} == {
+        ("linear_attention", 18, False)
+    }
 
 
 def test_layers_with_an_indexer_are_named_as_such() -> None:
@@ -315,9 +340,9 @@ def test_kimi_linear_has_both() -> None:
     found = describe_model(config)
 
     assert {other.kind: (other.indices, other.is_attention) for other in found.others} == {
-        "linear_attention": ((0, 1, 2), False),
-        "multi-head latent attention": ((3,), True),
+        "linear_attention": ((0, 1, 2), False)
     }
+    assert {layer.name: layer.requirements.latent for layer in found.layers} == {"layers.3.self_attn": True}
 
 
 # Encoders and decoders, and parts of composite models
@@ -478,7 +503,7 @@ def test_vision_layers_of_mllama_attend_to_the_image() -> None:
 
 
 def test_a_description_is_plain_data() -> None:
-    data = json.loads(json.dumps(describe_model(MLA).to_dict()))
+    data = json.loads(json.dumps(describe_model(MLA | {"model_type": "deepseek_v32"}).to_dict()))
 
-    assert data["model_type"] == "deepseek_v3"
+    assert data["model_type"] == "deepseek_v32"
     assert data["others"][0]["indices"] == [0, 1, 2]

@@ -78,6 +78,17 @@ def test_bytes_are_those_of_tensors(dtype: str) -> None:
     assert cache_bytes(wanted) == sum(each.nbytes for each in slot)
 
 
+def test_values_of_latents_are_parts_of_their_keys() -> None:
+    latent = layer(latent=True, head_size=576, head_size_v=512, num_q_heads=128, num_kv_heads=1)
+
+    assert cache_bytes(latent) == 1152  # as published
+    assert cache_bytes(latent.evolve(kv_cache_dtype="fp8_e4m3")) == 576
+    for size in (2, 8, 128):  # the latents are on every device
+        found = shard(latent, size)
+        assert (found.requirements.num_q_heads, found.requirements.num_kv_heads) == (128 // size, 1)
+        assert (found.sharing, found.copies, cache_bytes(found.requirements)) == ("replicated", size, 1152)
+
+
 def test_what_has_no_cache_has_no_bytes() -> None:
     assert cache_bytes(layer(paged=False)) == 0
     assert cache_bytes(layer(kv_sharing=True)) == 0

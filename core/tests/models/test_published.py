@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,22 @@ SHAPES = {
     "amd/Llama-3.1-8B-Instruct-FP8-KV": (32, 32, 8, 128),
     "neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV": (32, 32, 8, 128),
 }
+# Layers, query heads, rank and rotary size of a latent, size of an expanded key and value, factor and weight of YaRN:
+# from the papers and model cards, not from this package.
 LATENT = {
-    "deepseek-ai/DeepSeek-V3": 61,
-    "deepseek-ai/DeepSeek-V3.2": 61,
-    "moonshotai/Kimi-K2-Instruct": 61,
-    "moonshotai/Kimi-K2.5": 61,
-    "zai-org/GLM-5": 78,
-    "deepseek-ai/DeepSeek-V2-Lite": 27,
-    "moonshotai/Moonlight-16B-A3B": 27,
-    "openbmb/MiniCPM3-4B": 62,
+    "deepseek-ai/DeepSeek-V3": (61, 128, 512, 64, 192, 128, (40, 1.0)),
+    "moonshotai/Kimi-K2-Instruct": (61, 64, 512, 64, 192, 128, (32, 1.0)),
+    "moonshotai/Kimi-K2.5": (61, 64, 512, 64, 192, 128, (64, 1.0)),
+    "deepseek-ai/DeepSeek-V2-Lite": (27, 16, 512, 64, 192, 128, (40, 0.707)),
+    "moonshotai/Moonlight-16B-A3B": (27, 16, 512, 64, 192, 128, None),
+    "Kimi Linear": (6, 32, 512, 64, 192, 128, None),
+    "openbmb/MiniCPM3-4B": (62, 40, 256, 32, 96, 64, None),
+    "GLM-4.7-Flash": (47, 20, 512, 64, 256, 256, None),
+    "Mistral 4": (36, 32, 256, 64, 128, 128, (128, 1.0)),
+    "Youtu": (32, 16, 512, 64, 192, 128, None),
+    "LongCat-Flash": (56, 64, 512, 64, 192, 128, None),
 }
+SPARSE = {"deepseek-ai/DeepSeek-V3.2": 61, "zai-org/GLM-5": 78}
 
 
 def layers_of(name: str) -> list[Any]:
@@ -114,13 +121,47 @@ def test_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_latent_attention(name: str) -> None:
+def test_latent_attention_is_absorbed_or_expanded(name: str) -> None:
+    layers, heads, rank, rope, key, value, yarn = LATENT[name]
+    paged, dense = describe_model(BY_NAME[name]), describe_model(BY_NAME[name], paged=False)
+
+    assert len(paged.layers) == layers
+    absorbed = {(r.latent, r.num_q_heads, r.num_kv_heads, r.head_size, r.head_size_v) for r in layers_of(name)}
+    assert absorbed == {(True, heads, 1, rank + rope, rank)}
+    expanded = {(r.num_q_heads, r.num_kv_heads, r.head_size, r.head_size_v) for r in dense.requirements.values()}
+    assert expanded == {(heads, heads, key, value)}
+    factor = 1.0 if yarn is None else (1 + 0.1 * yarn[1] * math.log(yarn[0])) ** 2
+    for layer in (*paged.layers, *dense.layers):
+        assert layer.scale == pytest.approx(key**-0.5 * factor)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_an_uncompressed_prefill_is_contiguous_with_lse(name: str) -> None:
+    dense = describe_model(BY_NAME[name], paged=False)
+
+    for paged, expanded in zip(describe_model(BY_NAME[name]).layers, dense.layers, strict=True):
+        assert paged.uncompressed == expanded.requirements.evolve(return_lse=True)
+        assert expanded.uncompressed is None
+
+
+def test_options_of_the_kv_cache_are_not_of_a_prefill() -> None:
+    pages = {"block_size": 64, "cascade": True, "dcp_size": 2, "kv_cache_dtype": "fp8_e4m3", "kv_in_cache": True}
+    engine = {"cudagraph": "uniform_batch", "decode_query_len": 4, "batch_invariant": True}
+
+    layer = describe_model(BY_NAME["deepseek-ai/DeepSeek-V3"], **pages, **engine).layers[0]
+
+    plain = describe_model(BY_NAME["deepseek-ai/DeepSeek-V3"]).layers[0].uncompressed
+    assert layer.requirements.kv_cache_dtype == "fp8_e4m3"
+    assert layer.uncompressed == plain.evolve(batch_invariant=True)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_selection_is_named(name: str) -> None:
     found = describe_model(BY_NAME[name])
 
     assert found.layers == ()
-    assert [(other.kind, len(other.indices)) for other in found.unserved] == [
-        ("multi-head latent attention", LATENT[name])
-    ]
+    assert [(other.kind, len(other.indices)) for other in found.unserved] == [("indexed_attention", SPARSE[name])]
+    assert "2048 keys of each query (top-k)" in found.unserved[0].why
 
 
 @pytest.mark.parametrize(
@@ -200,7 +241,8 @@ def test_scales_that_are_not_one_over_the_root_of_a_head() -> None:
     odd: dict[str, float] = {}
     for name, config in BY_NAME.items():
         for layer in describe_model(config).layers:
-            if layer.scale is not None and abs(layer.scale - layer.requirements.head_size**-0.5) > 1e-9:
+            is_odd = layer.scale is not None and abs(layer.scale - layer.requirements.head_size**-0.5) > 1e-9
+            if is_odd and not layer.requirements.latent:
                 odd[name] = layer.scale
 
     assert odd == pytest.approx(

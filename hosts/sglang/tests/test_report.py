@@ -39,11 +39,22 @@ def test_one_backend_is_chosen_for_all_layers(installed) -> None:
     windowed = LAYER.evolve(sliding_window=128, sinks=True)
     found = report.choose([LAYER, windowed], HOPPER, assume_installed=False)
 
-    assert installed == [{"capability": [9, 0], "sinks": True, "asymmetric": False, "flashinfer": False}]
+    wanted = {"capability": [9, 0], "sinks": True, "asymmetric": False, "latent": False, "flashinfer": False}
+    assert installed == [wanted]
+    assert found.warnings == ()
     assert found.engine == "SGLang 0.5.23"
     assert [each.chosen for each in found.choices] == ["fa3", "fa3"]
     assert found.choices[0].backend.same_as == ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed")
     assert [each.ignored for each in found.choices] == [(), ("sliding_window",)]
+
+
+def test_latents_are_for_sglangs_own_backends(installed) -> None:
+    latent = LAYER.evolve(latent=True, head_size=576, head_size_v=512, num_kv_heads=1)
+
+    found = report.choose([latent], HOPPER, assume_installed=False)
+
+    assert installed[0]["latent"]
+    assert (found.choices[0].ignored, found.warnings) == ((), (report.NO_LATENTS,))
 
 
 def test_flashinfer_is_supposed_where_libraries_are(installed) -> None:
@@ -98,6 +109,7 @@ def test_the_doctor_names_what_hides_them(installed, monkeypatch) -> None:
     [
         ((9, 0), {}, "fa3"),
         ((9, 0), {"sinks": True}, "fa3"),
+        ((9, 0), {"latent": True}, "fa3"),
         ((10, 0), {}, "trtllm_mha"),
         ((8, 9), {}, "flashinfer"),
         ((8, 9), {"sinks": True}, "triton"),
@@ -108,7 +120,8 @@ def test_sglangs_own_function_is_asked(capability, more, expected) -> None:
     from hosts.sglang.tests import stand_ins  # noqa: PLC0415 - imports torch
 
     stand_ins.install()
-    request = {"capability": list(capability), "sinks": False, "asymmetric": False, "flashinfer": True, **more}
+    request = {"capability": list(capability), "sinks": False, "asymmetric": False, "flashinfer": True}
+    request |= {"latent": False, **more}
 
     found = json.loads(json.dumps(chooser.answer(request)))
 

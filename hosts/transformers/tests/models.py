@@ -32,6 +32,22 @@ ENCODER_SIZES: dict[str, Any] = {
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 """What models call their KV cache: another name since transformers 5.24."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def config(name, **changes):
@@ -50,6 +66,7 @@ _CONFIGS = {
     "llama4": lambda more: transformers.Llama4TextConfig(
         **(SIZES | EXPERTS | {"num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48} | more)
     ),
+    "deepseek_v3": lambda more: transformers.DeepseekV3Config(**(SIZES | LATENT | more)),
     "gpt2": lambda more: transformers.GPT2Config(
         **({"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | more)
     ),

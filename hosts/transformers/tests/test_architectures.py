@@ -31,6 +31,11 @@ SIZES = {
     "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
     "intermediate_size": 32,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -61,7 +66,18 @@ SIZES = {
     "eos_token_id": 2,
 }
 _THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
+_YARN |= {"llama_4_scaling_beta": 0.5, "partial_rotary_factor": 1.0}
+_ROUTED = {"num_key_value_heads": 4, "head_dim": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 MORE = {
+    "axk1": _ROUTED,
+    "deepseek_v2": _ROUTED | {"first_k_dense_replace": 1},
+    "deepseek_v3": _ROUTED | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": _ROUTED,
+    "longcat_flash": _ROUTED | {"num_layers": 2, "moe_topk": 2, "zero_expert_num": 2},
+    "minicpm3": {"num_key_value_heads": 4, "head_dim": 4, "scale_emb": 1, "scale_depth": 2.0},
+    "mistral4": _ROUTED | {"rope_parameters": _YARN},
+    "youtu": {"num_key_value_heads": 4, "head_dim": 4},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
     "beam": {"n_group": 1, "topk_group": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 2, 4, 8]},

@@ -13,14 +13,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnplug.models import describe_model
-from attnplug.models.architectures import ARCHITECTURES, BIASED, LATENT, TEXT_TYPES
+from attnplug.models.architectures import ARCHITECTURES, BIASED, TEXT_TYPES
 from attnplug.models.fields import LIBRARY, Fields, read_fields
 from attnplug.models.known_fields import unknown
 from attnplug.models.layers import read_text_part
 from hosts.transformers.tests.models import made_from
 from tools.model_defaults import READ, stale
 
-HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
+HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "attention_head_dim", "key_value_proj_dim")
 SCALES = ("scaling", "scale", "inv_norm_factor", "softmax_scale")
 OUTPUTS = ("o_proj", "out_proj", "o", "dense")
 QUERIES = ("q_proj", "query", "q_lin", "q")
@@ -89,7 +89,7 @@ def compare(config, description):
             compared.add(what)
 
     for layer in description.layers:
-        module, wanted = module_of(by_name, layer), layer.requirements
+        module, wanted = module_of(by_name, layer), layer.uncompressed or layer.requirements
         size, scale = first(module, HEAD_SIZES), first(module, SCALES)
         same("head size", wanted.head_size, size if isinstance(size, int) else None)
         if not getattr(module, "is_kv_shared_layer", False):
@@ -99,6 +99,9 @@ def compare(config, description):
         same("size of values", wanted.head_size_v, values)
         groups = getattr(module, "num_key_value_groups", None)
         same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+        if layer.requirements.latent:  # as the module caches them, and the part of them that is normalized
+            cached, latent = module.kv_a_proj_with_mqa.out_features, module.kv_b_proj.in_features
+            same("latents", (layer.requirements.head_size, layer.requirements.head_size_v), (cached, latent))
         same("scale", layer.scale, pytest.approx(scale) if isinstance(scale, float) else None)
         window = getattr(module, "sliding_window", None) if getattr(module, "is_sliding", True) else None
         same("window", wanted.sliding_window, (window or None) if wanted.causal else None)
@@ -107,7 +110,11 @@ def compare(config, description):
     return compared
 
 
-TYPES = sorted((set(ARCHITECTURES) | set(BIASED)) & set(CONFIG_MAPPING))
+INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
+"""Types whose attention layers have an indexer, and are named instead of described."""
+KNOWN = (set(ARCHITECTURES) | set(BIASED)) & set(CONFIG_MAPPING)
+TYPES = sorted(KNOWN - INDEXED)
+LATENT = sorted(name for name in TYPES if name in ARCHITECTURES and ARCHITECTURES[name].latent)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -118,6 +125,26 @@ def test_a_default_configuration_is_that_of_its_modules(model_type):
     assert description.layers
     assert not description.unserved
     assert compare(config, description) & {"head size", "heads", "query heads", "group", "scale"}
+
+
+YARN = {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # Kimi-Linear has no rotary positions
+@pytest.mark.parametrize("named", [{"type": "yarn"}, {"rope_type": "yarn"}])
+@pytest.mark.parametrize("changes", [{}, {"mscale_all_dim": 0}, {"factor": 1.0}, {"mscale": 1.0}])
+@pytest.mark.parametrize("model_type", LATENT)
+def test_yarn_scales_the_scores_as_in_the_modules(model_type, named, changes):
+    rope = YARN | named | changes
+    layers = "num_layers" if model_type == "longcat_flash" else "num_hidden_layers"
+    file = {"model_type": model_type, "rope_scaling": rope, layers: 6, **MORE.get(model_type, {})}
+    fields = {name: value for name, value in json.loads(json.dumps(file)).items() if name != "model_type"}
+    config = CONFIG_MAPPING[model_type](**fields)
+
+    found = describe_model(file, dtype="float32")
+
+    assert found.layers == describe_model(config, dtype="float32").layers
+    assert {"latents", "scale"} <= compare(config, found)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(TYPES) - LISTED))
@@ -153,7 +180,7 @@ def test_every_causal_type_of_the_library_is_described_or_refused_by_name(model_
         assert left_out.layers or left_out.others
 
 
-@pytest.mark.parametrize("model_type", sorted({*TYPES, *LATENT} & set(CONFIG_MAPPING)))
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
 def test_every_field_of_a_class_is_known_to_decide_or_to_be_harmless(model_type):
     names = CONFIG_MAPPING[model_type](**MORE.get(model_type, {})).to_dict()
 

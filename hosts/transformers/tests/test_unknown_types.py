@@ -201,11 +201,20 @@ class TestOtherAttention:
         torch.testing.assert_close(run("attnplug"), run("eager"), rtol=1e-3, atol=1e-3)
         assert _selections(host, made)
 
-    @pytest.mark.parametrize("create", [latent, linear])
-    def test_the_engine_refuses_them(self, host, create):
-        made = transformers.AutoModelForCausalLM.from_config(create(), attn_implementation="eager").eval()
+    def test_expanded_latents_are_decided_before_they_run(self, host):
+        made = transformers.AutoModelForCausalLM.from_config(latent(), attn_implementation="attnplug").eval()
+        before = _selections(host, made)
+        with torch.no_grad():
+            made(input_ids=torch.arange(3, 9)[None])
 
-        with pytest.raises(RequirementsError, match=r"latent attention|not attention over keys") as refused:
+        assert len(before) == made.config.num_hidden_layers
+        assert before == _selections(host, made)
+        assert {(each.requirements.head_size, each.requirements.head_size_v) for each in before.values()} == {(12, 8)}
+
+    def test_the_engine_refuses_linear_attention(self, host):
+        made = transformers.AutoModelForCausalLM.from_config(linear(), attn_implementation="eager").eval()
+
+        with pytest.raises(RequirementsError, match="not attention over keys") as refused:
             Engine(made, max_seq_len=32)
         assert "attn_implementation='attnplug'" in refused.value.fix  # which the test above runs
 

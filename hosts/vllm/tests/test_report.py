@@ -41,6 +41,7 @@ REQUESTS = {
     "contiguous": {"paged": False},
     "encoder": {"paged": False, "attn_type": "encoder_only"},
     "dcp": {"dcp_size": 2},
+    "latent": {"latent": True, "head_size": 576, "head_size_v": 512, "num_kv_heads": 1},
 }
 
 
@@ -134,6 +135,16 @@ def test_what_its_selector_is_not_given_is_ignored(calls, fields, ignored):
     (choice,) = _choose(fields).choices
 
     assert choice.ignored == ignored
+
+
+def test_latents_are_for_vllms_own_backends(calls):
+    answer = _choose(REQUESTS["latent"], {})
+
+    ((_, request, _),) = calls
+    assert [each["selector"]["use_mla"] for each in request["layers"]] == [True, False]
+    assert answer.choices[0].ignored == ()
+    assert answer.warnings == (report.NO_LATENTS,)
+    assert _choose({}).warnings == ()
 
 
 def test_contiguous_keys_of_a_decoder_are_no_layer_of_vllm(calls):
@@ -311,6 +322,14 @@ def test_what_the_real_vllm_lacks_is_a_reason(hopper):
     assert choices["contiguous"].chosen is None
     assert choices["encoder"].chosen == "FLASH_ATTN"
     assert choices["soft cap"].ignored == ("logits_soft_cap",)
+
+
+@pytest.mark.needs_vllm
+def test_the_real_selector_has_backends_for_latents(hopper):
+    latent = hopper[1]["latent"]
+
+    assert (latent.chosen, latent.ignored) == ("FLASH_ATTN_MLA", ())
+    assert {"FLASH_ATTN_MLA", "TRITON_MLA"} <= {each.name for each in latent.backends if not each.reasons}
 
 
 @pytest.mark.needs_vllm("<0.32")

@@ -16,6 +16,8 @@ from attnplug.cli.explain.request import (
     requested_devices,
     requested_options,
 )
+from attnplug.cli.explain.result import explain_groups
+from attnplug.cli.explain.short import prefill_lines
 from attnplug.commands import NO, OK, abbreviated, describe_error, escaped, say, say_json, wrapped
 from attnplug.errors import NoBackendError
 from attnplug.models.description import describe_model
@@ -27,6 +29,7 @@ from attnplug.selection.plan import plan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnplug.cli.explain.result import LayerGroup
     from attnplug.models.description import ModelDescription
     from attnplug.models.parallel import Shard
     from attnplug.request.device import Device
@@ -102,6 +105,7 @@ class ModelPlan:
         size: The devices of the group.
         decided: The decision; None where there is no layer that a backend can serve, or no decision for all of them.
         failure: Why there is none, though there are layers.
+        prefills: The uncompressed prefills of layers with latents on one device, with the decision for each kind.
     """
 
     model: ModelDescription
@@ -110,6 +114,7 @@ class ModelPlan:
     size: int
     decided: Plan | None
     failure: NoBackendError | None
+    prefills: tuple[LayerGroup, ...] = ()
 
     @property
     def serves(self) -> bool:
@@ -138,6 +143,8 @@ class ModelPlan:
             found |= {name: getattr(self.decided, name) for name in _TERMS}
             found["kv_cache_bytes_per_token"] = self.bytes_per_token()
             found["groups"] = [self._group(names, id_) for names, id_ in self.groups()]
+        if self.prefills:
+            found["uncompressed_prefills"] = [_of_prefill(group) for group in self.prefills]
         return found
 
     def _group(self, names: tuple[str, ...], id_: str) -> dict[str, Any]:
@@ -172,6 +179,8 @@ def plan_model(
         RequirementsError: `size` does not divide the heads.
     """
     shards = {layer.name: shard(layer.requirements, size) for layer in model.layers}
+    uncompressed = {name: shard(each, size).requirements for name, each in model.uncompressed.items()}
+    prefills = explain_groups(uncompressed, device, assume_installed=assume_installed, **keywords)
     decided, failure = None, None
     if shards:
         layers = {name: each.requirements for name, each in shards.items()}
@@ -179,7 +188,16 @@ def plan_model(
             decided = plan(layers, device, assume_installed=assume_installed, **keywords)
         except NoBackendError as error:
             failure = error
-    return ModelPlan(model, device, shards, size, decided, failure)
+    return ModelPlan(model, device, shards, size, decided, failure, prefills)
+
+
+def _of_prefill(group: LayerGroup) -> dict[str, Any]:
+    chosen = group.explanation.chosen
+    return {
+        "layers": list(group.layers),
+        "id": chosen.id if chosen else None,
+        "requirements": group.explanation.requirements.to_dict(),
+    }
 
 
 # What a person reads
@@ -216,6 +234,7 @@ def _lines(found: ModelPlan) -> Iterator[str]:
     if found.decided is None:
         yield "plan: none"
         yield from _why_none(found)
+        yield from map("".join, prefill_lines(found.prefills))
         return
     terms = " ".join(f"{name}={getattr(found.decided, name)}" for name in _TERMS)
     yield f"plan: {terms}"
@@ -223,6 +242,7 @@ def _lines(found: ModelPlan) -> Iterator[str]:
         yield f"  {id_}  {abbreviated(names)}"
         yield f"    {_heads(found, names)}{_features(found, names)}"
     yield from _memory(found)
+    yield from map("".join, prefill_lines(found.prefills))
 
 
 def _why_none(found: ModelPlan) -> Iterator[str]:

@@ -8,6 +8,7 @@ with dense calls;
 `prepare_attention` and `prepare_attention_varlen` decide a call that such a host repeats, `rows_of` sees its tensors as
 rows, and `DecisionCache` keeps it.
 `NativeRows` has the calls for which the host's own attention was measured to be faster.
+`latent_prefill` attends to a cached prefix of latents, expanded in chunks of bounded memory.
 The names load on first use, since they import torch.
 """
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from attnplug.dense.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnplug.dense.functions import attention as attention
     from attnplug.dense.functions import attention_varlen as attention_varlen
+    from attnplug.dense.latent import latent_prefill as latent_prefill
     from attnplug.dense.native_rows import NativeRow as NativeRow
     from attnplug.dense.native_rows import NativeRows as NativeRows
     from attnplug.dense.prepared import prepare_attention as prepare_attention
@@ -45,6 +47,7 @@ _MODULES: Final = {
     "attnplug.dense.decisions": "DecisionCache clear_decisions",
     "attnplug.dense.flash": "flash_attn_varlen_func flash_attn_with_kvcache",
     "attnplug.dense.functions": "attention attention_varlen",
+    "attnplug.dense.latent": "latent_prefill",
     "attnplug.dense.native_rows": "NativeRow NativeRows",
     "attnplug.dense.prepared": "prepare_attention prepare_attention_varlen rows_of",
     "attnplug.dense.sdpa": "attend_like_sdpa autocast_like_sdpa requirements_like_sdpa",

@@ -46,6 +46,7 @@ from attnplug.models.patterns import (
     repeated,
     sliding_without_rope,
     spelled_out,
+    two_per_layer,
     uniform,
     windowed_if_set,
     windowed_or_full,
@@ -56,11 +57,13 @@ from attnplug.models.scales import (
     Scale,
     granite,
     inverse_root,
+    mistral4,
     mpt_scale,
     mup,
     pre_attn_scalar,
     unit,
     weights_switch,
+    yarn,
     zamba,
 )
 from attnplug.models.shapes import (
@@ -90,10 +93,12 @@ class Architecture:
     Attributes:
         family: Whether its layers decode, encode, or both with cross attention.
         path: The end of an attention module's name in `named_modules()`, ``{}`` for the layer's number;
-            encoder-decoders fill in the stack too.
+            encoder-decoders fill in the stack too. A second ``{}`` is the module's number inside its layer.
         cross: The same for cross attention.
         pattern: The rule that says which layers are windowed, chunked or full.
         scale: The factor of the scores.
+        latent: Whether attention is multi-head latent attention (MLA) where the configuration has a `kv_lora_rank`.
+        per_layer: The attention modules of one layer.
         layer: What a single layer has instead of the model's fields.
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
@@ -113,6 +118,8 @@ class Architecture:
     cross: str = ""
     pattern: Pattern = full
     scale: Scale = inverse_root
+    latent: bool = False
+    per_layer: int = 1
     layer: LayerFields = own
     soft_cap: str = ""
     sinks: frozenset[str] = frozenset()
@@ -230,6 +237,7 @@ REMOTE: Final = (
         "bailing_moe_linear", _decoder(last_group_full(every(8, field="layer_group_size", other=LINEAR)), path=_BAILING)
     )
     | _each("minimax_m1 minimax_text_01", _decoder(minimax_m1))
+    | _each("kimi_k2", _decoder(scale=yarn, latent=True))
     | _each("chatglm", _decoder(path="encoder.layers.{}.self_attention", kv_heads=chatglm_kv_heads))
     | _each("baichuan", _decoder(alibi="linear", has_alibi=baichuan_has_alibi))
     | _each("qwen", _decoder(path="h.{}.attn"))
@@ -287,6 +295,26 @@ _HYBRID: Final = (
     )
 )
 
+_LATENT: Final = (
+    _each(
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu",
+        _decoder(scale=yarn, latent=True),
+    )
+    | _each("mistral4", _decoder(scale=mistral4, latent=True))
+    | _each(
+        "longcat_flash",
+        _decoder(two_per_layer, path="layers.{}.self_attn.{}", scale=yarn, latent=True, per_layer=2),
+    )
+    | _each("kimi_linear", _decoder(listed(kimi_linear), latent=True))
+    | _each(
+        "bailing_hybrid",
+        _decoder(listed(every(6, field="layer_group_size", other=LINEAR)), scale=yarn, latent=True),
+    )
+    # An indexer chooses the keys of each query: all of their attention layers are named, and not described.
+    | _each("axk2 deepseek_v32 glm_moe_dsa hy_v4", _decoder(indexed(every_layer), scale=yarn, latent=True))
+    | _each("qwen4_exp_text", _decoder(indexed(listed(every(4, field="full_attention_interval", other=LINEAR)))))
+)
+
 _ENCODERS: Final = (
     _each(
         "bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm"
@@ -305,7 +333,7 @@ _ENCODER_DECODERS: Final = _each(
     "bart blenderbot blenderbot-small m2m_100 marian mbart mvp pegasus plbart speech_to_text whisper", _BART
 )
 
-_ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **REMOTE, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
+_ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **REMOTE, **_HYBRID, **_LATENT, **_ENCODERS, **_ENCODER_DECODERS}
 _FLOORING_NAMES: Final = """
 apertus cohere ernie4_5 ernie4_5_moe exaone4 exaone_moe glm4_moe glm4v_moe_text granite granite_swa granitemoe
 granitemoe_swa granitemoeshared lfm2 lfm2_moe mistral mixtral nanochat nemotron nomic_bert olmo olmo2 olmo3 phi phi3
@@ -326,17 +354,6 @@ _T5: Final = Architecture(
 )
 BIASED: Final[dict[str, Architecture]] = _each("t5 mt5 umt5", _T5)
 """Model type -> how it is read where every self-attention call has an additive bias; hosts do not pass it on."""
-
-LATENT: Final[dict[str, Architecture]] = _each(
-    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 kimi_k2 longcat_flash minicpm3"
-    " sarvam_mla youtu",
-    _decoder(),
-) | {
-    "kimi_linear": _decoder(listed(kimi_linear)),
-    "bailing_hybrid": _decoder(listed(every(6, field="layer_group_size", other=LINEAR))),
-    "qwen4_exp_text": _decoder(indexed(listed(every(4, field="full_attention_interval", other=LINEAR)))),
-}
-"""Model type -> how it is read where attention is multi-head latent attention (MLA), or a learned indexer chooses."""
 
 TEXT_TYPES: Final = {
     **{name: f"{name}_text" for name in ("cohere_compass", "dots3_note", "gemma3", "gemma3n", "gemma4", "llama4")},
@@ -384,7 +401,7 @@ REFUSED: Final[dict[str, str]] = {
 """Model type -> why no requirements describe its attention."""
 
 FORBIDDEN_FIELDS: Final[dict[str, str]] = {
-    "kv_lora_rank": "multi-head latent attention (MLA) has a compressed KV cache, which contract 1.0 does not express",
+    "kv_lora_rank": "multi-head latent attention (MLA) is not known of this model type",
     **_because("index_topk indexer_budget indexer_n_heads sparse_attention_config", _INDEXER),
     "dual_chunk_attention_config": "dual chunk attention rotates the keys of other chunks in another way",
     **_because("sparse_config moba_topk nsa_config", "each query reads blocks of keys that a score chooses"),

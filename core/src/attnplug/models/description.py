@@ -8,10 +8,10 @@ import attrs
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT, REFUSED, STATE, Architecture
+from attnplug.models.architectures import ARCHITECTURES, BIASED, REFUSED, STATE, Architecture
 from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.known_fields import dropped, unknown
-from attnplug.models.latent import latent_attention
+from attnplug.models.latent import sparse_selection
 from attnplug.models.layers import (
     LAYERS,
     ModelLayer,
@@ -20,7 +20,7 @@ from attnplug.models.layers import (
     kinds_of,
     read_text_part,
 )
-from attnplug.models.patterns import INDEXED, MLA, every_layer, listed
+from attnplug.models.patterns import INDEXED, every_layer, listed
 from attnplug.models.quantization import notes
 from attnplug.models.refusals import check_assumed, forbidden, inexpressible, of_close_name, unknown_type
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
 
 _PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone"
-_EXPANDED: Final = (
-    "with transformers, generate with attn_implementation='attnplug' (attnplug_transformers.register()): its modules"
-    " expand the latents to keys and values; or keep transformers' own attention for this model"
-)
 _KEPT: Final = "with a state instead of a KV cache"
 _WHY: Final = {
     "linear_attention": f"linear attention or a state-space recurrence (Mamba, gated delta net), {_KEPT}",
@@ -102,6 +98,11 @@ class ModelDescription:
     def requirements(self) -> dict[str, Requirements]:
         """The requirements of each attention layer, by the end of its module's name."""
         return {layer.name: layer.requirements for layer in self.layers}
+
+    @property
+    def uncompressed(self) -> dict[str, Requirements]:
+        """The requests of uncompressed prefills, by layer, where keys are latents."""
+        return {layer.name: layer.uncompressed for layer in self.layers if layer.uncompressed is not None}
 
     @property
     def unserved(self) -> tuple[OtherLayers, ...]:
@@ -239,12 +240,13 @@ def _describe(
         return ModelDescription(whole.origin, fields.model_type, (), (refused,), parts), Architecture()
     wanted, note = decide(whole, fields, dtype, engine, paged=paged)
     is_biased = name in BIASED
-    why = None if is_biased else latent_attention(fields, wanted["dtype"]) or forbidden(fields, name)
+    why = None if is_biased else forbidden(fields, name)
     architecture = _find(fields, name, is_expressible=why is None)
     layers = () if why else tuple(attention_layers(fields, architecture, wanted, is_biased=is_biased))
     if assume is not None and not why and (why := dropped(fields, name)):
         layers = ()
-    others = () if architecture.family == "encoder_decoder" else _others(kinds_of(fields, architecture), layers, why)
+    kinds = () if architecture.family == "encoder_decoder" else kinds_of(fields, architecture)
+    others = _others(fields, kinds, layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
     said.append(_of_unknown(fields))
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
@@ -253,7 +255,7 @@ def _describe(
 
 
 def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
-    for table in (ARCHITECTURES, BIASED, LATENT):
+    for table in (ARCHITECTURES, BIASED):
         if name in table:
             return table[name]
     # What cannot be expressed is described by its fields, whatever its type is called.
@@ -265,13 +267,14 @@ def _find(fields: Fields, name: str, *, is_expressible: bool) -> Architecture:
 def _suggested(fields: Fields) -> list[str]:
     """Return the types whose fields fit an unknown one: those of a close name, then Llama."""
     fitting = []
-    for name in [*of_close_name(fields.model_type), "llama"]:
+    for name in [*of_close_name(fields.model_type), "llama", "deepseek_v3"]:
         trial = attrs.evolve(fields, defaults={}, assumed={}, read=set())
         try:
             found = list(attention_layers(trial, ARCHITECTURES[name], {"paged": False, "dtype": "bfloat16"}))
         except RequirementsError:
             continue
-        if found and dropped(trial, name) is None and not any(unknown(trial, by_name=True)):
+        is_whole = dropped(trial, name) is None and forbidden(trial, name) is None
+        if found and is_whole and not any(unknown(trial, by_name=True)):
             fitting.append(name)
     return fitting
 
@@ -282,7 +285,7 @@ def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: s
         raise inexpressible(model, REFUSED[model.model_type])
     if not model.layers:
         if model.unserved:
-            raise inexpressible(model, model.unserved[0].why, _EXPANDED)
+            raise inexpressible(model, model.unserved[0].why)
         why = f"none of its layers is attention over keys{f' ({model.others[0].why})' if model.others else ''}"
         raise inexpressible(model, why)
     if fix is not None and architecture.beside:
@@ -301,22 +304,24 @@ def _refuse_left_out(model: ModelDescription, architecture: Architecture, fix: s
         )
 
 
-def _others(kinds: Sequence[str], layers: tuple[ModelLayer, ...], why: str | None) -> tuple[OtherLayers, ...]:
+def _others(
+    fields: Fields, kinds: Sequence[str], layers: tuple[ModelLayer, ...], why: str | None
+) -> tuple[OtherLayers, ...]:
     described = {layer.index for layer in layers}
     left: dict[str, list[int]] = {}
     for index, kind in enumerate(kinds):
         if index not in described:
             left.setdefault(kind, []).append(index)
-    return tuple(_other(kind, indices, why) for kind, indices in left.items())
+    return tuple(_other(fields, kind, indices, why) for kind, indices in left.items())
 
 
-def _other(kind: str, indices: list[int], why: str | None) -> OtherLayers:
+def _other(fields: Fields, kind: str, indices: list[int], why: str | None) -> OtherLayers:
     if kind in _WHY:
         return OtherLayers(kind, tuple(indices), _WHY[kind], is_attention=False)
-    if why is None and kind == INDEXED:
-        why = FORBIDDEN_FIELDS["index_topk"]
+    if kind == INDEXED:
+        why = sparse_selection(fields)
     if why is not None:
-        return OtherLayers(MLA if why.startswith(MLA) else kind, tuple(indices), why, is_attention=True)
+        return OtherLayers(kind, tuple(indices), why, is_attention=True)
     unknown = "a kind of layer that is not known here, and that no backend is asked to serve"
     return OtherLayers(kind, tuple(indices), unknown, is_attention="attention" in kind)
 

@@ -1,54 +1,59 @@
-"""The needs of multi-head latent attention (MLA) and of its indexer, in words: no requirements express them."""
+"""The heads of multi-head latent attention (MLA), absorbed and expanded, and its indexer in words."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-from attnplug.models.patterns import MLA
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnplug.models.architectures import Architecture
     from attnplug.models.fields import Fields
 
-_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-
-def latent_attention(fields: Fields, dtype: str) -> str | None:
+def has_latents(fields: Fields, architecture: Architecture | None) -> bool:
     """
-    Return the needs of latent attention in words, None where the configuration has none.
+    Whether attention is MLA: of some model types, the configuration decides.
 
-    A token's keys and values are one latent of `kv_lora_rank` values, and `qk_rope_head_dim` rotated values, which all
-    query heads share; the up-projections of keys and values are part of the attention or of the model.
+    Raises:
+        RequirementsError: `kv_lora_rank` is invalid.
+    """
+    is_latent = architecture is not None and architecture.latent and not fields.is_off("use_mla")
+    return is_latent and bool(fields.integer("kv_lora_rank", least=0))
+
+
+def expanded_heads(fields: Fields) -> dict[str, Any]:
+    """
+    Return the heads where latents are expanded to the keys and values of every query head.
+
+    A key is a part that is projected from the latent (`qk_nope_head_dim`) and a rotated part that all heads share
+    (`qk_rope_head_dim`).
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
-
-    Args:
-        fields: The configuration.
-        dtype: Dtype of the KV cache, for its size.
 
     Raises:
         RequirementsError: A field that decides is missing or invalid.
     """
-    rank = fields.integer("kv_lora_rank", least=0)
-    if not rank or fields.is_off("use_mla"):
-        return None
     heads = fields.need_integer("num_attention_heads")
-    rope, nope = fields.need_integer("qk_rope_head_dim", least=0), fields.need_integer("qk_nope_head_dim", least=0)
+    nope, rope = (fields.need_integer(f"qk_{part}_head_dim", least=0) for part in ("nope", "rope"))
     value = fields.integer("v_head_dim") or fields.need_integer("hidden_size") // heads
-    size = (rank + rope) * _BYTES.get(dtype, 2)
-    text = (
-        f"{MLA} (MLA): {heads} query heads over one latent per token of {rank} values and {rope} "
-        f"rotated ones, a KV cache of {size} bytes per token and layer that every tensor-parallel rank holds whole; "
-        f"decode with absorbed projections has queries and keys of {rank + rope} and values of {rank}, prefill with "
-        f"expanded ones {heads} heads of {nope + rope} and values of {value}. "
-        "Contract 1.0 has no such KV cache, so no backend of attnplug serves it yet"
-    )
-    return text + _indexer(fields)
+    return {"num_q_heads": heads, "num_kv_heads": heads, "head_size": nope + rope, "head_size_v": value}
 
 
-def _indexer(fields: Fields) -> str:
+def absorbed_heads(fields: Fields) -> dict[str, Any]:
+    """
+    Return the heads where queries and outputs are projected instead: every query head attends to the latents.
+
+    Raises:
+        RequirementsError: A field that decides is missing or invalid.
+    """
+    rank = fields.need_integer("kv_lora_rank")
+    rope = fields.need_integer("qk_rope_head_dim", least=0)
+    return {"latent": True, "num_kv_heads": 1, "head_size": rank + rope, "head_size_v": rank}
+
+
+def sparse_selection(fields: Fields) -> str:
+    """Return what no requirements express of layers whose keys an indexer chooses."""
     chosen = fields.integer("index_topk", least=0)
-    if not chosen:
-        return ""
     heads, size = fields.integer("index_n_heads"), fields.integer("index_head_dim")
     made = f" of {heads} heads of {size}" if heads and size else ""
-    return f"; besides, an indexer{made} chooses {chosen} keys for each query, with a KV cache of its own"
+    keys = f"the {chosen} keys" if chosen else "the keys"
+    return f"sparse selection is not served yet: a learned indexer{made} chooses {keys} of each query (top-k)"

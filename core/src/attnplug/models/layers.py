@@ -11,6 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import TEXT_TYPES
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
+from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
 from attnplug.models.quantization import cache_scheme
 from attnplug.models.refusals import inexpressible
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_form", "kv_cache_dtype")
+_OF_PREFILL: Final = ("dtype", "batch_invariant", "seq_lens_cpu_kind", "query_lens_cpu_kind", "features")
 _MOST_LAYERS: Final = 10_000  # no published model has a tenth of it
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups")
@@ -41,12 +43,15 @@ class ModelLayer:
         index: Its number in its stack, as the module's `layer_idx`.
         requirements: What it requests of a backend.
         scale: Factor of the scores, which `Layer` has; None where it is not known.
+        uncompressed: Where keys are latents, what an engine requests that expands them to the keys and values of every
+            query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None.
     """
 
     name: str
     index: int
     requirements: Requirements
     scale: float | None = None
+    uncompressed: Requirements | None = None
 
 
 def decide(
@@ -114,12 +119,19 @@ def attention_layers(
     for index, kind in enumerate(kinds):
         if kind in _ATTENTION:
             one = architecture.layer(fields, index, kind)
-            shape = _heads(one, architecture)
+            is_latent = has_latents(one, architecture)
+            shape = expanded_heads(one) if is_latent else _heads(one, architecture)
             masked = _mask(one, architecture, kind, causal=causal)
             shared = _shares_cache(fields, index, len(kinds), wanted)
             path = architecture.cross if kind == CROSS else architecture.path
+            name = path.format(*divmod(index, architecture.per_layer))
             scale = architecture.scale(one, shape["head_size"], index)
-            yield ModelLayer(path.format(index), index, _require(wanted, {**shape, **masked, **shared}), scale)
+            # Without pages there is nothing to absorb for: each call has keys and values.
+            if is_latent and wanted["paged"] and masked["attn_type"] == "decoder":
+                own, uncompressed = {**shape, **absorbed_heads(one)}, _uncompressed(wanted, shape)
+            else:
+                own, uncompressed = shape, None
+            yield ModelLayer(name, index, _require(wanted, {**own, **masked, **shared}), scale, uncompressed)
 
 
 def _is_causal(fields: Fields, architecture: Architecture) -> bool:
@@ -253,6 +265,12 @@ def _contiguous(wanted: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("late"), (list, tuple)):
         fields["late"] = [name for name in fields["late"] if name not in _CACHE_FIELDS]
     return fields
+
+
+def _uncompressed(wanted: Mapping[str, Any], shape: Mapping[str, Any]) -> Requirements:
+    """Return the request of a prefill whose latents are expanded; graphs and the KV cache are not its concern."""
+    fields = {name: wanted[name] for name in _OF_PREFILL if name in wanted}
+    return Requirements(**fields, **shape, paged=False, return_lse=True)
 
 
 def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:

@@ -81,7 +81,8 @@ def shard(requirements: Requirements, size: int) -> Shard:
 
 def cache_bytes(requirements: Requirements) -> int | None:
     """
-    Return the bytes of a token in a layer's KV cache: keys and values, without scales that a plugin keeps as well.
+    Return the bytes of a token in a layer's KV cache: keys and values, without scales that a plugin keeps as well. The
+    values of latents are parts of their keys.
 
     0 for a layer that has no KV cache of its own: it has contiguous K/V, or reads that of an earlier layer. None for a
     dtype whose layout is the plugin's.
@@ -94,7 +95,7 @@ def cache_bytes(requirements: Requirements) -> int | None:
     bits = _BITS.get(requirements.kv_cache_dtype)
     if bits is None:
         return None
-    size_v = requirements.head_size_v or requirements.head_size
+    size_v = 0 if requirements.latent else requirements.head_size_v or requirements.head_size
     return requirements.num_kv_heads * (requirements.head_size + size_v) * bits // 8
 
 

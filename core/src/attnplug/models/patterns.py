@@ -17,7 +17,6 @@ BLOCK_SPARSE: Final = "block_sparse_attention"
 LINEAR: Final = "linear_attention"
 CROSS: Final = "cross_attention"
 INDEXED: Final = "indexed_attention"
-MLA: Final = "multi-head latent attention"
 
 _OTHER_NAMES: Final = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": INDEXED}
 """Names of layer kinds in older files -> today's, as transformers replaces them."""
@@ -47,6 +46,11 @@ def full(fields: Fields, count: int) -> Sequence[str]:
             "leave sliding_window out, or name the model type whose layers are windowed",
         )
     return [FULL] * count
+
+
+def two_per_layer(fields: Fields, _: int) -> Sequence[str]:
+    """LongCat: each of `num_layers` has two attention modules, all of them full."""
+    return [FULL] * (2 * fields.need_integer("num_layers"))
 
 
 def every_layer(_: Fields, count: int) -> Sequence[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.errors import RequirementsError, close
-from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS, LATENT
+from attnplug.models.architectures import ARCHITECTURES, BIASED, FORBIDDEN_FIELDS
+from attnplug.models.latent import has_latents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +51,11 @@ def forbidden(fields: Fields, name: str) -> str | None:
     served = {
         "use_bidirectional_attention": ("vision", *([True] if known and known.both_sides else []))
     }  # text is causal there
+    # Another attention than MLA would ignore latents; a type that is not known is refused by its name.
+    passed = {"kv_lora_rank"} if known is None or has_latents(fields, known) else ()
     for field, why in FORBIDDEN_FIELDS.items():
         value = fields.data.get(field)
-        if value and value not in served.get(field, ()):
+        if value and field not in passed and value not in served.get(field, ()):
             return f"{why} ({field}={value!r})" if isinstance(value, (bool, int, float, str)) else f"{why} ({field})"
     positions = fields.data.get("position_embedding_type")
     if str(positions or "").startswith("relative"):
@@ -67,7 +70,7 @@ def check_assumed(fields: Fields, assume: str | None) -> None:
     Raises:
         RequirementsError: It is one of these.
     """
-    known = any(fields.model_type in table for table in (ARCHITECTURES, BIASED, LATENT))
+    known = any(fields.model_type in table for table in (ARCHITECTURES, BIASED))
     if assume is None or (assume == fields.model_type and known):
         return
     given = f"assume={assume!r} was given for {fields.origin} of model type {fields.model_type!r}"

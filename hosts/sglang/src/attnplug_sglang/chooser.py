@@ -3,7 +3,7 @@ SGLang's own choice of an attention backend. A program: it reads a request as JS
 SGLang chooses to standard output. `attnplug_sglang.report` runs it in a process that ends afterwards.
 
 SGLang chooses one backend for a model, by the GPU that it finds, by the speculative decoding that it was started with,
-and by whether the model has sinks. The GPU is replaced here, so that any can be asked for.
+and by whether the model has sinks or latent attention. The GPU is replaced here, so that any can be asked for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _by_function(module: Any, request: Mapping[str, Any], options: Any, model: A
         "is_mps": _false,
     }
     with mock.patch.multiple(module, **changed):
-        return str(module.get_default_attn_backend(options, False, model))  # noqa: FBT003 - SGLang's: whether it is MLA
+        return str(module.get_default_attn_backend(options, request["latent"], model))
 
 
 def _by_method(module: Any, request: Mapping[str, Any], options: Any, model: Any) -> str:
@@ -76,7 +76,8 @@ def _by_method(module: Any, request: Mapping[str, Any], options: Any, model: Any
     changed: dict[str, Any] = {name: lambda value=value: value for name, value in facts.items()}
     overrides = importlib.import_module(_OVERRIDES)
     with mock.patch.multiple(module, **changed), mock.patch.object(overrides, "resolved_view", _same):
-        return str(module.ServerArgs._get_default_attn_backend(options, False, model))  # noqa: FBT003, SLF001 - likewise
+        default = module.ServerArgs._get_default_attn_backend  # noqa: SLF001 - it has no public name
+        return str(default(options, request["latent"], model))
 
 
 def _same(view: Any) -> Any:

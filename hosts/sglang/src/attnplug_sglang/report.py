@@ -41,9 +41,14 @@ _CONSIDERED: Final = frozenset(
         "phases",
         "attn_type",
         "causal",
+        "latent",
     }
 )
 """The fields of requirements that its choice considers, or that say nothing about it."""
+NO_LATENTS: Final = (
+    "attnplug-sglang does not serve multi-head latent attention (MLA) yet: it refuses such a model, and backends of "
+    "SGLang run it"
+)
 _LONGEST: Final = 300  # seconds; importing SGLang takes 5 to 30
 _GROUP: Final = "sglang.srt.plugins"
 _RESTRICTS: Final = "SGLANG_PLUGINS"
@@ -79,6 +84,7 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
         "capability": [capability.major, capability.minor],
         "sinks": any(each.sinks for each in requirements),
         "asymmetric": any(each.head_size_v != each.head_size for each in requirements),
+        "latent": any(each.latent for each in requirements),
         "flashinfer": has_flashinfer or assume_installed,
     }
     found = run_program("attnplug_sglang.chooser", request, engine="SGLang", trial="import sglang", timeout=_LONGEST)
@@ -87,6 +93,7 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
         f"SGLang {found['version']}",
         [_choice(found["chosen"], each) for each in requirements],
         ["SGLang is started without speculative decoding, and names no attention backend", *assumed],
+        [NO_LATENTS] if request["latent"] else [],
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from hosts.transformers.tests.models import PAD, generate, model
 
 NEW = 14
-NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
+NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 
 
 @lru_cache

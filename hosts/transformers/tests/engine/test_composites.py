@@ -9,6 +9,7 @@ import transformers
 import attnplug_transformers as host_module
 from attnplug_transformers.engine import Engine
 from hosts.transformers.tests.models import SIZES, generate, sharpen
+from hosts.transformers.tests.test_architectures import tiny
 
 TEXT = {name: value for name, value in SIZES.items() if name != "head_dim"}
 ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
@@ -24,6 +25,10 @@ CONFIGS = {
             "image_size": 16,
             "patch_size": 8,
         },
+    ),
+    "mistral4": lambda: transformers.Mistral3Config(
+        text_config=tiny("mistral4").to_dict() | {"eos_token_id": None},
+        vision_config=CONFIGS["mistral3"]().vision_config.to_dict(),
     ),
     "qwen2_vl": lambda: transformers.Qwen2VLConfig(
         text_config=TEXT | ROTARY, vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}

@@ -441,6 +441,25 @@ def test_fp8_kv_caches_use_the_scales_of_a_checkpoint(open_engine, caplog, k_sca
     assert not caplog.records
 
 
+def test_fp8_latents_use_the_scale_of_keys(open_engine, caplog):
+    _, prompts, _ = reference("deepseek_v3")
+    expected = open_engine(model("deepseek_v3"), kv_cache_dtype="fp8").generate(prompts, max_new_tokens=NEW)
+    made = model("deepseek_v3")
+    with torch.no_grad():
+        for layer in made.model.layers:
+            attention = layer.self_attn
+            attention.kv_a_layernorm.weight.mul_(4096)
+            attention.kv_b_proj.weight.div_(4096)
+            attention.kv_a_proj_with_mqa.weight[16:].mul_(4096)
+            attention.q_b_proj.weight.view(4, 12, 12)[:, 8:].div_(4096)
+            attention.k_scale, attention.v_scale = torch.tensor(4096.0), torch.tensor(3.0)
+
+    engine = open_engine(made, kv_cache_dtype="fp8")
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected  # powers of two change no rounding
+    assert not caplog.records
+
+
 def test_values_beyond_an_fp8_kv_cache_are_reported_once(open_engine, caplog):
     _, prompts, _ = reference("llama")
     engine = open_engine(scaled([4096.0] * 2, [1.0] * 2), kv_cache_dtype="fp8")

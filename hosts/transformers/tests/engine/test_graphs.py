@@ -37,7 +37,7 @@ def graphed(host):
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_the_tokens_are_the_same(graphed, name):
     _, prompts, expected = reference(name)
     engine = graphed(name)

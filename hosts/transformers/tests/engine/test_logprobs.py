@@ -21,12 +21,18 @@ def expected(made, request):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"temperature": 0.7, "top_k": 5, "seed": 1}, {"repetition_penalty": 2.0}, {"logit_bias": {7: 9.0}}],
+    ("name", "more"),
+    [
+        ("llama", {}),
+        ("deepseek_v3", {}),
+        ("llama", {"temperature": 0.7, "top_k": 5, "seed": 1}),
+        ("llama", {"repetition_penalty": 2.0}),
+        ("llama", {"logit_bias": {7: 9.0}}),
+    ],
 )
-def test_they_are_those_of_the_model(host, more):
+def test_they_are_those_of_the_model(host, name, more):
     """Whatever penalties and filters do to the choice."""
-    made, prompts, _ = reference("llama")
+    made, prompts, _ = reference(name)
     counts = [None, 0, 3, 300, None, 1, 2, 5, 7]
     samplings = [SamplingParams(logprobs=count, **more) for count in counts]
     with Engine(made, block_size=4, num_blocks=16, max_num_tokens=12, max_num_reqs=6) as engine:

@@ -12,6 +12,7 @@ from attnplug.errors import LimitsError
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.layers import CPU_BYTES, count_blocks, free_bytes, make_caches
 from hosts.transformers.tests.engine.reference import reference
+from hosts.transformers.tests.models import model
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_num_reqs=4, max_num_tokens=64, max_seq_len=100)
@@ -73,6 +74,18 @@ def test_the_default_of_an_engine(host):
 
     assert engine.limits.num_blocks == 3 * 3 + 1  # blocks of 16
     engine.close()
+
+
+@pytest.mark.parametrize(("rank", "rope", "published"), [(512, 64, 1152), (256, 64, 640), (256, 32, 576)])
+def test_latents_take_the_published_bytes(host, rank, rope, published):
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "head_dim": rope, "num_hidden_layers": 2}
+    made = model("deepseek_v3", dtype=torch.bfloat16, **sizes)
+
+    with Engine(made, max_seq_len=40, num_blocks=7) as engine:
+        memory = [one for cache in engine._runner._caches.values() for one in cache.storages]
+        assert engine._groups.bytes_per_block == 2 * engine.block_size * published
+        assert [one.nbytes for one in memory] == [7 * engine.block_size * published] * 2
+        assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, "0.5", True])

@@ -6,13 +6,16 @@ import pytest
 import torch
 import transformers
 from transformers import masking_utils
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 
 from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
-from attnplug_transformers.engine import Engine
+from attnplug_transformers.engine import Engine, latent
 from attnplug_transformers.engine.model_attention import serving
 from core.tests.models import published
+from hosts.transformers.tests.engine.reference import reference
 from hosts.transformers.tests.models import CACHE, SIZES, model, sharpen
+from hosts.transformers.tests.test_architectures import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +61,84 @@ def test_recurrent_layers():
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
     assert "not attention over keys" in refusal(made)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_of_latents(model_type):
+    made = transformers.AutoModelForCausalLM.from_config(tiny(model_type), attn_implementation="eager").eval()
+
+    assert "indexer" in refusal(made, max_seq_len=32)
+
+
+class Scaled(torch.nn.Linear):
+    """A linear layer that is quantized, as libraries make it."""
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda one: setattr(one, "__class__", Scaled), "is a Scaled with a Parameter of torch.float32"),
+        (lambda one: setattr(one, "bias", torch.nn.Parameter(torch.zeros(56))), "of a Linear without bias"),
+        (lambda one: setattr(one, "weight", None), "is a Linear with no weight"),
+        (lambda one: setattr(one, "weight", _int8(one.weight)), "a Parameter of torch.int8"),
+    ],
+)
+def test_projections_of_latents_that_are_not_plain(change, found):
+    made = model("deepseek_v3")
+    change(made.model.layers[1].self_attn.kv_b_proj)
+    heads = torch.zeros(1, 4, 1, 12)
+    made.model.layers[1].self_attn.expand_kv = lambda *_: (heads, heads[..., :6])  # such a layer has its own kernel
+
+    message = refusal(made)
+
+    assert found in message
+    assert "DeepseekV3Attention 1" in message
+    assert "where the module expands its latents" in message
+
+
+def _int8(weight):
+    return torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+
+
+def _by_kind(module):
+    """Return the up-projections of all heads' keys, then of all values, as no module has them."""
+    return tuple(part.view(4, -1, 16) for part in module.kv_b_proj.weight.split([4 * module.qk_nope_head_dim, 4 * 6]))
+
+
+def _before_the_norm(cache, latent, rotated, layer_idx, **_):
+    cache._latents[layer_idx] = (3 * latent, rotated)
+    return latent, rotated
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [(latent, "up_projections", _by_kind), (latent.LatentCache, "update", _before_the_norm)],
+    ids=["up-projections that are not split per head", "latents that are not normalized"],
+)
+def test_wrong_adapters_of_latents(monkeypatch, where, name, wrong):
+    monkeypatch.setattr(where, name, wrong)
+    made, prompts, expected = reference("deepseek_v3")
+
+    assert "to other keys or values than its kv_b_proj" in refusal(made)
+
+    monkeypatch.setattr(latent, "_compare", lambda *_: None)
+    with Engine(made) as engine:
+        assert engine.generate(prompts, max_new_tokens=14) != expected
+
+
+def test_modules_that_store_expanded_keys(monkeypatch):
+    """As those of transformers before 5.15, and published code."""
+    made = model("deepseek_v3")
+    run, attention = latent.LatentCache.update, made.model.layers[0].self_attn
+    expand = attention.expand_kv
+
+    def update(cache, latents, rotated, layer_idx, **_):
+        return run(cache, *expand(latents, rotated), layer_idx)
+
+    monkeypatch.setattr(latent.LatentCache, "update", update)
+    monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv", lambda _, key, value: (key, value))
+
+    assert "does not store latents in its KV cache" in refusal(made)
 
 
 def test_encoder_decoders_and_encoders():

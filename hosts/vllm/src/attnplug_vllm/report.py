@@ -43,12 +43,16 @@ CONSIDERED: Final = frozenset(
     {
         *("head_size", "num_q_heads", "num_kv_heads", "dtype", "attn_type", "causal", "sinks", "paged", "phases"),
         *("kv_cache_dtype", "block_size", "per_head_scales", "batch_invariant", "dcp_size", "seq_lens_cpu_kind"),
-        "late",
+        *("late", "latent"),
         "sliding_window",  # that there is one; no backend of vLLM depends on its length
     }
 )
 """The fields of requirements that vLLM's selection considers, or that say nothing about its choice."""
 
+NO_LATENTS: Final = (
+    "attnplug-vllm does not serve multi-head latent attention (MLA) yet: it refuses such a model, and backends of vLLM "
+    "run it"
+)
 _FIELD_OF: Final = {"use_dcp": "dcp_size"}  # what only newer versions of vLLM consider
 _LONGEST: Final = 600  # seconds: importing vLLM takes 10 to 60
 _ENVIRONMENT: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -94,8 +98,9 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
     found = _run("stand_in", request, _BY_ITSELF)
     chosen = dict(zip(layers, found["choices"], strict=True))
     choices = [_choice(each, chosen.get(index)) for index, each in enumerate(requirements)]
-    warning = versions.untested(versions.installed_version())
-    return EngineAnswer(f"vLLM {found['version']}", choices, found["assumed"], [warning] if warning else ())
+    warnings = [versions.untested(versions.installed_version())]
+    warnings += [NO_LATENTS] if any(each.latent for each in requirements) else []
+    return EngineAnswer(f"vLLM {found['version']}", choices, found["assumed"], list(filter(None, warnings)))
 
 
 def diagnose(*, load: bool) -> EngineDiagnosis:
@@ -140,6 +145,7 @@ def _layer(requirements: Requirements) -> dict[str, Any]:
         "dtype": each.dtype,
         "kv_cache_dtype": "auto" if each.kv_cache_dtype == each.dtype else each.kv_cache_dtype,
         "block_size": each.block_size,
+        "use_mla": each.latent,
         "has_sink": each.sinks,
         "use_per_head_quant_scales": each.per_head_scales,
         "attn_type": each.attn_type,
@@ -164,7 +170,8 @@ def _choice(requirements: Requirements, found: Mapping[str, Any] | None) -> Engi
     if found is None:
         return EngineChoice(None, reason="vLLM keeps the keys and values of layers that decode in a paged KV cache")
     backends = [_backend(**each) for each in found.get("backends", ())]
-    ignored = [name for name in requirements.to_dict() if name not in CONSIDERED]
+    considered = CONSIDERED | {"head_size_v"} if requirements.latent else CONSIDERED
+    ignored = [name for name in requirements.to_dict() if name not in considered]
     ignored += [_FIELD_OF[name] for name in found["ignored"] if name in _FIELD_OF]
     return EngineChoice(found.get("chosen"), backends, ignored, found.get("reason", ""))
 

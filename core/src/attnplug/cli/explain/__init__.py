@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.cli.device_report import report_device
 from attnplug.cli.engine import find_engine
@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     requested.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
     requested.add_argument(
-        "--partial", action="store_true", help="leave out attention that no requirements express, such as MLA"
+        "--partial",
+        action="store_true",
+        help="leave out attention that no requirements express, such as sparse MLA",
     )
     there = parser.add_argument_group("where, and with what")
     there.add_argument(
@@ -114,15 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
                 "leave one of them out",
             )
         arguments.config = arguments.model
-    layers = requested_layers(arguments)
+    layers, prefills = requested_layers(arguments)
     devices = _devices(arguments)
     if arguments.config is not None:
         note_float32(layers.values(), devices, given_fields(arguments))
     engine = find_engine(arguments.engine) if arguments.engine is not None else None
-    keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
-    results = [
-        explain_layers(layers, device, assume_installed=arguments.assume_installed, **keywords) for device in devices
-    ]
+    keywords: dict[str, Any] = {"backend": arguments.backend, "options": requested_options(arguments.option)}
+    keywords |= {"assume_installed": arguments.assume_installed, "prefills": prefills}
+    results = [explain_layers(layers, device, **keywords) for device in devices]
     compared = compare(engine, results, assume_installed=arguments.assume_installed) if engine is not None else None
     for warning in dict.fromkeys(text for each in compared or () for text in each.answer.warnings):
         complain(f"attnplug: warning: {warning}")
@@ -150,7 +151,7 @@ def _describe(results: Sequence[Result], statuses: Collection[str]) -> dict[str,
     planned = [result for result in results if result.plan is not None or result.failure is not None]
     return {
         "explanations": [group.to_dict(statuses) for result in results for group in result.groups],
-        "plans": [result.plan_to_dict() for result in planned],
+        "plans": [result.plan_to_dict(statuses) for result in planned],
     }
 
 

@@ -32,6 +32,10 @@ def full_lines(result: Result, statuses: Collection[str] = ()) -> Iterator[Line]
     for group in result.groups:
         yield from _group(group, statuses)
         yield ()
+    for group in result.prefills:
+        yield from ((line,) for line in wrapped("uncompressed prefill, where the engine expands latents"))
+        yield from _group(group, statuses)
+        yield ()
     if not statuses and (result.plan is not None or result.failure is not None):
         yield from ((line,) for line in _plan(result))
         yield ()

@@ -18,6 +18,7 @@ from attnplug.selection.scope import parse_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+    from attnplug.models.description import ModelDescription
     from attnplug.request.device import Device
     from attnplug.request.domains import Domain
     from attnplug.request.field import Field, Kind
@@ -30,10 +31,13 @@ _ABOUT_MODELS: Final = ("assume", "partial")
 _METAVARS: Final = {Integer: "N", Number: "X", Table: "JSON"}
 
 
-def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements]:
+def requested_layers(
+    arguments: argparse.Namespace,
+) -> tuple[Mapping[str, Requirements], Mapping[str, Requirements]]:
     """
-    Return what each layer requests, by its name; a layer that is described by options has none. Where nothing is
-    requested, the model of the working folder is explained, and ``arguments.config`` set to its configuration.
+    Return what each layer requests, by its name, and the uncompressed prefills of layers with latents; a layer that is
+    described by options has no name. Where nothing is requested, the model of the working folder is explained, and
+    ``arguments.config`` set to its configuration.
 
     Raises:
         RequestError: Nothing is requested, or in two ways at once.
@@ -45,7 +49,8 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
         arguments.config = CONFIG
         complain(f"attnplug: note: explaining the model of this folder, as with --config {CONFIG}")
     if arguments.config is not None:
-        return _of_model(arguments, fields)
+        model = _describe(arguments, fields)
+        return model.requirements, model.uncompressed
     for name in _ABOUT_MODELS:
         if getattr(arguments, name):
             raise RequestError(
@@ -62,7 +67,7 @@ def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements
             "`attnplug explain --head-size 64 --num-q-heads 64 --num-kv-heads 8 --dtype bfloat16 --sinks`, "
             f"or run `attnplug explain` in a folder with a model's {CONFIG}",
         )
-    return {ONE_LAYER: Requirements.from_dict(whole)}
+    return {ONE_LAYER: Requirements.from_dict(whole)}, {}
 
 
 def requested_devices(texts: Sequence[str] | None) -> tuple[Device, ...]:
@@ -110,7 +115,7 @@ def requested_options(texts: list[str] | None) -> dict[str, dict[str, str]] | No
     return found or None
 
 
-def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[str, Requirements]:
+def _describe(arguments: argparse.Namespace, fields: dict[str, Any]) -> ModelDescription:
     from attnplug.models import describe_model  # noqa: PLC0415 - only models need it
 
     if arguments.requirements:
@@ -135,7 +140,7 @@ def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[
             "; ".join(map(str, model.unserved or model.others)),
             "add --partial for the other attention layers" if model.layers else "run it on its own implementation",
         )
-    return model.requirements
+    return model
 
 
 def read_object(text: str) -> dict[str, Any]:

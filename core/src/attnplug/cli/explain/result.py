@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import describe_error
 from attnplug.errors import NoBackendError
+from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.selection.plan import Plan, plan
 from attnplug.selection.select import explain
 
@@ -60,37 +61,47 @@ class Result:
         groups: The groups of layers; the one with most layers first.
         plan: The decision for all of them together; None where there is one layer, or no such decision.
         failure: Why there is none.
+        prefills: The same for the uncompressed prefills of layers with latents. They need not be served: absorbed
+            attention serves prefills too.
     """
 
     device: Device
     groups: tuple[LayerGroup, ...]
     plan: Plan | None = None
     failure: NoBackendError | None = None
+    prefills: tuple[LayerGroup, ...] = ()
 
     @property
     def serves(self) -> bool:
         """Whether everything requested can be served."""
         return self.failure is None and all(group.explanation.chosen is not None for group in self.groups)
 
-    def plan_to_dict(self) -> dict[str, Any]:
-        """Return the plan, or why there is none, as plain JSON values."""
-        device = {"device": self.device.to_dict()}
+    def plan_to_dict(self, statuses: Collection[str] = ()) -> dict[str, Any]:
+        """
+        Return the plan, or why there is none, as plain JSON values.
+
+        Args:
+            statuses: As for `LayerGroup.to_dict`, of uncompressed prefills.
+        """
+        found: dict[str, Any] = {"device": self.device.to_dict()}
         if self.plan is None:
-            return {**device, "error": describe_error(self.failure) if self.failure else None}
-        groups = [{"layers": list(group.layers), "id": group.selection.id} for group in self.plan.groups]
-        return {
-            **device,
-            "block_size": self.plan.block_size,
-            "kv_layout": self.plan.kv_layout,
-            "kv_cache_form": self.plan.kv_cache_form,
-            "cudagraph": self.plan.cudagraph,
-            "weakest": self.plan.weakest.selection.id,
-            "groups": groups,
-        }
+            found["error"] = describe_error(self.failure) if self.failure else None
+        else:
+            found |= {name: getattr(self.plan, name) for name in (*CACHE_TERMS, "cudagraph")}
+            found["weakest"] = self.plan.weakest.selection.id
+            found["groups"] = [{"layers": list(group.layers), "id": group.selection.id} for group in self.plan.groups]
+        if self.prefills:
+            found["uncompressed_prefills"] = [group.to_dict(statuses) for group in self.prefills]
+        return found
 
 
 def explain_layers(
-    layers: Mapping[str, Requirements], device: Device, *, assume_installed: bool, **keywords: Any
+    layers: Mapping[str, Requirements],
+    device: Device,
+    *,
+    assume_installed: bool,
+    prefills: Mapping[str, Requirements] | None = None,
+    **keywords: Any,
 ) -> Result:
     """
     Explain the choice for all layers on one device.
@@ -99,20 +110,24 @@ def explain_layers(
         layers: What each layer requests, by name.
         device: The device.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
+        prefills: What the uncompressed prefills of layers with latents request, by layer.
         keywords: ``backend`` and ``options``, as for `select`.
     """
-    groups = _groups(layers, device, assume_installed=assume_installed, **keywords)
+    groups = explain_groups(layers, device, assume_installed=assume_installed, **keywords)
     if ONE_LAYER in layers:
         return Result(device, groups)
+    others = explain_groups(prefills or {}, device, assume_installed=assume_installed, **keywords)
     try:
         decided = plan(layers, device, assume_installed=assume_installed, **keywords)
     except NoBackendError as failure:
-        return Result(device, groups, failure=failure)
+        return Result(device, groups, failure=failure, prefills=others)
     chosen = {group.selection.requirements: group.selection for group in decided.groups}
-    return Result(device, tuple(group.decided(chosen[group.explanation.requirements]) for group in groups), decided)
+    groups = tuple(group.decided(chosen[group.explanation.requirements]) for group in groups)
+    return Result(device, groups, decided, prefills=others)
 
 
-def _groups(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[LayerGroup, ...]:
+def explain_groups(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[LayerGroup, ...]:
+    """Return an explanation for each distinct request, that of most layers first; keywords as for `explain`."""
     names: dict[Requirements, list[str]] = {}
     for name, requirements in layers.items():
         names.setdefault(requirements, []).append(name)

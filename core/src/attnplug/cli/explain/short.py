@@ -83,7 +83,7 @@ def _head(result: Result, own: Device) -> list[Line]:
         added = tuple(dict.fromkeys(id_ for group in groups for id_ in group.explanation.with_auto))
         permitted = evolve(explanation, with_auto=added).permitted
         first += _indented("permitted: ", permitted.replace("'auto'", "--backend auto"))
-    plan = _plan(result)
+    plan = [*_plan(result), *(line for text in prefill_lines(result.prefills) for line in _indented(*text))]
     most = MOST_LINES - _LEAST_REST - len(first) - len(plan)
     two_each, one_each = [line for group in groups for line in _two_lines(group)], [*map(_one_line, groups)]
     for lines in (_in_full(groups), two_each, one_each):
@@ -170,6 +170,24 @@ def _plan(result: Result) -> list[Line]:
     return _indented(
         "plan: ", f"{assigned({name: getattr(found, name) for name in (*CACHE_TERMS, 'cudagraph')})}{weakest}"
     )
+
+
+def prefill_lines(groups: Sequence[LayerGroup]) -> Iterator[tuple[str, str]]:
+    """Yield a label, and which backend runs each kind of uncompressed prefill with the reason."""
+    for group in groups:
+        explanation, wanted = group.explanation, group.explanation.requirements
+        heads = f"{wanted.num_q_heads} heads of {wanted.head_size}, values of {wanted.head_size_v}"
+        chosen = f"{explanation.chosen.id}; runner-up" if explanation.chosen else "none"
+        why = _runner_up(explanation) if explanation.chosen else _why_none(explanation)
+        yield f"uncompressed prefill ({heads}): ", f"{chosen}: {why}"
+
+
+def _why_none(explanation: Explanation) -> str:
+    """Return the reason of the first candidate that was named, or is installed, and the number of the others."""
+    installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
+    first, *others = [verdict for verdict in installed if verdict.id in explanation.named] or installed
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{first.id}: {_why(first, explanation)[-1]}{more}"
 
 
 # The other candidates

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
 from attnplug_transformers.call import module_name, tensor_version
 from attnplug_transformers.engine.adapters import alibi_slopes, is_adapted
+from attnplug_transformers.engine.latent import LatentCache
 from attnplug_transformers.engine.layers import LayerSpec, is_placeholder
 from attnplug_transformers.engine.model_attention import fixed_attention, placeholder_mask, serving
 from attnplug_transformers.engine.scales import scales_of
@@ -252,17 +253,25 @@ def inspect_layers(
     positions = torch.arange(_TOKENS, device=model.device)
     slopes = alibi_slopes(model)
     mask = placeholder_mask(model.device, alibi=slopes is not None)
+    latents = LatentCache(compares=True) if any(layer.requirements.latent for layer in layers) else None
     recorder, packing = LayerRecorder(layers, kv_cache_dtype, slopes), PackingCheck(mask)
     with torch.inference_mode():
-        _call(model, ids, positions, recorder, None)
+        _call(model, ids, positions, recorder, None, latents)
         recorder.check_complete()
-        _call(model, ids.repeat(2), positions.repeat(2), packing, mask)
+        _call(model, ids.repeat(2), positions.repeat(2), packing, mask, latents)
     return tuple(attrs.evolve(spec, takes_mask=packing.takes_mask[spec.module]) for spec in recorder.specs.values())
 
 
-def _call(model: Any, ids: Tensor, positions: Tensor, handler: AttentionHandler, mask: Tensor | None) -> None:
-    with serving(handler):
-        model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
+def _call(
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    handler: AttentionHandler,
+    mask: Tensor | None,
+    latents: LatentCache | None,
+) -> None:
+    with serving(handler, latents) as cache:
+        model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False, **cache)
 
 
 def _zeros(call: AttentionCall) -> Tensor:
@@ -327,7 +336,9 @@ class LayerRecorder:
         owner = next((spec for spec in self.specs.values() if spec.name == target), None)
         if owner is not None:
             return owner.k_scale, owner.v_scale
-        return scales_of(call.module, requirements.num_kv_heads, call.key.device)
+        k_scale, v_scale = scales_of(call.module, requirements.num_kv_heads, call.key.device)
+        # A latent is stored once, as a key: checkpoints may have a scale of values beside, which nothing stores.
+        return k_scale, k_scale if requirements.latent else v_scale
 
     def _find_target(self, call: AttentionCall, layer: ModelLayer) -> str | None:
         """Return the earlier layer whose keys a layer reads: the module passes on that layer's tensor."""

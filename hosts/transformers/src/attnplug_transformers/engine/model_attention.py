@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
 from attnplug_transformers.call import AttentionCall, module_name, uncompiled
 from attnplug_transformers.engine import adapters
+from attnplug_transformers.engine.latent import LatentCache, expand
 from attnplug_transformers.mask import make_mask
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _lock = threading.Lock()
 
 # Several models pass no keywords down to their attention. Each thread has its own value: engines share no state.
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attnplug_engine", default=None)
+_latents: ContextVar[LatentCache | None] = ContextVar("attnplug_engine_latents", default=None)
 
 
 class ModelAttention:
@@ -124,12 +126,22 @@ class AttentionHandler(Protocol):
 
 
 @contextmanager
-def serving(handler: AttentionHandler) -> Iterator[None]:
-    """Let a handler serve the attention calls of this thread."""
-    token = _handler.set(handler)
+def serving(handler: AttentionHandler, latents: LatentCache | None = None) -> Iterator[dict[str, Any]]:
+    """
+    Let a handler serve the attention calls of this thread.
+
+    Args:
+        handler: The handler.
+        latents: Takes the latents of a model with latent attention, whose calls the handler gets absorbed.
+
+    Yields:
+        Arguments with which the model has to be called.
+    """
+    token, other = _handler.set(handler), _latents.set(latents)
     try:
-        yield
+        yield {} if latents is None else latents.argument
     finally:
+        _latents.reset(other)
         _handler.reset(token)
 
 
@@ -157,7 +169,9 @@ def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
             "an engine has replaced the model's attention, and the model was called by other code",
             "generate through the engine, or call engine.close(), which restores the model's own attention",
         )
-    call = AttentionCall.of(module, *args, **arguments)
+    call, latents = AttentionCall.of(module, *args, **arguments), _latents.get()
+    if latents is not None:
+        call = latents.absorb(call)
     batch, heads, tokens, _ = call.query.shape
     if batch != 1 or call.key.shape[2] != tokens:
         raise TensorError(
@@ -165,7 +179,8 @@ def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
             "a step of the engine has one row of tokens, and each token has its own key and value",
             "call the model through the engine alone; the keys of earlier steps are in the engine's KV cache",
         )
-    return handler.attend(call).view(1, tokens, heads, call.value.shape[3]), None
+    output = handler.attend(call).view(1, tokens, heads, call.value.shape[3])
+    return output if latents is None else expand(module, output), None
 
 
 def placeholder_mask(device: torch.device, *, alibi: bool = False) -> Tensor | None:
@@ -227,6 +242,8 @@ class StepAttention:
                 self._ranges.record(layer, key, value)
         output = query.new_empty(query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
+        if layer.spec.requirements.latent:
+            value = None  # a part of the key
         layer.impl.forward(query, key, value, self._caches.get(layer.spec.cache_name), metadata, output)
         return output
 

@@ -14,6 +14,7 @@ from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
 from attnplug.dense import use_device
 from attnplug_transformers.engine.graphs import DecodeGraphs
+from attnplug_transformers.engine.latent import LatentCache
 from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask, serving
 from attnplug_transformers.engine.scales import RangeCheck
 
@@ -103,6 +104,7 @@ class Runner:
         self._mask = placeholder_mask(
             self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
         )
+        self._stores_latents = any(layer.spec.requirements.latent for layer in groups.layers)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._builders: Sequence[StepBuilder] = ()
         self._caches: Mapping[str, KVCache] = {}
@@ -192,13 +194,14 @@ class Runner:
         """
         step = StepAttention(self._layers, self._caches, metadata, self._mask, ranges)
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._takes_rows else {}
-        with serving(step):
+        with serving(step, LatentCache() if self._stores_latents else None) as cache:
             output = self._model(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=self._mask,
                 use_cache=False,
                 **keep,
+                **cache,
             )
         step.check_complete()
         logits: Tensor = output.logits[0]

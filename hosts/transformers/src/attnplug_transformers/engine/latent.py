@@ -1,0 +1,175 @@
+"""
+Multi-head latent attention (MLA): the latents that a model stores, and its queries and outputs in their space.
+
+Modules of transformers pass their latents, normalized, and the rotated part of the key to ``update`` of the KV cache
+before they expand them. `LatentCache` takes them there. The engine stores them in its own KV cache, and attends to them
+with absorbed projections, instead of the keys and values that the module expands.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask
+
+from attnplug.errors import RequirementsError
+from attnplug_transformers.call import module_name
+
+if TYPE_CHECKING:
+    from attnplug_transformers.call import AttentionCall
+
+_ARGUMENT: Final = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""The argument of a model that is its KV cache: another name since transformers 5.24."""
+
+_TOLERANCE: Final = 0.05
+"""How far rows of a 16-bit dtype may differ by rounding, relative to the largest."""
+
+_OWN: Final = (
+    "generate with transformers and attn_implementation='attnplug' (attnplug_transformers.register()), where the module"
+    " expands its latents"
+)
+
+
+class LatentCache(DynamicCache):
+    """
+    The KV cache that a model gets for one forward pass: it passes latents on, and keeps no tokens.
+
+    Args:
+        compares: Whether the up-projections are compared with the keys and values that modules expand, which waits for
+            the device.
+    """
+
+    def __init__(self, *, compares: bool = False) -> None:
+        super().__init__()
+        self._compares = compares
+        self._latents: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def argument(self) -> dict[str, LatentCache]:
+        """The argument with which a model is called."""
+        return {_ARGUMENT: self}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Keep the step's latents for the attention call that follows, and return those of its first token.
+
+        Args:
+            key_states: ``(1, 1, tokens, kv_lora_rank)`` normalized latents.
+            value_states: ``(1, 1, tokens, qk_rope_head_dim)`` rotated parts of the keys.
+            layer_idx: The module's number.
+        """
+        self._latents[layer_idx] = (key_states, value_states)
+        # Absorbed attention reads no expanded keys: the module expands as few as it can.
+        return key_states[:, :, :1], value_states[:, :, :1]
+
+    def absorb(self, call: AttentionCall) -> AttentionCall:
+        """
+        Return a call in the space of latents: one KV head, whose values are the first part of its keys.
+
+        Args:
+            call: The call of a module with latents, with queries ``(1, num_heads, tokens, nope + rope)``.
+
+        Returns:
+            Its call with queries ``(1, num_heads, tokens, kv_lora_rank + rope)``, keys of that size, and values of
+            ``kv_lora_rank``.
+
+        Raises:
+            RequirementsError: The module stores no latents, or its up-projection is not a plain weight.
+        """
+        module: Any = call.module
+        latents = self._latents.pop(getattr(module, "layer_idx", None), None)
+        if latents is None or latents[0].shape[-1] != getattr(module, "kv_lora_rank", None):
+            raise RequirementsError(
+                f"{module_name(module)} does not store latents in its KV cache",
+                "the engine takes them from cache.update(), where modules of transformers pass them since release 5.15;"
+                f" this is {transformers.__version__}",
+                f"run the model from the classes of transformers, or {_OWN}",
+            )
+        key_up, _ = up_projections(module)
+        if self._compares:
+            _compare(call, *latents)
+        parts = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+        nope, rope = torch.split(call.query[0], parts, -1)
+        query = torch.cat([torch.einsum("ntp,npl->tnl", nope, key_up), rope.transpose(0, 1)], -1)
+        key = torch.cat(latents, -1)
+        value = key[..., : module.kv_lora_rank]
+        signature = attrs.evolve(
+            call.signature,
+            num_kv_heads=1,
+            head_size=key.shape[-1],
+            head_size_v=value.shape[-1],
+            is_cross=False,  # there are as many keys as queries
+        )
+        return attrs.evolve(call, query=query.transpose(0, 1)[None], key=key, value=value, signature=signature)
+
+
+def up_projections(module: Any) -> tuple[Tensor, Tensor]:
+    """
+    Return the up-projections of keys and of values, as views of the module's weight.
+
+    Returns:
+        ``(num_heads, qk_nope_head_dim, kv_lora_rank)`` and ``(num_heads, v_head_dim, kv_lora_rank)``.
+
+    Raises:
+        RequirementsError: `kv_b_proj` is not a linear layer with a plain weight.
+    """
+    projection, sizes = module.kv_b_proj, [module.qk_nope_head_dim, module.v_head_dim]
+    shape = (module.num_heads * sum(sizes), module.kv_lora_rank)
+    weight: Any = getattr(projection, "weight", None)
+    if (
+        type(projection) is not nn.Linear
+        or type(weight) not in {Tensor, nn.Parameter}
+        or weight.shape != shape
+        or weight.dtype not in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+        or projection.bias is not None
+    ):
+        found = "no weight" if weight is None else f"a {type(weight).__name__} of {weight.dtype}, {tuple(weight.shape)}"
+        raise RequirementsError(
+            f"{module_name(module)}.kv_b_proj is a {type(projection).__name__} with {found}",
+            f"absorbed attention multiplies by the weight of a Linear without bias, {shape}, that is not quantized",
+            f"leave kv_b_proj out of the quantization, or {_OWN}",
+        )
+    key_up, value_up = weight.view(module.num_heads, sum(sizes), -1).split(sizes, 1)
+    return key_up, value_up
+
+
+def expand(module: Any, output: Tensor) -> Tensor:
+    """
+    Return the output of absorbed attention in the space of the module's values.
+
+    Args:
+        module: The attention module.
+        output: ``(1, tokens, num_heads, kv_lora_rank)``.
+
+    Returns:
+        ``(1, tokens, num_heads, v_head_dim)``.
+    """
+    return torch.einsum("btnl,nvl->btnv", output, up_projections(module)[1])
+
+
+def _compare(call: AttentionCall, compressed: Tensor, rotated: Tensor) -> None:
+    """Compare the first token's keys and values, as the module has expanded them, with those by its weight."""
+    key_up, value_up = up_projections(call.module)
+    first = compressed[0, 0, :1]
+    nope, value = (torch.einsum("tl,nsl->nts", first, weight) for weight in (key_up, value_up))
+    key = torch.cat([nope, rotated[0, :, :1].expand(len(nope), -1, -1)], -1)
+    for found, expected in ((key, call.key[0]), (value, call.value[0])):
+        is_near = found.shape == expected.shape and bool(
+            (found - expected).abs().amax() <= _TOLERANCE * expected.abs().amax()
+        )
+        if not is_near:
+            raise RequirementsError(
+                f"{module_name(call.module)} expands its latents to other keys or values than its kv_b_proj",
+                "its weight is [keys; values] of each head, and the rotated part is appended to each key",
+                _OWN,
+            )
