@@ -143,7 +143,7 @@ def test_latents_are_for_vllms_own_backends(calls):
     ((_, request, _),) = calls
     assert [each["selector"]["use_mla"] for each in request["layers"]] == [True, False]
     assert answer.choices[0].ignored == ()
-    assert answer.warnings == (report.NO_LATENTS,)
+    assert answer.warnings == ()
     assert _choose({}).warnings == ()
 
 

@@ -49,10 +49,6 @@ CONSIDERED: Final = frozenset(
 )
 """The fields of requirements that vLLM's selection considers, or that say nothing about its choice."""
 
-NO_LATENTS: Final = (
-    "attnplug-vllm does not serve multi-head latent attention (MLA) yet: it refuses such a model, and backends of vLLM "
-    "run it"
-)
 _FIELD_OF: Final = {"use_dcp": "dcp_size"}  # what only newer versions of vLLM consider
 _LONGEST: Final = 600  # seconds: importing vLLM takes 10 to 60
 _ENVIRONMENT: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -99,7 +95,6 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
     chosen = dict(zip(layers, found["choices"], strict=True))
     choices = [_choice(each, chosen.get(index)) for index, each in enumerate(requirements)]
     warnings = [versions.untested(versions.installed_version())]
-    warnings += [NO_LATENTS] if any(each.latent for each in requirements) else []
     return EngineAnswer(f"vLLM {found['version']}", choices, found["assumed"], list(filter(None, warnings)))
 
 
