@@ -155,7 +155,6 @@ def test_refusals_have_their_reasons(requirements: Requirements, reason: str) ->
         ("alibi", "linear"),
         ("attention_chunk", 8192),
         ("custom_mask", True),
-        ("head_size_v", 64),
         ("block_sparse", {"local_blocks": 16}),
         ("dcp_size", 2),
         ("batch_invariant", True),

@@ -229,6 +229,8 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
                     if fields.get("latent"):
                         own |= {"num_kv_heads": 1, "head_size_v": _latent_size(subject, size)}
                     yield RequestSpec.of({**common, **own, **fields}, fields)
+                    if own.get("head_size_v"):  # without rotary elements
+                        yield RequestSpec.of({**common, **own, "head_size_v": None, **fields}, fields)
 
 
 def _latent_size(subject: Subject, size: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 import torch
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import write_kv
+from attnplug.ops import write_kv, write_pages
 from attnplug_flashinfer import library
 from attnplug_flashinfer.routes import check_decode_kernel
 from attnplug_flashinfer.warmup import run_dense
@@ -52,7 +52,8 @@ class FlashInferImpl(AttentionImpl):
         super().__init__(layer, backend)
         check_decode_kernel(self.agreement)
         self._key = super().plan_key
-        self._heads = (self.num_q_heads, self.head_size)
+        self._heads = (self.num_q_heads, self.head_size_v)
+        self._is_latent = self.agreement.requirements.latent
         self._is_hnd = self.agreement.kv_layout == "HND"
         self._writes = bool(self.forward_writes)
         self.parameters_changed()
@@ -100,6 +101,10 @@ class FlashInferImpl(AttentionImpl):
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
+        elif self._is_latent:
+            if self._writes and key is not None:
+                write_pages(key, kv_cache.k, cast("Tensor", metadata.batch.slot_mapping))
+            operands = (kv_cache.k.squeeze(2),)  # one KV head
         else:
             halves = pages = (kv_cache.k, kv_cache.v)
             if self._is_hnd:  # the library's shape is the order in memory
@@ -166,7 +171,7 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         """Attend into new memory, and copy: the kernels ignore the strides of outputs."""
         query = query[:tokens]
-        out = query.new_empty(query.shape)
+        out = query.new_empty((tokens, *self._heads))
         sums = None if lse is None else lse.new_empty(query.shape[:2])
         self._attend(plan, query, operands, out, sums)
         output[:tokens] = out.flatten(1)
@@ -175,6 +180,9 @@ class FlashInferImpl(AttentionImpl):
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
+        if self._is_latent:  # the value is a part of its key
+            write_pages(key, kv_cache.k, slot_mapping)
+            return
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
 
     def run_profile(
@@ -182,7 +190,7 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         """Run dense attention over the K/V, with the memory of a step of as many rows."""
         del lse
-        if key is not None and value is not None and query.shape[0] and key.shape[0]:
+        if key is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
 
 
