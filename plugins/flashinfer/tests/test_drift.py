@@ -1,8 +1,9 @@
 """
 The plugin's library calls fit the signatures of every allowed release, and of the installed one.
 
-`CALLS` lists the calls, and `NEWER` those of 0.7 and later, where they differ. A run of all features on the fake shows that the list is complete. It is compared with the
-records in ``signatures/``, which ``record_signatures.py`` writes, and with the installed library.
+`CALLS` lists the calls, and `NEWER` those of 0.7 and later, where they differ. A run of all features on the fake shows
+that the list is complete. It is compared with the records in ``signatures/``, which ``record_signatures.py`` writes,
+and with the installed library.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def parameters_of(package: Any, name: str) -> list[inspect.Parameter]:
 
 
 @pytest.mark.parametrize(
-    "version, name", [*((FAKE_VERSION, name) for name in CALLS), *((NEWEST, name) for name in NEWER)]
+    ("version", "name"), [*((FAKE_VERSION, name) for name in CALLS), *((NEWEST, name) for name in NEWER)]
 )
 def test_the_fake_has_the_release_signatures(library_at, version, name):
     def described(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
