@@ -57,6 +57,7 @@ CASES: Final[dict[str, tuple[Case, dict[str, Any]]]] = {
     "no causal mask": (evolve(MIXED, causal=False), {}),
     "latents of 512": (LATENTS, {}),
     "latents of 512, 128 heads": (evolve(LATENTS, num_q_heads=128), {}),
+    "latents of 512, 20 heads": (evolve(LATENTS, num_q_heads=20), {}),
     "latents of 256": (evolve(LATENTS, head_size=320, head_size_v=256), {}),
     "latents of 128": (evolve(LATENTS, head_size=192, head_size_v=128), {}),
     "latents on pages of one token": (evolve(LATENTS, block_size=1), {}),

@@ -50,6 +50,14 @@ def test_single_rows_have_no_mask(load_fake, journal) -> None:
     assert [plan.arguments["causal"] for plan in journal.plans] == [False]
 
 
+@pytest.mark.parametrize(("heads", "planned_heads"), [(1, 1), (5, 8), (20, 32), (64, 64), (96, 128)])
+def test_heads_are_padded_to_a_power_of_two(load_fake, journal, heads, planned_heads) -> None:
+    case = evolve(MIXED, num_q_heads=heads)
+    check(load_fake(case.requirements(return_lse=True)), materialize(case))
+
+    assert {plan.arguments["num_heads"] for plan in journal.plans} == {planned_heads}
+
+
 @pytest.mark.parametrize("query_lens", [(0, 0, 0, 3), (3, 0, 0, 0), (0, 2, 0, 0, 0), (0, 0, 0, 1)])
 def test_requests_without_rows_are_not_planned_for_wide_layers(load_fake, query_lens) -> None:
     """The fake refuses a plan whose tiles end between the heads of a row, as those of few rows of 128 heads do."""

@@ -102,6 +102,7 @@ def in_short(reason: Reason) -> str:
         pytest.param(DEEPSEEK, HOPPER, BOTH, id="DeepSeek on Hopper"),
         pytest.param(DEEPSEEK, AMPERE, FA2, id="DeepSeek on Ampere"),
         pytest.param(DEEPSEEK.evolve(num_q_heads=128, block_size=1), HOPPER, BOTH, id="128 heads, pages of one token"),
+        pytest.param(DEEPSEEK.evolve(num_q_heads=20), HOPPER, BOTH, id="GLM 4.7 Flash"),
         pytest.param(DEEPSEEK.evolve(head_size=320, head_size_v=256), HOPPER, BOTH, id="Mistral 4"),
         pytest.param(DEEPSEEK.evolve(head_size=512), HOPPER, BOTH, id="latents without rotary elements"),
         pytest.param(DEEPSEEK.evolve(head_size=288, head_size_v=256), HOPPER, NONE, id="MiniCPM3"),
@@ -147,9 +148,9 @@ REFUSED: dict[str, tuple[Requirements, str]] = {
         ENCODER.evolve(sliding_window=4096),
         "causal: the kernels bound a window on the left only; without a causal mask it has no right bound",
     ),
-    "20 heads over latents": (
-        DEEPSEEK.evolve(num_q_heads=20),
-        "gqa_ratio: with other numbers of heads, tiles end between those of a token, and kernels hide its last key",
+    "256 heads over latents": (
+        DEEPSEEK.evolve(num_q_heads=256),
+        "gqa_ratio: tiles of 128 end between the heads of a token that has more, and hide its last key",
     ),
     "latents with a window": (
         DEEPSEEK.evolve(sliding_window=64),

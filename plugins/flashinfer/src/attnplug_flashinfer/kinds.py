@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -166,7 +167,10 @@ class Latent(Kind):
     def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
         super().__init__(impl, workspace, kernels)
         self._has_lse = impl.agreement.requirements.return_lse
-        self._num_heads = impl.num_q_heads
+        # With other numbers tiles end between the heads of a row, and the causal kernels hide its last key: they bound
+        # the keys of a tile by its last whole row (``mla.cuh``, ``mla_hopper.cuh``; 0.7.2 refuses such plans).
+        self._num_heads = 1 << (impl.num_q_heads - 1).bit_length()
+        self._heads_added = self._num_heads - impl.num_q_heads
         self._page_size: int = impl.agreement.block_size or 1
         self._sizes = (impl.head_size_v, impl.head_size - impl.head_size_v)
         self._values = {
@@ -191,7 +195,7 @@ class Latent(Kind):
             BatchError: The step has more tiles than a plan of the library; nothing is written.
         """
         average = (rows.last - rows.first) * self._num_heads // rows.last_page_len.shape[0]
-        if average <= _TILE < self._num_heads:  # tiles then end between the heads of a row, and hide its last key
+        if average <= _TILE < self._num_heads:  # tiles of 64, for requests with rows and without
             rows = without_empty(rows)
         self._check_tiles(rows)
         pages = rows.indptr.diff()
@@ -217,7 +221,28 @@ class Latent(Kind):
 
     def run_of(self, wrapper: Any) -> Callable[..., Any]:
         """Return a function of queries and latents, which splits both."""
-        return library.latent_run(wrapper, self._sizes, has_lse=self._has_lse)
+        run = library.latent_run(wrapper, self._sizes, has_lse=self._has_lse)
+        return partial(_run_with_more_heads, run, self._heads_added) if self._heads_added else run
+
+
+def _run_with_more_heads(
+    run: Callable[..., Any],
+    added: int,
+    query: Tensor,
+    pages: Tensor,
+    *,
+    out: Tensor,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+) -> None:
+    """Run with heads of zeros behind those of the query, and copy the results of the others."""
+    query = torch.nn.functional.pad(query, (0, 0, 0, added))
+    whole = out.new_empty((*query.shape[:2], out.shape[2]))
+    sums = None if lse is None else lse.new_empty(query.shape[:2])
+    run(query, pages, out=whole, lse=sums, return_lse=return_lse)
+    out.copy_(whole[:, : out.shape[1]])
+    if lse is not None and sums is not None:
+        lse.copy_(sums[:, : lse.shape[1]])
 
 
 def kinds_of(impl: AttentionImpl, workspace: Tensor) -> Mapping[str, Kind]:
