@@ -36,20 +36,25 @@ class DirectFlashAttention:
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the cache write and the calls of one step, with schedules if the library has them."""
-        calls, cache = CALLS[rig.backend.variant], rig.direct_cache()
-        key_pages, value_pages = cache.k, cache.v
-        query, key, value, slots = rig.query, rig.key, rig.value, rig.slots
-        output = torch.empty_like(query)
+        calls = CALLS[rig.backend.variant]
+        query, key, value = rig.query, rig.key, rig.value
+        pages = (key, value)
+        if rig.cache is not None:
+            cache = rig.direct_cache()
+            pages = (cache.k, cache.v)
+        if rig.step.latent:  # the library's keys are the rotary parts
+            key, pages = key[..., rig.step.size_v :], (pages[0][..., rig.step.size_v :], pages[1])
+        output = query.new_empty(*query.shape[:2], rig.step.size_v)
         runs = []
         for rows in _rows(rig):
-            keys, values = key_pages, value_pages
-            if not rows.has_cached:
-                keys, values = key[rows.tokens], value[rows.tokens]
+            keys, values = pages if rows.has_cached else (key[rows.tokens], value[rows.tokens])
             runs.append(calls.bind(query[rows.tokens], keys, values, output[rows.tokens], rows, calls.schedule(rows)))
 
         def write() -> None:
-            write_kv(key, value, key_pages, value_pages, slots, padded=False)
+            if rig.cache is not None:
+                write_kv(key, value, *pages, slots, padded=False)
 
+        slots = rig.slots
         return _in_turn(write, runs, output if calls.fills_output else None)
 
     def captured(self, rig: Rig) -> Callable[[], Tensor]:
@@ -105,7 +110,10 @@ def _of(planner: Planner, part: slice) -> PhaseRows:
         has_cached=any(step.cached_lens[part]),
         num_q_heads=step.num_q_heads,
         num_kv_heads=step.num_kv_heads,
-        head_size=step.head_size,
+        head_size=step.head_size - (step.size_v if step.latent else 0),
+        head_size_v=step.size_v,
+        scale=step.scale,
+        latent_size=step.size_v if step.latent else None,
         block_size=size,
         dtype=getattr(torch, planner.backend.agreement.requirements.dtype),
         max_query=max(query_lens),
@@ -128,7 +136,10 @@ class PhaseRows:
         has_cached: Whether some of their keys are cached before the step.
         num_q_heads: The number of query heads.
         num_kv_heads: The number of KV heads.
-        head_size: The head size.
+        head_size: The head size of keys; of latents the size of their rotary part.
+        head_size_v: The head size of values.
+        scale: The softmax scale.
+        latent_size: The elements of a query before its rotary part; None without latents.
         block_size: Slots per block.
         dtype: The dtype of queries, keys and values.
         max_query: The most new tokens of a request.
@@ -145,6 +156,9 @@ class PhaseRows:
     num_q_heads: int
     num_kv_heads: int
     head_size: int
+    head_size_v: int
+    scale: float
+    latent_size: int | None
     block_size: int
     dtype: torch.dtype
     max_query: int
@@ -154,11 +168,6 @@ class PhaseRows:
     key_starts: Tensor
     table: Tensor
     slots: Tensor
-
-    @property
-    def scale(self) -> float:
-        """The softmax scale."""
-        return float(self.head_size**-0.5)
 
 
 class Calls(ABC):
@@ -186,11 +195,11 @@ class Calls(ABC):
         Return the call.
 
         Args:
-            query: ``(tokens, num_q_heads, head_size)``.
+            query: ``(tokens, num_q_heads, head_size)``; of latents their elements come before.
             key: ``(num_blocks, block_size, num_kv_heads, head_size)``, or ``(tokens, num_kv_heads, head_size)`` if
                 nothing is cached.
             value: In the form of `key`.
-            out: In the form of `query`.
+            out: ``(tokens, num_q_heads, head_size_v)``.
             rows: The requests of the rows.
             schedule: From `schedule`.
         """
@@ -272,7 +281,7 @@ class Fa3Vllm(Calls):
         """Return the schedule of a call with pages."""
         if not rows.has_cached:
             return None
-        sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size, rows.dtype)
+        sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size_v, rows.dtype)
         lengths = (rows.keys, rows.query_starts, None, None, None, None, rows.block_size, 0)
         schedule = getattr(torch.ops, self.library).get_scheduler_metadata.default
         longest, scalars = self.longest_scheduled(rows), (True, *self.windows, False, 0, None, 0)
@@ -284,12 +293,15 @@ class Fa3Vllm(Calls):
     ) -> Callable[[], Tensor]:
         """Return the op with its arguments in the order of its schema."""
         none = (None,) * 3
+        latent = None
+        if rows.latent_size is not None:
+            latent, query = query[..., : rows.latent_size], query[..., rows.latent_size :]
         starts, keys, table = (None, rows.keys, rows.table) if rows.has_cached else (rows.key_starts, None, None)
         lengths = (rows.query_starts, starts, None, None, keys, rows.max_query, rows.max_keys, table)
         scalars = (rows.scale, True, *self.windows, 0.0, True, schedule, 0, None, 0, None, *self.after_sinks)
         fwd = getattr(torch.ops, self.library).fwd.default
-        # key_new, value_new, query_value; batch indices, padding, rotary embedding (3); descales
-        return partial(fwd, query, key, value, *none, out, *lengths, None, None, *none, *none, *scalars)
+        # key_new, value_new; batch indices, padding, rotary embedding (3); descales
+        return partial(fwd, query, key, value, None, None, latent, out, *lengths, None, None, *none, *none, *scalars)
 
 
 class Fa3Tokenspeed(Fa3Vllm):

@@ -26,10 +26,10 @@ NOT_HERE = 3
 _COMMON_LAYER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 
 
-def is_here(target: Target) -> bool:
-    """Return whether a backend supports a common layer here; print why it does not."""
+def is_here(target: Target, requirements: attnplug.Requirements | None = None) -> bool:
+    """Return whether a backend supports a layer here, by default a common one; print why it does not."""
     try:
-        target.load(attnplug.Requirements(**_COMMON_LAYER))
+        target.load(requirements or attnplug.Requirements(**_COMMON_LAYER))
     except NoBackendError as error:
         verdicts = error.explanation.verdicts if error.explanation is not None else ()
         reasons = [str(reason) for one in verdicts if one.id == target.backend for reason in one.reasons]

@@ -129,6 +129,16 @@ def test_conditions_that_never_hold_are_found(when) -> None:
     assert cannot_hold(manifest.variants[0].rules[0].when, manifest.variants)
 
 
+@pytest.mark.parametrize(
+    "when", ["latent = true", "latent = true, head_size_v = 512", "latent = true, dtype = 'float16'"]
+)
+def test_rules_about_latents_fire(when) -> None:
+    text = TEXT.format(when=when, need="").replace('"alibi"]', '"alibi", "latent", "head_size_v"]')
+    manifest = parse_manifest(text, path="attnplug.toml")
+
+    assert not list(check_rules(manifest, text))
+
+
 @pytest.mark.parametrize(("device_types", "capability"), [('"cuda"', ""), ('["cpu", "cuda"]', ""), ('"cuda"', '"9.0"')])
 def test_cuda_without_a_capability_is_served_nowhere(device_types, capability) -> None:
     listed = f"compute_capability = {capability}" if capability else ""

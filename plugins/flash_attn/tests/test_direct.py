@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 import benchmarks.direct_flash_attn as direct
-from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
+from attnplug_kit.bench import (
+    Baseline,
+    Step,
+    Target,
+    building,
+    decodes,
+    first_prefills,
+    forwarding,
+    make_planner,
+    mixed,
+    ragged_decodes,
+)
 from benchmarks.direct_flash_attn import CALLS, SCHEDULE, DirectFlashAttention
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
@@ -49,6 +60,29 @@ def test_replays_are_compared_with_them(library, monkeypatch, variant) -> None:
 
     assert not found.failures
     assert len(found.measurements) == 6
+
+
+@pytest.mark.parametrize("sizes", [(576, 512), (320, 256)])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_latents_are_compared_with_them(library, monkeypatch, sizes, query_len) -> None:
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
+    heads = {"num_q_heads": 4, "num_kv_heads": 1, "head_size": sizes[0], "head_size_v": sizes[1], "latent": True}
+    step = Step("latents", (query_len,) * 3, (20, 3, 90), **heads)
+
+    eager = [((step, mixed(1, 40, 1, 18, **heads)), FakeTimer(), False)]
+    found = forwarding.measure_steps(eager, choice("fa3_vllm"), 1, [step])
+
+    assert not found.failures
+    assert len(found.measurements) == 9
+    assert "latents, replayed from a graph, ticks, 4 query" in found.measurements[-1].what
+
+
+def test_contiguous_prefills_are_compared_with_them(library) -> None:
+    step = first_prefills(2, 21, num_q_heads=4, num_kv_heads=4, head_size=192, head_size_v=128)
+
+    found = forwarding.measure_step(step, choice("fa3_vllm"), FakeTimer(), 1, is_small=False, paged=False)
+
+    assert len(found.measurements) == 3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -121,6 +121,23 @@ def test_sinks_of_another_dtype():
     refuse("fa3_vllm", params=evolve(PLAIN, sinks=torch.ones(HEADS)), match="only support bf16 dtype for S aux")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ((72, 256), "only supported for head_size <= 64|V headdim is different"),
+        ((64, 128), "only supported for hdim_v >= 256"),
+        ((32, 520), "V headdim is different"),
+    ],
+)
+def test_latents_of_other_sizes(sizes, match):
+    adapter, call = kernels("fa3_vllm"), MIXED.call(kernels("fa3_vllm"))
+    adapter._latent_size = sizes[1]
+    query = torch.zeros(13, HEADS, sum(sizes)).bfloat16()
+    key, value = (torch.zeros(7, 256, 1, size).bfloat16() for size in sizes)
+    with pytest.raises(RuntimeError, match=match):
+        adapter.attend(query, key, value, query.new_empty(13, HEADS, sizes[1]), call, PLAIN, None)
+
+
 def test_the_package_index_build_has_no_soft_caps():
     refuse("fa3_tokenspeed", params=evolve(PLAIN, softcap=2.0), match="does not support tanh softcapping")
 

@@ -48,6 +48,9 @@ SINKS = LLAMA.evolve(sinks=True)
 FP8 = LLAMA.evolve(kv_cache_dtype="fp8")
 CASCADE = LLAMA.evolve(cascade=True, return_lse=True)
 DCP = LLAMA.evolve(dcp_size=2)
+LATENT = LLAMA.evolve(head_size=576, head_size_v=512, num_q_heads=128, num_kv_heads=1, latent=True)
+LATENT_256 = LATENT.evolve(head_size=320, head_size_v=256)
+UNCOMPRESSED = LLAMA.evolve(head_size=192, head_size_v=128, num_q_heads=128, num_kv_heads=128, paged=False)
 CROSS = LLAMA.evolve(attn_type="encoder_decoder")
 DENSE = LLAMA.evolve(paged=False)
 ENCODER = DENSE.evolve(attn_type="encoder_only")
@@ -173,6 +176,18 @@ def in_short(reason: Reason) -> str:
         pytest.param(ENCODER, HOPPER, ON_HOPPER, id="an encoder"),
         pytest.param(ENCODER.evolve(sliding_window=512), BLACKWELL, ON_BLACKWELL, id="an encoder with a window"),
         pytest.param(CROSS, HOPPER, ON_HOPPER, id="cross attention"),
+        pytest.param(LATENT, HOPPER, "fa3_vllm", id="latents of 512"),
+        pytest.param(LATENT_256.evolve(dtype="float16"), HOPPER, "fa3_vllm", id="latents of 256 in float16"),
+        pytest.param(LATENT.evolve(block_size=64, cudagraph="always"), HOPPER, "fa3_vllm", id="latents in graphs"),
+        pytest.param(
+            LATENT.evolve(sliding_window=512, logits_soft_cap=30.0), HOPPER, "fa3_vllm", id="latents, window, soft cap"
+        ),
+        pytest.param(LATENT, AMPERE, NONE, id="latents on Ampere"),
+        pytest.param(UNCOMPRESSED.evolve(return_lse=True), HOPPER, "fa3_vllm", id="uncompressed latents"),
+        pytest.param(UNCOMPRESSED.evolve(causal=False), HOPPER, "fa3_vllm", id="uncompressed latents of a prefix"),
+        pytest.param(
+            UNCOMPRESSED.evolve(head_size=256, head_size_v=256, return_lse=True), HOPPER, ON_HOPPER, id="keys of 256"
+        ),
     ],
 )
 def test_variants_that_support_a_request(requirements: Requirements, device: Device, serving: str) -> None:
@@ -202,6 +217,10 @@ CHECKED_ON_HOPPER = (
     "batch invariance was checked on compute capability 9.0 only; on Blackwell the library schedules by the shape of "
     "the batch"
 )
+LATENT_SIZES = "the kernels support head sizes up to 256, and latents of 256 or 512 elements beside 64 rotary ones"
+ROTARY = "the kernels for latents require 64 rotary elements"
+ONE_PAIR = "keys of 192 with values of 128 are the only tested pair of unequal sizes"
+EVEN = "the kernels support no sinks where keys and values differ in size"
 UNDEFINED = "the relative position of encoder and decoder tokens is undefined, so"
 
 REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
@@ -350,6 +369,77 @@ REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
         HOPPER,
         [f"attn_type and alibi: {UNDEFINED} ALiBi has no meaning"],
     ),
+    "heads of 576 that are no latents": (LLAMA.evolve(head_size=576), "fa3_vllm", HOPPER, [f"latent: {LATENT_SIZES}"]),
+    "short latents": (
+        LATENT.evolve(head_size=192, head_size_v=128),
+        "fa3_vllm",
+        HOPPER,
+        ["latent and head_size: the kernels for latents support 512 or 256 elements beside 64 rotary ones"],
+    ),
+    "latents without rotary elements": (
+        LATENT.evolve(head_size=576, head_size_v=576),
+        "fa3_vllm",
+        HOPPER,
+        [f"latent and head_size and head_size_v: {ROTARY}"],
+    ),
+    "latents of 512 with other rotary elements": (
+        LATENT.evolve(head_size_v=256),
+        "fa3_vllm",
+        HOPPER,
+        [f"latent and head_size and head_size_v: {ROTARY}"],
+    ),
+    "latents of 256 with other rotary elements": (
+        LATENT_256.evolve(head_size_v=128),
+        "fa3_vllm",
+        HOPPER,
+        [f"latent and head_size and head_size_v: {ROTARY}"],
+    ),
+    "latents in an FP8 KV cache": (
+        LATENT.evolve(kv_cache_dtype="fp8"),
+        "fa3_vllm",
+        HOPPER,
+        ["latent and kv_cache_dtype: the kernels for latents support bfloat16 and float16 only"],
+    ),
+    "latents and sinks": (
+        LATENT.evolve(num_q_heads=16, sinks=True),
+        "fa3_vllm",
+        HOPPER,
+        [f"sinks and head_size_v: {EVEN}"],
+    ),
+    "latents and DCP": (
+        LATENT.evolve(dcp_size=2),
+        "fa3_vllm",
+        HOPPER,
+        ["latent and dcp_size: the engine gathers the heads of latents, and merges the outputs of the ranks by LSE"],
+    ),
+    "latents, fa3_tokenspeed": (
+        LATENT,
+        "fa3_tokenspeed",
+        HOPPER,
+        [
+            "head_size supported: multiples of 8 up to 64, multiples of 8 from 104 up to 256",
+            "head_size_v undeclared",
+            "latent undeclared",
+        ],
+    ),
+    "other pairs of sizes": (
+        LLAMA.evolve(head_size=64, head_size_v=256),
+        "fa3_vllm",
+        HOPPER,
+        [f"latent and head_size_v and head_size: {ONE_PAIR}"],
+    ),
+    "values of 256 with keys of 192": (
+        UNCOMPRESSED.evolve(head_size_v=256),
+        "fa3_vllm",
+        HOPPER,
+        [f"latent and head_size and head_size_v: {ONE_PAIR}"],
+    ),
+    "sinks and 192/128": (
+        UNCOMPRESSED.evolve(num_q_heads=16, num_kv_heads=16, sinks=True),
+        "fa3_vllm",
+        HOPPER,
+        [f"sinks and head_size_v: {EVEN}"],
+    ),
     "graphs without a KV cache": (
         DENSE.evolve(cudagraph="uniform_batch"),
         "fa3",
@@ -371,7 +461,6 @@ def test_refusals_have_their_reasons(
     [
         ("attention_chunk", 8192),
         ("custom_mask", True),
-        ("head_size_v", 64),
         ("block_sparse", {"local_blocks": 16}),
         ("output_quant", "fp8_e4m3"),
         ("features", ("acme.rope_fused",)),

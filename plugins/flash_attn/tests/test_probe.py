@@ -352,6 +352,56 @@ def test_an_op_that_lacks_an_argument_is_refused_by_its_name(machine: Machine) -
     )
 
 
+LATENT = {"latent": True, "num_kv_heads": 1, "kv_cache_form": "latent"}
+UNCOMPRESSED = {"num_kv_heads": 32, "paged": False}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "required", "name"),
+    [
+        ((576, 512), LATENT, "bfloat16 kernels for keys of 64 and values of 512 elements"),
+        ((320, 256), {**LATENT, "dtype": "float16"}, "float16 kernels for keys of 64 and values of 256 elements"),
+        ((192, 128), UNCOMPRESSED, "bfloat16 kernels for keys of 192 and values of 128 elements"),
+    ],
+    ids=str,
+)
+def test_head_sizes_that_a_library_was_not_compiled_for(machine: Machine, sizes, required, name) -> None:
+    """Its ops take them nevertheless."""
+    ops = [declaration("_vllm_fa3_C", op) for op in op_files.ARGUMENTS["_vllm_fa3_C"]]
+    file = machine.vllm("_vllm_fa3_C", *ops, b"run_mha_fwd_ILi90EN7cutlass10bfloat16_tELi64ELi64ELb0E")
+    request = agreed(
+        "fa3_vllm", required.get("dtype", "bfloat16"), head_size=sizes[0], head_size_v=sizes[1], **required
+    )
+
+    assert machine.probe(agreed("fa3_vllm", head_size=64)) is None
+    assert machine.reason(request, code="probe") == (
+        f"vllm | _vllm_fa3_C in vllm 0.24.0 has no {name}: install a release of vllm that has them"
+    )
+
+    pairs = b"10bfloat16_tELi64ELi512E", b"6half_tELi64ELi256E", b"10bfloat16_tELi192ELi128E"
+    file.write_bytes(file.read_bytes() + b"".join(b"run_mha_fwd_ILi90EN7cutlass" + pair for pair in pairs))
+    assert machine.probe(request) is None
+
+
+def test_a_library_without_the_latent_query_is_refused(machine: Machine) -> None:
+    machine.vllm(
+        "_vllm_fa3_C",
+        declaration("_vllm_fa3_C", "fwd", without="q_v"),
+        declaration("_vllm_fa3_C", "get_scheduler_metadata"),
+    )
+
+    assert "fwd of _vllm_fa3_C in vllm 0.24.0 has an unsupported signature" in machine.reason(agreed("fa3_vllm"))
+
+
+def test_kernels_of_quantized_keys_are_others(machine: Machine) -> None:
+    file = machine.vllm("_vllm_fa3_C", b"run_mha_fwd_ILi90EN7cutlass12float_e4m3_tELi192ELi128E")
+
+    assert op_files.has_kernels(file, "fp8_e4m3", 192, 128)
+    assert not op_files.has_kernels(file, "bfloat16", 192, 128)
+    file.write_bytes(b"")
+    assert not op_files.has_kernels(file, "fp8_e4m3", 192, 128)
+
+
 @pytest.mark.parametrize("text", [b"", b"\0fwd(Tensor q\0"], ids=["empty", "cut short"])
 def test_a_file_without_declarations_has_no_op(machine: Machine, text: bytes) -> None:
     file = machine.vllm("_vllm_fa3_C", text)

@@ -99,6 +99,59 @@ def test_keys_by_far_more_than_queries_are_all_read(load_real, variant, lens) ->
     check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
+# -- latents ---------------------------------------------------------------------------------------------------------
+
+LATENT = evolve(MIXED, num_kv_heads=1, head_size=576, head_size_v=512, latent=True)
+SPLIT = evolve(LATENT, query_lens=(1, 4, 2), context_lens=(5000, 2500, 700))
+
+
+@pytest.mark.parametrize("sizes", [(576, 512), (320, 256)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 48, 64, 96, 256])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_latents(load_real, dtype, heads, block_size, sizes) -> None:
+    """Pages of 64 and 96 are tiles of their kernels, which load full ones for many heads without padding."""
+    for step in (LATENT, evolve(LATENT, query_lens=(1, 1, 1), context_lens=(300, 0, 17)), SPLIT):
+        case = evolve(step, head_size=sizes[0], head_size_v=sizes[1], num_q_heads=heads, dtype=dtype)
+        case = evolve(case, block_size=block_size)
+        check(load_real(case.requirements(return_lse=True), "fa3_vllm"), materialize(case))
+
+
+@pytest.mark.parametrize("sizes", [(576, 512), (320, 256)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 9},
+        {"sliding_window": 128},
+        {"logits_soft_cap": 2.0, "gain": 4.0},
+        {"logits_soft_cap": 2.0, "gain": 4.0, "sliding_window": 9},
+        {"causal": False},
+        {"query_lens": (70, 300, 1), "context_lens": (0, 0, 0)},
+    ],
+    ids=str,
+)
+def test_latents_with_other_features(load_real, changes, sizes) -> None:
+    for heads in (16, 128):
+        case = evolve(LATENT, num_q_heads=heads, head_size=sizes[0], head_size_v=sizes[1], **changes)
+        check(load_real(case.requirements(return_lse=True), "fa3_vllm"), materialize(case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(192, 128), (256, 256)])
+def test_uncompressed_latents(load_real, head_size, head_size_v, paged, causal, dtype) -> None:
+    case = evolve(MIXED, num_kv_heads=8, head_size=head_size, head_size_v=head_size_v, causal=causal, dtype=dtype)
+
+    check(load_real(case.requirements(paged=paged, return_lse=True), "fa3_vllm"), materialize(case))
+
+
+def test_quantized_keys_of_192_with_values_of_128(load_real) -> None:
+    case = evolve(MIXED, head_size=192, head_size_v=128, kv_cache_dtype="fp8_e4m3", k_scale=0.3, v_scale=0.7)
+
+    check(load_real(case.requirements(return_lse=True), "fa3_vllm"), materialize(case))
+
+
 # -- windows, soft caps, ALiBi, sinks ------------------------------------------------------------------------------
 
 

@@ -130,16 +130,23 @@ def measure_step(
     return SectionResult(tuple(numbers), setup_of(rig.backend), _notes(note, step.what, samples))
 
 
-def measure_replay(step: Step, target: Target, repeats: int) -> SectionResult:
+def measure_replay(step: Step, target: Target, repeats: int, **engine: Any) -> SectionResult:
     """
-    Measure the replays of one step, or note why they are not measured.
+    Measure the replays of one step, whose requests have as many new tokens, or note why they are not measured.
+
+    Args:
+        step: The step.
+        target: Backend and device.
+        repeats: As for `interleaved`.
+        engine: Fields of the requirements that an engine sets.
 
     Raises:
         AttnplugError: The two graphs compute different results.
     """
-    what = f"{step.what}, replayed from a graph"
+    what = ", ".join((step.what, *(f"{name}={value}" for name, value in engine.items()), "replayed from a graph"))
     try:
-        rig = make_rig(step, target, cudagraph="single_token_decode")
+        level = "single_token_decode" if step.is_decode else "uniform_batch"
+        rig = make_rig(step, target, cudagraph=level, decode_query_len=step.query_lens[0], **engine)
     except NoBackendError as error:
         return SectionResult(notes=(f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
     baseline, note = baseline_of(rig.backend.name, target.baseline)
@@ -176,7 +183,7 @@ def noop_backend(rig: Rig) -> Callable[[], None]:
     impl_class: Any = type("NoopImpl", (backend.impl_class,), {"run": lambda *_: None})
     noop: Any = type("NoopBackend", (type(backend.wrapped),), {"impl_class": impl_class})
     impl = LoadedBackend(noop(backend.agreement, backend.device_properties)).make_impl(rig.layer)
-    query, key, value, cache, output = rig.query, rig.key, rig.value, rig.cache, rig.output
+    query, key, value, cache, output = rig.query, rig.key, rig.given_value, rig.cache, rig.output
 
     def call() -> None:
         impl.forward(query, key, value, cache, metadata, output)

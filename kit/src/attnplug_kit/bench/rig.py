@@ -40,6 +40,8 @@ class Step:
         num_q_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_size: Size of a head.
+        head_size_v: Size of a value head; None is `head_size`.
+        latent: Whether keys are latents, and their first `head_size_v` elements the values.
     """
 
     what: str
@@ -48,6 +50,18 @@ class Step:
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
+    head_size_v: int | None = None
+    latent: bool = False
+
+    @property
+    def size_v(self) -> int:
+        """Size of a value head."""
+        return self.head_size_v or self.head_size
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale. Of latents it is that of DeepSeek-V3, whose keys have 192 elements before they are one."""
+        return float((192 if self.latent else self.head_size) ** -0.5)
 
     @property
     def num_reqs(self) -> int:
@@ -78,33 +92,35 @@ class Step:
         """Return the layer's requirements; the negotiation chooses block size and layout."""
         return Requirements(
             head_size=self.head_size,
+            head_size_v=self.head_size_v,
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
+            latent=self.latent,
             dtype=dtype,
             **engine,
         )
 
 
-def decodes(requests: int, length: int, **layer: int) -> Step:
+def decodes(requests: int, length: int, **layer: Any) -> Step:
     """Return a step in which all requests decode, each of the same length, the new token included."""
     what = f"decode, {requests} request{'s' * (requests > 1)} of {length} tokens"
     return Step(what, (1,) * requests, (length - 1,) * requests, **layer)
 
 
-def ragged_decodes(requests: int, shortest: int, longest: int, **layer: int) -> Step:
+def ragged_decodes(requests: int, shortest: int, longest: int, **layer: Any) -> Step:
     """Return a step in which all requests decode, their lengths spread evenly between two."""
     spread = max(1, requests - 1)
     cached = tuple(shortest + (longest - shortest) * i // spread - 1 for i in range(requests))
     return Step(f"decode, {requests} requests of {shortest} to {longest} tokens", (1,) * requests, cached, **layer)
 
 
-def first_prefills(requests: int, length: int, **layer: int) -> Step:
+def first_prefills(requests: int, length: int, **layer: Any) -> Step:
     """Return a step of first prefills of one length."""
     what = f"first prefill, {requests} prompt{'s' * (requests > 1)} of {length} tokens"
     return Step(what, (length,) * requests, (0,) * requests, **layer)
 
 
-def mixed(decoding: int, length: int, prompts: int, prompt: int, **layer: int) -> Step:
+def mixed(decoding: int, length: int, prompts: int, prompt: int, **layer: Any) -> Step:
     """Return a step of decodes and first prefills."""
     what = f"{decoding} decodes of {length} tokens and {prompts} first prefills of {prompt}"
     return Step(what, (1,) * decoding + (prompt,) * prompts, (length - 1,) * decoding + (0,) * prompts, **layer)
@@ -223,7 +239,10 @@ class Planner:
     def batch(self, assembler: BatchAssembler | None = None) -> Batch:
         """Return the batch of the step, from a new assembler or one that is used again."""
         from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
+        from attnplug.contract import Batch  # noqa: PLC0415 - likewise
 
+        if not self.backend.agreement.requirements.paged:
+            return Batch.from_lengths(self.step.query_lens, self.step.seq_lens, device=self.backend.device)
         assembler = assembler or BatchAssembler.of(self.backend.agreement, self.backend.device)
         for new, old, blocks in zip(self.step.query_lens, self.step.cached_lens, self.blocks, strict=True):
             assembler.add(new, old, blocks)
@@ -246,22 +265,27 @@ class Rig(Planner):
     A step that can run.
 
     Attributes:
-        cache: The layer's KV cache, with the K/V of the past.
-        past: Keys and values of the past, ``(sum(cached_lens), num_kv_heads, head_size)`` each.
+        cache: The layer's KV cache, with the K/V of the past; None of contiguous K/V.
+        past: Keys and values of the past, ``(sum(cached_lens), num_kv_heads, size)`` each.
         query: ``(num_tokens, num_q_heads, head_size)``.
         key: ``(num_tokens, num_kv_heads, head_size)``.
-        value: As `key`.
-        output: ``(num_tokens, num_q_heads * head_size)``.
+        value: ``(num_tokens, num_kv_heads, size_v)``; of latents a view of `key`, and no call has it.
+        output: ``(num_tokens, num_q_heads * size_v)``.
         metadata: Of the step.
     """
 
-    cache: KVCache
+    cache: KVCache | None
     past: tuple[Tensor, Tensor]
     query: Tensor
     key: Tensor
     value: Tensor
     output: Tensor
     metadata: Metadata
+
+    @property
+    def given_value(self) -> Tensor | None:
+        """The value of a call; None of latents."""
+        return None if self.step.latent else self.value
 
     @property
     def slots(self) -> Tensor:
@@ -290,7 +314,7 @@ class Rig(Planner):
         cache = self.backend.make_cache(self.num_blocks)
         keys, values, slots = self.cached
         places = slots // self.block_size, slots % self.block_size
-        cache.k[places], cache.v[places] = keys, values
+        cache.k[places], cache.v[places] = keys, values  # of latents the same memory, and the same numbers
         return cache
 
     def for_step(self, step: Step, blocks: tuple[list[int], ...], **rows: Any) -> Rig:
@@ -301,7 +325,7 @@ class Rig(Planner):
     def forward(self) -> Callable[[], Tensor]:
         """Return the layer's calls as a host makes them: the cache write if it is the host's, and `forward`."""
         impl, cache, slots = self.impl, self.cache, self.slots
-        query, key, value, metadata, output = self.query, self.key, self.value, self.metadata, self.output
+        query, key, value, metadata, output = self.query, self.key, self.given_value, self.metadata, self.output
 
         def call() -> Tensor:
             impl.forward(query, key, value, cache, metadata, output)
@@ -316,7 +340,7 @@ class Rig(Planner):
     def forward_op(self) -> Callable[[], Tensor]:
         """Return them as a compiled model makes them: the opaque ops. They need the metadata in a forward context."""
         impl, cache, output = self.impl, self.cache, self.output
-        query, key, value = self.query, self.key, self.value
+        query, key, value = self.query, self.key, self.given_value
 
         def call() -> Tensor:
             impl.forward_op(query, key, value, cache, output)
@@ -353,7 +377,7 @@ def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
         max_seq_len=max(step.seq_lens),
         num_blocks=1 + sum(counts),
     )
-    layer = contract.Layer(name=LAYER)
+    layer = contract.Layer(name=LAYER, scale=step.scale)
     impl = backend.make_impl(layer)
     builder = backend.make_builder([impl], backend.make_state(limits))
     return Planner(step, backend, layer, impl, builder, _shuffled(counts))
@@ -369,18 +393,23 @@ def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
     device, dtype = planner.backend.device, torch_dtype(planner.backend.agreement.requirements.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
-    def rows(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, step.head_size, generator=generator, device=device).to(dtype)
+    def rows(count: int, heads: int, size: int) -> Tensor:
+        return torch.randn(count, heads, size, generator=generator, device=device).to(dtype)
 
-    tokens, kv_heads = step.num_tokens, step.num_kv_heads
+    def pair(count: int) -> tuple[Tensor, Tensor]:
+        key = rows(count, step.num_kv_heads, step.head_size)
+        return key, key[..., : step.size_v] if step.latent else rows(count, step.num_kv_heads, step.size_v)
+
+    tokens, is_paged = step.num_tokens, planner.backend.agreement.requirements.paged
+    past, (key, value) = pair(sum(step.cached_lens)), pair(tokens)
     rig = Rig(
         **asdict(planner, recurse=False),
-        cache=planner.backend.make_cache(planner.num_blocks, impl=planner.impl),
-        past=(rows(sum(step.cached_lens), kv_heads), rows(sum(step.cached_lens), kv_heads)),
-        query=rows(tokens, step.num_q_heads),
-        key=rows(tokens, kv_heads),
-        value=rows(tokens, kv_heads),
-        output=torch.empty(tokens, step.num_q_heads * step.head_size, dtype=dtype, device=device),
+        cache=planner.backend.make_cache(planner.num_blocks, impl=planner.impl) if is_paged else None,
+        past=past,
+        query=rows(tokens, step.num_q_heads, step.head_size),
+        key=key,
+        value=value,
+        output=torch.empty(tokens, step.num_q_heads * step.size_v, dtype=dtype, device=device),
         metadata=planner.builder.build(planner.batch()),
     )
     _write_past(rig)
@@ -388,13 +417,16 @@ def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
 
 
 def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:
-    """Return graph buffers of the shortest length that holds the step, and the metadata of their capture."""
+    """
+    Return graph buffers of the shortest length that holds the step, and the metadata of their capture. All requests
+    have as many new tokens.
+    """
     from attnplug.contract import GraphShape  # noqa: PLC0415 - imports torch
 
     step, builder, state = planner.step, planner.builder, planner.builder.state
     length = next(length for length in builder.graph_lengths if length >= max(step.seq_lens))
     with state.graph_capture(step.num_reqs):
-        graph = state.graph(GraphShape(step.num_reqs, step.num_tokens, 1, length))
+        graph = state.graph(GraphShape(step.num_reqs, step.num_tokens, step.query_lens[0], length))
         return graph, builder.build(graph.dummy_batch(), graph=graph)
 
 

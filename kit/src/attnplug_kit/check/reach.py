@@ -172,7 +172,7 @@ def _is_tried(condition: Condition) -> bool:
 def _needed_by(fields: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Return other fields that the values need."""
     dtypes = [value for value in fields.get("kv_cache_dtype", ()) if value in ("float32", "float16", "bfloat16")]
-    needed: dict[str, Any] = {"num_kv_heads": 1} if True in fields.get("latent", ()) else {}
+    needed: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1024} if True in fields.get("latent", ()) else {}
     return needed | ({"dtype": dtypes[0]} if dtypes else {})
 
 

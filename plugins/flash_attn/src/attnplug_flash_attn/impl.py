@@ -48,6 +48,7 @@ class FlashAttentionImpl(AttentionImpl):
         super().__init__(layer, backend)
         self.kernels = backend.kernels
         self.parameters_changed()
+        self._latent = self.agreement.requirements.latent
         self._key = (self.window, self.logits_soft_cap)
         self._writes = bool(self.forward_writes)
 
@@ -98,6 +99,8 @@ class FlashAttentionImpl(AttentionImpl):
                 keys, values = keys[:rows], values[:rows]
         else:
             keys, values = kv_cache.k, kv_cache.v
+            if self._latent:
+                key, value, keys = _rotary_parts(key, keys, self.head_size_v)
             if self._writes and key is not None and value is not None:
                 slots: Any = metadata.batch.slot_mapping  # with K/V to write there are slots; a cast is a call
                 write_kv(key, value, keys, values, slots, *self._scale_tensors)
@@ -214,7 +217,16 @@ class FlashAttentionImpl(AttentionImpl):
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
-        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
+        keys = kv_cache.k
+        if self._latent:  # `value` is the rest of the key
+            key, keys = key[..., self.head_size_v :], keys[..., self.head_size_v :]
+        write_kv(key, value, keys, kv_cache.v, slot_mapping, *self._scale_tensors)
+
+
+def _rotary_parts(key: Tensor | None, pages: Tensor, latent: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return new keys and values, and pages of keys: of latents, a key of the library is the rotary part alone."""
+    pages = pages[..., latent:]
+    return (None, None, pages) if key is None else (key[..., latent:], key[..., :latent], pages)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:

@@ -66,6 +66,9 @@ ARGUMENTS: Final = {
 }
 """The ops that this plugin calls, by library, and the names of their arguments, which it passes by position."""
 
+CPP_TYPES: Final = {"bfloat16": "10bfloat16_t", "float16": "6half_t", "fp8_e4m3": "12float_e4m3_t"}
+"""The mangled names of CUTLASS's types."""
+
 _LONGEST: Final = 4096  # characters of a schema
 _NAME: Final = re.compile(r"\w+(?=\s*(?:=.*)?$)")
 
@@ -87,6 +90,20 @@ def changed_ops(library: str, file: Path) -> list[str]:
         return list(expected)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return [op for op, names in expected.items() if names.split() not in _declared(data, op)]
+
+
+def has_kernels(file: Path, dtype: str, size: int, size_v: int) -> bool:
+    """
+    Return whether a file of FlashAttention 3 has its Hopper kernels for a pair of head sizes.
+
+    A build may leave pairs out (``FLASHATTENTION_DISABLE_HDIMDIFF64``), and no schema says so. The names of functions
+    do, ``run_mha_fwd_<90, cutlass::bfloat16_t, 64, 512, ...>``, which other parts of the library import.
+    """
+    name = f"run_mha_fwd_ILi90EN7cutlass{CPP_TYPES[dtype]}ELi{size}ELi{size_v}E".encode()
+    if not file.stat().st_size:
+        return False
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(name) >= 0
 
 
 def _folders(name: str, folder: Path) -> Iterator[Path]:

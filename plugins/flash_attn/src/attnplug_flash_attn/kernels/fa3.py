@@ -91,7 +91,7 @@ class Fa3(Kernels):
 
 
 class Fa3Vllm(Kernels):
-    """``_vllm_fa3_C``: pages of any size, FP8, sinks, and schedules; no ALiBi."""
+    """``_vllm_fa3_C``: pages of any size, latents, FP8, sinks, and schedules; no ALiBi."""
 
     schedules = True
     fills_output = True
@@ -103,6 +103,8 @@ class Fa3Vllm(Kernels):
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self.wants_leftpad = may_load_whole_tiles(agreement)
+        required = agreement.requirements
+        self._latent_size = (required.head_size_v or 0) if required.latent else 0
         ops = op_library.load(self.library)
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
@@ -117,13 +119,16 @@ class Fa3Vllm(Kernels):
         lse: Tensor | None,
     ) -> None:
         descales = descales_of(call, params, key.shape[-2])
+        latent = None
+        if self._latent_size:  # views: the kernels require a contiguous last axis, and rows at multiples of 16 bytes
+            latent, query = query[..., : self._latent_size], query[..., self._latent_size :]
         _, lse_by_head, *_ = self._fwd(
             query,
             key,
             value,
             None,  # k_new
             None,  # v_new
-            None,  # q_v
+            latent,  # q_v: its products with the values are added to those of queries and keys
             out,
             call.cu_seqlens_q,
             call.cu_seqlens_k,
@@ -167,7 +172,7 @@ class Fa3Vllm(Kernels):
             self.longest_scheduled(call),
             num_heads_q,
             required.num_kv_heads,
-            required.head_size,
+            required.head_size - self._latent_size,
             required.head_size_v,
             torch_dtype(agreement.kv_cache_dtype if is_paged else required.dtype),
             call.seqused_k,

@@ -124,7 +124,7 @@ class Kernels(ABC):
         Args:
             query: ``(tokens, q_heads, head_size)``.
             key: ``(blocks, block_size, kv_heads, head_size)`` of any strides with a block table, otherwise packed
-                ``(keys, kv_heads, head_size)``.
+                ``(keys, kv_heads, head_size)``. Of latents it is their rotary part alone, and `value` the rest.
             value: In the form of `key`, with head_size_v.
             out: ``(tokens, q_heads, head_size_v)`` in the dtype of the model.
             call: The rows and keys of the call.

@@ -20,13 +20,18 @@ FP8 = torch.float8_e4m3fn
 
 @frozen(eq=False, kw_only=True)
 class Rows:
-    """The query side of a call, with the descales ``(requests, kv_heads)`` of queries, keys and values."""
+    """
+    The query side of a call, with the descales ``(requests, kv_heads)`` of queries, keys and values.
+
+    `latent` is ``(rows, heads, head_size_v)``: scores have its products with the values too.
+    """
 
     query: Tensor
     starts: Tensor
     longest: int
     longest_keys: int
     descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    latent: Tensor | None = None
 
     @property
     def requests(self) -> int:
@@ -46,8 +51,10 @@ def fwd(build: Build, rows: Rows, keys: Keys, params: ScoreParams, *, causal: bo
     where = spans(rows.starts, len(rows.query), rows.longest)
     for request, (at, (key, value)) in enumerate(zip(where, keys.of_requests(), strict=True)):
         query = rows.query[at].double() * query_scale[request].repeat_interleave(heads // kv_heads)[:, None]
-        scaled = (key.double() * key_scale[request][:, None], value.double() * value_scale[request][:, None])
-        out[at], lse[:, at] = attend(query, *scaled, params)
+        scaled, values = key.double() * key_scale[request][:, None], value.double() * value_scale[request][:, None]
+        if rows.latent is not None:
+            query, scaled = torch.cat([query, rows.latent[at].double()], -1), torch.cat([scaled, values], -1)
+        out[at], lse[:, at] = attend(query, scaled, values, params)
         if tile:  # what has no weight is 0 times what is there; here for all rows, not those of the last tile alone
             behind = keys.behind(request, tile).double().sum(0)
             out[at] += 0.0 * behind.repeat_interleave(heads // kv_heads, 0)
@@ -61,7 +68,7 @@ def tile_of(build: Build, rows: Rows, keys: Keys, params: ScoreParams, *, causal
     heads, size = rows.query.shape[1:]
     resolved_terms, is_causal = resolved(rows, params, causal=causal)
     return build.tile(
-        size,
+        (size, keys.value.shape[-1]),
         0 if keys.table is None else keys.key.shape[1],
         rows.longest * (heads // keys.key.shape[-2]),
         resolved_terms,
@@ -93,6 +100,8 @@ def check_call(rows: Rows, keys: Keys, params: ScoreParams) -> None:
     check(size <= 256, "FlashAttention forward only supports head dimension at most 256")
     check(heads % keys.key.shape[-2] == 0, "Number of heads in key/value must divide number of heads in query")
     check(size == size_v or _may_differ(size, size_v), "If V headdim is different from Q/K dim, ...")
+    check(size_v <= 256 or query.dtype != FP8, "HeaddimV > 256 requires fp16 and bf16 data type")
+    _check_latent(rows, size, size_v)
     multiple = 16 if query.dtype == FP8 else 8
     check(size % multiple == 0 and size_v % multiple == 0, f"head_size should be a multiple of {multiple}")
     check_rows("q", query, tuple(query.shape), query.device)
@@ -110,6 +119,17 @@ def check_call(rows: Rows, keys: Keys, params: ScoreParams) -> None:
     check_leftpad(keys.leftpad, rows.requests, query.device)
     check_longest(keys, rows.longest_keys)
     check_sink(query, params.sink, size == size_v)
+
+
+def _check_latent(rows: Rows, size: int, size_v: int) -> None:
+    query, latent = rows.query, rows.latent
+    if latent is None:
+        return
+    check(size <= 64, "q_v is only supported for head_size <= 64")
+    check(size_v >= 256, "q_v is only supported for hdim_v >= 256.")
+    check(query.dtype != FP8, "q_v is only supported for fp16 and bf16 data type")
+    check(latent.dtype == query.dtype, "q_v must have the same dtype as query")
+    check_rows("q_v", latent, (*query.shape[:2], size_v), query.device)
 
 
 def check_sink(query: Tensor, sink: Tensor | None, same_sizes: bool) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from flash_attn_fake.refusal import check
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -21,6 +23,7 @@ class Build:
 
     Attributes:
         wide: By the most that a head may have, in 16 bits: rows, and keys of causal kernels, of others, with a window.
+        unequal: The same in 16 bits where keys and values differ in size, by both; None if it has no such kernels.
         narrow: The same in 8 bits. A window beside a soft cap has others, which no test needs.
         windows: Whether kernels with a window load full tiles, too.
     """
@@ -28,15 +31,24 @@ class Build:
     wide: Mapping[int, Sizes]
     narrow: Mapping[int, Sizes]
     windows: bool
+    unequal: Mapping[tuple[int, int], Sizes] | None = None
 
     def tile(
-        self, size: int, page_size: int, rows: int, params: ScoreParams, *, is_narrow: bool, causal: bool, padded: bool
+        self,
+        size: tuple[int, int],
+        page_size: int,
+        rows: int,
+        params: ScoreParams,
+        *,
+        is_narrow: bool,
+        causal: bool,
+        padded: bool,
     ) -> int:
         """
         Return the keys of the tiles that pages are loaded by; 0 where each key is loaded by itself.
 
         Args:
-            size: Of a head.
+            size: Of a key's head, and of a value's.
             page_size: Slots per page; 0 without pages.
             rows: Of the longest request, for each KV head.
             params: With the window that the kernels run with.
@@ -44,11 +56,16 @@ class Build:
             causal: Whether the causal kernels run.
             padded: Whether the call has a padding to the left, be it 0.
         """
+        is_even = size[0] == size[1]
+        check(is_even or self.unequal is not None, "This flash attention build does not support hdim != hdim_v")
         is_local = not causal and max(params.left, params.right) >= 0
         if not page_size or padded or (is_local and not self.windows):
             return 0
         sizes = self.narrow if is_narrow else self.wide
-        of_rows, of_causal, of_others, of_local = sizes[min(bound for bound in sizes if bound >= size)]
+        bound = min(bound for bound in sizes if bound >= size[0])
+        of_rows, of_causal, of_others, of_local = sizes[bound]
+        if not is_even and not is_narrow:
+            of_rows, of_causal, of_others, of_local = self.unequal[bound, size[1]]
         keys = of_causal if causal else of_local if is_local else of_others
         return keys if page_size % keys == 0 and rows > of_rows else 0
 
@@ -68,5 +85,6 @@ VLLM = Build(
     narrow={64: (192, 128, 128, 128), 96: (128, 128, 128, 128), 128: (128, 192, 192, 192), 192: (128, 96, 96, 96),
             256: (128, 128, 128, 64)},
     windows=False,
+    unequal={(64, 256): (128, 96, 96, 96), (64, 512): (64, 64, 64, 64), (192, 128): (128, 128, 128, 96)},
 )  # fmt: skip
 """Of vLLM's wheel."""

@@ -99,7 +99,7 @@ def fwd_tokenspeed(  # noqa: PLR0917 - the library's own
 
 
 def _fwd(variant: str, build: Build, given: dict[str, Any], sink: Tensor | None) -> tuple[Tensor, ...]:
-    unknown = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos", "rotary_sin")
+    unknown = ("k_new", "v_new", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos", "rotary_sin")
     require(
         all(given[name] is None for name in (*unknown, "seqlens_rotary", "pack_gqa")) and not given["sm_margin"],
         "the fake does not support these",
@@ -108,7 +108,7 @@ def _fwd(variant: str, build: Build, given: dict[str, Any], sink: Tensor | None)
     _check_out(out, query, torch.bfloat16 if query.dtype == generation3.FP8 else query.dtype, value.shape[-1])
     rows = generation3.Rows(
         query=query, starts=starts, longest=given["max_seqlen_q"], longest_keys=given["max_seqlen_k"],
-        descales=(given["q_descale"], given["k_descale"], given["v_descale"]),
+        descales=(given["q_descale"], given["k_descale"], given["v_descale"]), latent=given["q_v"],
     )  # fmt: skip
     keys = Keys(
         key=given["k"], value=value, starts=given["cu_seqlens_k"], used=given["seqused_k"], table=given["page_table"],
@@ -174,8 +174,8 @@ def _schedule(variant: str, build: Build, given: dict[str, Any]) -> Tensor:
     is_narrow = _dtype_of(given["qkv_dtype"]).itemsize == 1
     resolved, causal = generation3.resolved(rows, params, causal=given["is_causal"])
     tile = build.tile(
-        size, page_size, longest * (heads // kv_heads), resolved, is_narrow=is_narrow, causal=causal,
-        padded=given["leftpad_k"] is not None,
+        (size, given["headdim_v"]), page_size, longest * (heads // kv_heads), resolved, is_narrow=is_narrow,
+        causal=causal, padded=given["leftpad_k"] is not None,
     )  # fmt: skip
     shape = (
         longest, longest_keys, heads, kv_heads, size, given["headdim_v"], int(is_narrow), page_size, int(tile > 0),
