@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 import torch
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import write_kv, write_pages
+from attnplug.ops import write_kv
 from attnplug_flashinfer import library
 from attnplug_flashinfer.routes import check_decode_kernel
 from attnplug_flashinfer.warmup import run_dense
@@ -103,7 +103,7 @@ class FlashInferImpl(AttentionImpl):
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
         elif self._is_latent:
             if self._writes and key is not None:
-                write_pages(key, kv_cache.k, cast("Tensor", metadata.batch.slot_mapping))
+                _write_latents(key, kv_cache.k, cast("Tensor", metadata.batch.slot_mapping))
             operands = (kv_cache.k.squeeze(2),)  # one KV head
         else:
             halves = pages = (kv_cache.k, kv_cache.v)
@@ -181,7 +181,7 @@ class FlashInferImpl(AttentionImpl):
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
         if self._is_latent:  # the value is a part of its key
-            write_pages(key, kv_cache.k, slot_mapping)
+            _write_latents(key, kv_cache.k, slot_mapping)
             return
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
 
@@ -192,6 +192,12 @@ class FlashInferImpl(AttentionImpl):
         del lse
         if key is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
+
+
+def _write_latents(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Write both halves of each row in the one launch that otherwise writes K and V."""
+    (first, second), (first_pages, second_pages) = torch.tensor_split(rows, 2, -1), torch.tensor_split(pages, 2, -1)
+    write_kv(first, second, first_pages, second_pages, slots)
 
 
 def _make_natural(sums: Tensor) -> None:
