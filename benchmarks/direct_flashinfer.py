@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug_flashinfer.routes import uses_tensor_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnplug_kit.bench import Planner, Rig
 
@@ -21,18 +21,22 @@ _LAYOUT = "NHD"
 
 @frozen
 class DirectFlashInfer:
-    """`append_paged_kv_cache`, and the wrappers for decode and prefill, with the same kernels as the plugin."""
+    """The library's append, and its wrappers, with the same kernels as the plugin."""
 
     backend: ClassVar[str] = "flashinfer"
     what: ClassVar[str] = "direct FlashInfer calls"
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the append and the wrapper calls of one planned step."""
+        if rig.step.latent:
+            return _latent_calls(rig)
+        if rig.cache is None:
+            return _dense_calls(rig)
         return _calls(rig, _Wrappers.of(rig, captured=False))
 
     def captured(self, rig: Rig) -> Callable[[], Tensor]:
-        """Return the same calls with the wrapper for CUDA graphs."""
-        return _calls(rig, _Wrappers.of(rig, captured=True))
+        """Return the same calls with the wrapper for CUDA graphs. That for latents has the same kernel in both."""
+        return _latent_calls(rig) if rig.step.latent else _calls(rig, _Wrappers.of(rig, captured=True))
 
     def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
         """Return the wrappers' `plan`: with page arrays that are ready, and with arrays made from a block table."""
@@ -132,13 +136,13 @@ class _Wrappers:
     @classmethod
     def of(cls, planner: Planner, *, captured: bool) -> _Wrappers:
         step = planner.step
-        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=planner.backend.device)
+        workspace = _workspace(planner)
         prefills = [length for length in step.query_lens if length > 1]
         has_decodes = len(prefills) < step.num_reqs
         return cls(
             _decode_wrapper(planner, workspace, captured=captured) if has_decodes else None,
             _prefill_wrapper(planner, workspace) if prefills else None,
-            torch.tensor([0, *prefills]).cumsum(0, dtype=torch.int32),
+            _starts(prefills),
             _shared_keywords(planner),
             step.head_size,
         )
@@ -172,7 +176,7 @@ def _shared_keywords(planner: Planner) -> dict[str, Any]:
         "num_qo_heads": step.num_q_heads,
         "num_kv_heads": step.num_kv_heads,
         "page_size": planner.block_size,
-        "sm_scale": step.head_size**-0.5,
+        "sm_scale": step.scale,
         "q_data_type": dtype,
         "kv_data_type": dtype,
         "o_data_type": dtype,
@@ -230,12 +234,77 @@ def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
     return call
 
 
+def _latent_calls(rig: Rig) -> Callable[[], Tensor]:
+    """Return the append of latents and the wrapper's run, over views of the packed cache."""
+    from flashinfer import BatchMLAPagedAttentionWrapper, append_paged_mla_kv_cache, mla  # noqa: PLC0415 - as above
+
+    step, tables = rig.step, _Tables.of(rig)
+    pages, sizes, dtype = tables.whole(), [step.size_v, step.head_size - step.size_v], _dtype(rig)
+    parts, halves, new = (
+        torch.split(each, sizes, -1) for each in (rig.query, rig.direct_cache().k.squeeze(2), rig.key.squeeze(1))
+    )
+    indices, output = _append_indices(rig, tables), rig.query.new_empty(*rig.query.shape[:2], step.size_v)
+    wrapper = BatchMLAPagedAttentionWrapper(_workspace(rig), backend=rig.backend.variant)
+    values = {
+        "num_heads": step.num_q_heads,
+        "head_dim_ckv": sizes[0],
+        "head_dim_kpe": sizes[1],
+        "page_size": rig.block_size,
+        "causal": max(step.query_lens) > 1,
+        "sm_scale": step.scale,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+    arrays = (_starts(step.query_lens), pages.indptr, pages.indices, tables.seq_lens)
+    structural = getattr(mla, "MLAPlanMetadata", None)  # from 0.7 on
+    if structural is None:
+        wrapper.plan(*arrays, **values)
+    else:
+        wrapper.plan(metadata=structural.csr(*arrays), query_layout="split", kv_cache_layout="split", **values)
+
+    def call() -> Tensor:
+        append_paged_mla_kv_cache(*new, *indices[:2], *halves, *indices[2:])
+        if structural is None:
+            wrapper.run(*parts, *halves, out=output)
+        else:
+            wrapper.run(query=parts, kv_cache=halves, out=output)
+        return output.flatten(1)
+
+    return call
+
+
+def _dense_calls(rig: Rig) -> Callable[[], Tensor]:
+    """Return the wrapper's run over contiguous K/V."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # noqa: PLC0415 - as above
+
+    step, query, key, value = rig.step, rig.query, rig.key, rig.value
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(rig), _LAYOUT, backend=rig.backend.variant)
+    values = {name: given for name, given in _shared_keywords(rig).items() if name != "page_size"}
+    sizes = {"head_dim_qk": step.head_size, "head_dim_vo": step.size_v}
+    wrapper.plan(_starts(step.query_lens), _starts(step.seq_lens), causal=True, **sizes, **values)
+    output = query.new_empty(*query.shape[:2], step.size_v)
+
+    def call() -> Tensor:
+        wrapper.run(query, key, value, out=output)
+        return output.flatten(1)
+
+    return call
+
+
+def _workspace(planner: Planner) -> Tensor:
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=planner.backend.device)
+
+
+def _starts(lens: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+
+
 def _append_indices(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
     """Return the index arguments of an append, on the device: requests and positions of the rows, page arrays."""
     from flashinfer import get_batch_indices_positions  # noqa: PLC0415 - as above
 
     pages, step, device = tables.whole(), rig.step, tables.device
-    starts = torch.tensor([0, *step.query_lens]).cumsum(0, dtype=torch.int32).to(device)
+    starts = _starts(step.query_lens).to(device)
     rows = get_batch_indices_positions(starts, tables.seq_lens.to(device), step.num_tokens)
     return (*rows, pages.indices, pages.indptr.to(device), pages.last_page_len.to(device))
 

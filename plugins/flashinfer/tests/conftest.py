@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from packaging.version import Version
 
 from plugins.flashinfer.tests.real import FLASHINFER
 from tests.backends.fakes import FakeLibraries
@@ -30,8 +31,16 @@ JOURNAL: Final = "flashinfer.journal"
 collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its parameters are collected from the fake
 
 
-def _set_version(versions: Mapping[str, str]) -> None:
-    importlib.import_module("flashinfer").__version__ = versions[DISTRIBUTION]
+def _set_version(versions: Mapping[str, str]) -> Callable[[], None] | None:
+    """Set the version, and put the wrapper for latents of 0.7 into place where it is that or newer."""
+    library = importlib.import_module("flashinfer")
+    library.__version__ = versions[DISTRIBUTION]
+    if Version(library.__version__) < Version("0.7"):
+        return None
+    newer, patch = importlib.import_module("flashinfer.structural"), pytest.MonkeyPatch()
+    patch.setattr(library.mla, "MLAPlanMetadata", newer.MLAPlanMetadata, raising=False)
+    patch.setattr(library, "BatchMLAPagedAttentionWrapper", newer.BatchMLAPagedAttentionWrapper)
+    return patch.undo
 
 
 FAKES: Final = FakeLibraries(

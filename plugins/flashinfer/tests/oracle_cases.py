@@ -21,6 +21,9 @@ MIXED: Final = Case(
 )
 DECODES: Final = evolve(MIXED, query_lens=(1, 1, 1), context_lens=(77, 16, 0))
 PROMPTS: Final = evolve(MIXED, query_lens=(40, 16, 2), context_lens=(0, 0, 0))
+LATENTS: Final = evolve(
+    MIXED, latent=True, head_size=576, head_size_v=512, num_q_heads=16, num_kv_heads=1, scale=192**-0.5
+)
 SCALES: Final = {"k_scale": 0.25, "v_scale": 3.0}
 
 CASES: Final[dict[str, tuple[Case, dict[str, Any]]]] = {
@@ -52,6 +55,19 @@ CASES: Final[dict[str, tuple[Case, dict[str, Any]]]] = {
     ),
     "K/V of another layer": (evolve(MIXED, kv_sharing=True), {}),
     "no causal mask": (evolve(MIXED, causal=False), {}),
+    "latents of 512": (LATENTS, {}),
+    "latents of 512, 128 heads": (evolve(LATENTS, num_q_heads=128), {}),
+    "latents of 512, 20 heads": (evolve(LATENTS, num_q_heads=20), {}),
+    "latents of 256": (evolve(LATENTS, head_size=320, head_size_v=256), {}),
+    "latents of 128": (evolve(LATENTS, head_size=192, head_size_v=128), {}),
+    "latents on pages of one token": (evolve(LATENTS, block_size=1), {}),
+    "latents in HND": (LATENTS, {"kv_layout": "HND"}),
+    "latents without a mask": (evolve(LATENTS, causal=False), {}),
+    "decodes of latents": (evolve(LATENTS, query_lens=(1, 1, 1), context_lens=(77, 16, 0)), {}),
+    "keys of 192 and values of 128": (
+        evolve(PROMPTS, head_size=192, head_size_v=128, num_kv_heads=8),
+        {"paged": False},
+    ),
     "decodes of several tokens": (evolve(DECODES, query_lens=(3, 1, 3), decode_query_len=3), {}),
     "padded requests": (evolve(MIXED, query_lens=(1, 0, 40, 0), context_lens=(77, 0, 0, 0), num_padding_tokens=3), {}),
 }

@@ -37,6 +37,9 @@ CALLABLES: Final = (
     "BatchAttentionWithAttentionSinkWrapper.__init__",
     "BatchAttentionWithAttentionSinkWrapper.plan",
     "BatchAttentionWithAttentionSinkWrapper.run",
+    "BatchMLAPagedAttentionWrapper.__init__",
+    "BatchMLAPagedAttentionWrapper.plan",
+    "BatchMLAPagedAttentionWrapper.run",
     "merge_state_in_place",
     "decode.fast_decode_plan",
 )
@@ -91,6 +94,8 @@ class Wheel:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         return self._defined(self._path(module, node), alias.name)
+                    if alias.name == "*" and node.level:
+                        return self._defined(self._path(module, node), name)
         raise LookupError(f"{self.version}: {module} does not have {name}")
 
     def _path(self, module: str, node: ast.ImportFrom) -> str:

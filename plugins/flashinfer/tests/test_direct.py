@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import benchmarks.direct_flashinfer as direct
-from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
+from attnplug_kit.bench import (
+    Baseline,
+    Step,
+    Target,
+    building,
+    decodes,
+    first_prefills,
+    forwarding,
+    make_planner,
+    make_rig,
+    mixed,
+    ragged_decodes,
+)
 from benchmarks.direct_flashinfer import DirectFlashInfer
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
@@ -40,12 +52,22 @@ def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
     paged_k[pages, places], paged_v[pages, places] = append_key, append_value
 
 
+def append_paged_mla_kv_cache(  # noqa: PLR0917 - the library's signature
+    append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len,
+):  # fmt: skip
+    """Write latents as the library's function of that name does, from its documentation."""
+    for rows, pages in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+        assert rows.ndim == 2
+        pages, arrays = pages.unsqueeze(2), (kv_indices, kv_indptr, kv_last_page_len)  # noqa: PLW2901 - one KV head
+        append_paged_kv_cache(rows.unsqueeze(1), rows.unsqueeze(1), batch_indices, positions, (pages, pages), *arrays)
+
+
 @pytest.fixture
 def library(fakes, monkeypatch):
-    """Add two functions that only the direct calls use to the fake, and register the baseline."""
+    """Add the functions that only the direct calls use to the fake, and register the baseline."""
     import flashinfer  # noqa: PLC0415 - the fake, active by now
 
-    for function in (get_batch_indices_positions, append_paged_kv_cache):
+    for function in (get_batch_indices_positions, append_paged_kv_cache, append_paged_mla_kv_cache):
         monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
     use_baseline(monkeypatch, DirectFlashInfer, "flashinfer_fake")
 
@@ -73,6 +95,37 @@ def test_replays_are_compared_with_direct_calls(library, monkeypatch, step) -> N
     monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
 
     found = forwarding.measure_steps([], CHOICE, 1, [step])
+
+    assert not found.failures
+    assert len(found.measurements) == 3
+
+
+@pytest.mark.parametrize("variant", ["fa2", "fa3"])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_latents_are_compared_with_direct_calls(library, monkeypatch, variant, query_len) -> None:
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
+    heads = {"num_q_heads": 4, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "latent": True}
+    step = Step("latents", (query_len,) * 3, (20, 3, 90), **heads)
+
+    found = forwarding.measure_steps(
+        [((step,), FakeTimer(), False)], Target(f"flashinfer_fake/{variant}", "cpu"), 1, [step]
+    )
+
+    assert not found.failures
+    assert len(found.measurements) == 6
+
+
+def test_latents_are_planned_as_from_0_7(library, library_at) -> None:
+    step = decodes(3, 33, num_q_heads=4, num_kv_heads=1, head_size=576, head_size_v=512, latent=True)
+    with library_at("0.7.2"):
+        rig = make_rig(step, CHOICE)
+        torch.testing.assert_close(DirectFlashInfer().layer(rig)(), rig.forward()())
+
+
+def test_contiguous_prefills_are_compared_with_direct_calls(library) -> None:
+    step = first_prefills(2, 21, num_q_heads=4, num_kv_heads=4, head_size=192, head_size_v=128)
+
+    found = forwarding.measure_step(step, CHOICE, FakeTimer(), 1, is_small=False, paged=False)
 
     assert not found.failures
     assert len(found.measurements) == 3

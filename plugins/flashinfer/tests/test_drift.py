@@ -1,8 +1,9 @@
 """
 The plugin's library calls fit the signatures of every allowed release, and of the installed one.
 
-`CALLS` lists the calls. A run of all features on the fake shows that the list is complete. It is compared with the
-records in ``signatures/``, which ``record_signatures.py`` writes, and with the installed library.
+`CALLS` lists the calls, and `NEWER` those of 0.7 and later, where they differ. A run of all features on the fake shows
+that the list is complete. It is compared with the records in ``signatures/``, which ``record_signatures.py`` writes,
+and with the installed library.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 RECORDS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "signatures").glob("*.json")}
-FAKE_VERSION = "0.6.12"
+FAKE_VERSION, NEWEST = "0.6.12", "0.7.2"
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SINK = "BatchAttentionWithAttentionSinkWrapper"
+LATENT = "BatchMLAPagedAttentionWrapper"
 
 _PARAMS = {"num_qo_heads", "num_kv_heads", "window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
 _SIZES = {"head_dim_qk", "head_dim_vo"}
@@ -40,6 +42,17 @@ _RESULTS = {"out", "lse", "return_lse"}
 _PREFILLS = {*_PARAMS, *_SIZES, "o_data_type", "page_size", "causal", "max_token_per_sequence"}
 _PAGES = {"paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
 _BUFFERS = {"use_cuda_graph", "qo_indptr_buf", *_PAGES}
+_CSR = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"}
+_LATENTS = {
+    "num_heads",
+    "head_dim_ckv",
+    "head_dim_kpe",
+    "page_size",
+    "sm_scale",
+    "q_data_type",
+    "kv_data_type",
+    "causal",
+}
 CALLS: dict[str, tuple[int, set[str]]] = {
     f"{DECODE}.__init__": (2, {"backend", "use_tensor_cores", "use_cuda_graph", *(f"{name}fer" for name in _PAGES)}),
     f"{DECODE}.plan": (3, {*_PARAMS, "o_data_type", "page_size", "head_dim"}),
@@ -55,14 +68,23 @@ CALLS: dict[str, tuple[int, set[str]]] = {
     ),
     f"{SINK}.plan": (4, _PREFILLS),
     f"{SINK}.run": (4, _RESULTS),
+    f"{LATENT}.__init__": (1, {"backend", "use_cuda_graph", *_CSR}),
+    f"{LATENT}.plan": (0, {*_CSR, *_LATENTS}),
+    f"{LATENT}.run": (4, _RESULTS),
     "decode.fast_decode_plan": (4, {*_PARAMS, "page_size", "head_dim", "global_override_indptr_cpu"}),
     "merge_state_in_place": (4, set()),
 }  # fmt: skip
 """The plugin's calls: the number of positional arguments, and all keywords that any call passes."""
 
+NEWER = {
+    f"{LATENT}.plan": (0, {"metadata", "query_layout", "kv_cache_layout", "lse_mode", *_LATENTS}),
+    f"{LATENT}.run": (0, {"query", "kv_cache", *_RESULTS}),
+}
+
 MIXED = Case(query_lens=(1, 1, 5, 17), context_lens=(20, 7, 5, 0), head_size=64, dtype="bfloat16")
 DECODES = Case(query_lens=(1, 1), context_lens=(20, 7), head_size=64, dtype="bfloat16")
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.3, "v_scale": 0.7}
+OF_LATENTS = {"latent": True, "head_size": 192, "head_size_v": 128, "num_q_heads": 4, "num_kv_heads": 1, "scale": 0.1}
 STEPS = {
     "plain": (MIXED, {}),
     "hnd": (MIXED, {"kv_layout": "HND", "return_lse": True}),
@@ -73,6 +95,7 @@ STEPS = {
     "shared": (evolve(MIXED, kv_sharing=True), {}),
     "not_causal": (evolve(MIXED, causal=False), {}),
     "dense": (MIXED, {"paged": False, "return_lse": True}),
+    "latents": (evolve(MIXED, **OF_LATENTS), {"return_lse": True}),
     "cascade": (MIXED.with_shared_prefix(2), {}),
 }
 GRAPHS = {
@@ -80,6 +103,7 @@ GRAPHS = {
     "fp8": evolve(DECODES, **FP8),
     "queries": evolve(DECODES, query_lens=(3, 3), decode_query_len=3),
     "sinks": evolve(DECODES, sinks=True),
+    "latents": evolve(DECODES, **OF_LATENTS),
 }
 
 
@@ -87,10 +111,10 @@ def run_all_features(load: Callable[..., Any]) -> None:
     """Make every call of the plugin."""
     kernels = [{"flashinfer_fake": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
     for case, engine in STEPS.values():
-        for options in kernels[: 1 if case.sinks or not engine.get("paged", True) else 2]:
+        for options in kernels[: 1 if case.sinks or case.latent or not engine.get("paged", True) else 2]:
             check(load(case.requirements(**engine), options=options), materialize(case))
     for case in GRAPHS.values():
-        for options in kernels[: 1 if case.sinks else 2]:
+        for options in kernels[: 1 if case.sinks or case.latent else 2]:
             scenes = [materialize(padded_for(evolve(case, seed=seed), spare=1)) for seed in (1, 2)]
             scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
             backend = load(case.requirements(cudagraph="uniform_batch", return_lse=True), options=options)
@@ -101,12 +125,32 @@ def run_all_features(load: Callable[..., Any]) -> None:
 
 def test_calls_are_the_plugins_calls(journal, load_fake):
     run_all_features(load_fake)
+    assert calls_in(journal) == CALLS
+
+
+def test_newer_calls_are_the_plugins_calls(load_fake, library_at):
+    with library_at(NEWEST):
+        journal = import_module("flashinfer.journal").journal
+        journal.clear()
+        case, engine = STEPS["latents"]
+        check(load_fake(case.requirements(**engine)), materialize(case))
+        found = calls_in(journal)
+    assert {name: found[name] for name in NEWER} == NEWER
+
+
+def calls_in(journal: Any) -> dict[str, tuple[int, set[str]]]:
+    """Return the calls of the journal, as in `CALLS`."""
     found: dict[str, tuple[int, set[str]]] = {}
     for call in journal.calls:
         positional, keywords = found.get(call.callable, (call.num_positional, set()))
         assert positional == call.num_positional
         found[call.callable] = positional, keywords | set(call.keywords)
-    assert found == CALLS
+    return found
+
+
+def calls_of(version: str) -> dict[str, tuple[int, set[str]]]:
+    """Return the calls of the plugin to a release."""
+    return CALLS if Version(version) < Version("0.7") else CALLS | NEWER
 
 
 def missing_parameters(parameters: Iterable[inspect.Parameter], positional: int, keywords: Iterable[str]) -> list[str]:
@@ -141,7 +185,7 @@ def failure(version: str, name: str, missing: Iterable[str]) -> str:
 @pytest.mark.parametrize("version", sorted(RECORDS, key=Version))
 @pytest.mark.parametrize("name", CALLS)
 def test_every_release_accepts_the_calls(version, name):
-    missing = missing_parameters(recorded(version, name), *CALLS[name])
+    missing = missing_parameters(recorded(version, name), *calls_of(version)[name])
     assert not missing, failure(version, name, missing)
 
 
@@ -182,18 +226,20 @@ def parameters_of(package: Any, name: str) -> list[inspect.Parameter]:
     return parameters
 
 
-@pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("name", RECORDS[FAKE_VERSION])
-def test_the_fake_has_the_release_signatures(name):
+@pytest.mark.parametrize(
+    ("version", "name"), [*((FAKE_VERSION, name) for name in CALLS), *((NEWEST, name) for name in NEWER)]
+)
+def test_the_fake_has_the_release_signatures(library_at, version, name):
     def described(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
         return [
             (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
             for item in parameters
         ]
 
-    fake = parameters_of(import_module("flashinfer"), name)
+    with library_at(version):
+        fake = parameters_of(import_module("flashinfer"), name)
 
-    assert described(fake, repr) == described(recorded(FAKE_VERSION, name), str)
+    assert described(fake, repr) == described(recorded(version, name), str)
 
 
 class Future:
@@ -231,5 +277,5 @@ def test_the_installed_library_accepts_the_calls(name):
     package = pytest.importorskip("flashinfer")
     if "." in name and name.partition(".")[0].islower():
         import_module(f"flashinfer.{name.partition('.')[0]}")
-    missing = missing_parameters(parameters_of(package, name), *CALLS[name])
+    missing = missing_parameters(parameters_of(package, name), *calls_of(package.__version__)[name])
     assert not missing, failure(package.__version__, name, missing)

@@ -39,6 +39,8 @@ GPT_OSS = LLAMA.evolve(head_size=64, num_q_heads=64, sinks=True, sliding_window=
 FP8 = LLAMA.evolve(kv_cache_dtype="fp8")
 DENSE = LLAMA.evolve(paged=False, cudagraph="never")
 ENCODER = DENSE.evolve(attn_type="encoder_only")
+DEEPSEEK = LLAMA.evolve(latent=True, head_size=576, head_size_v=512, num_q_heads=16, num_kv_heads=1)
+MHA = DENSE.evolve(head_size=192, head_size_v=128, num_q_heads=16, num_kv_heads=16, return_lse=True)
 BOTH, FA2, NONE = ["fa3", "fa2"], ["fa2"], []
 
 
@@ -97,6 +99,15 @@ def in_short(reason: Reason) -> str:
         pytest.param(LLAMA.evolve(causal=False), HOPPER, BOTH, id="bidirectional over a KV cache"),
         pytest.param(DENSE, HOPPER, BOTH, id="dense"),
         pytest.param(ENCODER, AMPERE, FA2, id="an encoder"),
+        pytest.param(DEEPSEEK, HOPPER, BOTH, id="DeepSeek on Hopper"),
+        pytest.param(DEEPSEEK, AMPERE, FA2, id="DeepSeek on Ampere"),
+        pytest.param(DEEPSEEK.evolve(num_q_heads=128, block_size=1), HOPPER, BOTH, id="128 heads, pages of one token"),
+        pytest.param(DEEPSEEK.evolve(num_q_heads=20), HOPPER, BOTH, id="GLM 4.7 Flash"),
+        pytest.param(DEEPSEEK.evolve(head_size=320, head_size_v=256), HOPPER, BOTH, id="Mistral 4"),
+        pytest.param(DEEPSEEK.evolve(head_size=512), HOPPER, BOTH, id="latents without rotary elements"),
+        pytest.param(DEEPSEEK.evolve(head_size=288, head_size_v=256), HOPPER, NONE, id="MiniCPM3"),
+        pytest.param(DEEPSEEK.evolve(kv_cache_dtype="fp8"), HOPPER, NONE, id="latents in FP8"),
+        pytest.param(MHA, HOPPER, BOTH, id="DeepSeek's prefill, not absorbed"),
         pytest.param(LLAMA.evolve(attn_type="encoder_decoder"), HOPPER, NONE, id="cross attention"),
     ],
 )
@@ -137,6 +148,26 @@ REFUSED: dict[str, tuple[Requirements, str]] = {
         ENCODER.evolve(sliding_window=4096),
         "causal: the kernels bound a window on the left only; without a causal mask it has no right bound",
     ),
+    "256 heads over latents": (
+        DEEPSEEK.evolve(num_q_heads=256),
+        "gqa_ratio: tiles of 128 end between the heads of a token that has more, and hide its last key",
+    ),
+    "latents with a window": (
+        DEEPSEEK.evolve(sliding_window=64),
+        "sliding_window: the kernels for latents have no window, soft cap, sinks or shared prefix",
+    ),
+    "latents of 256 with 320 rotary elements": (
+        DEEPSEEK.evolve(head_size_v=256),
+        "head_size_v: a latent of 512 elements has 64 rotary ones or none",
+    ),
+    "heads of 192": (
+        DENSE.evolve(head_size=192),
+        "head_size_v: the kernels for keys of 192 elements have values of 128, and read contiguous (non-paged) K/V",
+    ),
+    "values of half a key": (
+        LLAMA.evolve(head_size=256, head_size_v=128),
+        "head_size: values have the size of keys, except 128 for keys of 192 elements",
+    ),
     "graphs without a KV cache": (
         DENSE.evolve(cudagraph="uniform_batch"),
         "paged: contiguous (non-paged) K/V differ in size from step to step, and a CUDA graph has fixed sizes",
@@ -155,7 +186,6 @@ def test_refusals_have_their_reasons(requirements: Requirements, reason: str) ->
         ("alibi", "linear"),
         ("attention_chunk", 8192),
         ("custom_mask", True),
-        ("head_size_v", 64),
         ("block_sparse", {"local_blocks": 16}),
         ("dcp_size", 2),
         ("batch_invariant", True),

@@ -32,6 +32,9 @@ NAMES = {
     "sink": "batch_prefill_attention_sink_bf16_swa_False_fa2_head_128_128",
     "sink_sm90": "batch_prefill_attention_sink_bf16_swa_False_fa3_head_128_128",
 }
+LATENT = "batch_mla_attention_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_ckv_512_head_dim_kpe_64"
+NAMES |= {"latent": f"{LATENT}_profiler_False", "latent_sm90": f"{LATENT}_profiler_False_sm90"}
+LATENTS = {"latent": True, "head_size": 576, "head_size_v": 512, "num_q_heads": 16, "num_kv_heads": 1}
 DECODING = {"phases": ("decode",)}
 H200 = Device.cuda("9.0")
 PAIRS = {"num_q_heads": 16}  # groups of 2 decode on CUDA cores on every device
@@ -55,6 +58,8 @@ THREES = {"num_q_heads": 24}
         (agreed("fa3", paged=False, **PAIRS), ["prefill_sm90"]),
         (agreed("fa3", sinks=True, **PAIRS), ["sink", "sink_sm90"]),
         (agreed("fa3", sinks=True, **DECODING, **PAIRS), ["sink"]),
+        (agreed(**LATENTS), ["latent"]),
+        (agreed("fa3", **LATENTS), ["latent_sm90"]),
         (
             agreed("fa3", **DECODING, **PAIRS),
             ["decode", "prefill", "prefill_sm90"],

@@ -11,7 +11,7 @@ import pytest
 
 SOURCES = {
     "flashinfer/__init__.py": "from .attention import Sink as Sink\nfrom . import decode\nfrom .decode import merge\n",
-    "flashinfer/attention/__init__.py": "from ._core import Sink\n",
+    "flashinfer/attention/__init__.py": "from ._core import *\n",
     "flashinfer/attention/_core.py": (
         "from ..decode import Decode\n"
         "class Sink(Decode):\n"

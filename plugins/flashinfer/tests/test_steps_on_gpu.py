@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 KERNELS = ("cuda_cores", "tensor_cores")
 DECODES = Case(query_lens=(1, 1, 1), context_lens=(300, 0, 17), num_q_heads=8, head_size=128, dtype="bfloat16")
+LATENTS = {"latent": True, "head_size": 576, "head_size_v": 512, "num_q_heads": 16, "num_kv_heads": 1}
 LAYERS = ({}, {"sinks": True, "head_size": 64}, {"decode_query_len": 3})
 
 
@@ -59,7 +60,7 @@ def test_fast_and_plain_plans_are_bitwise_equal(load_real, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("required", LAYERS, ids=str)
+@pytest.mark.parametrize("required", [*LAYERS, LATENTS, {**LATENTS, "decode_query_len": 3}], ids=str)
 def test_builds_do_not_synchronize(load_real, variant, required) -> None:
     checks.check_build_does_not_synchronize(load_real, variant, **required)
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 KERNELS = ("cuda_cores", "tensor_cores")
 LLAMA = Case(query_lens=(1, 1, 1, 40), context_lens=(300, 0, 17, 5), num_q_heads=8, head_size=128, dtype="bfloat16")
+LATENTS = evolve(LLAMA, latent=True, head_size=576, head_size_v=512, num_q_heads=16, num_kv_heads=1, scale=192**-0.5)
 DECODES = evolve(LLAMA, query_lens=(1, 1, 1), context_lens=(300, 0, 17))
 
 
@@ -109,6 +110,39 @@ def test_layers_with_different_windows_share_a_state(load_real, variant) -> None
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_requests_may_be_anywhere(load_real, variant) -> None:
     checks.check_padded_requests(load_real, variant, LLAMA)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_padded_requests_over_latents_may_be_anywhere(load_real, variant, heads) -> None:
+    checks.check_padded_requests(load_real, variant, evolve(LATENTS, num_q_heads=heads))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiles_between_the_heads_of_a_row_hide_its_last_key(variant) -> None:
+    """Why the plugin pads the number of heads: the library misses a key, or refuses the plan from 0.7.2 on."""
+    from attnplug_flashinfer import library  # noqa: PLC0415 - imports FlashInfer
+
+    heads, rows, keys = 20, 9, 67  # a tile of 128 ends between the heads of row 6, whose last key begins a tile of 64
+    wrapper = library.latent_wrapper(
+        torch.zeros(128 << 20, dtype=torch.uint8, device="cuda"), backend=variant, buffers=None
+    )
+    starts, pages, lens = (torch.tensor(values, dtype=torch.int32) for values in ([0, rows], [0, 1], [keys]))
+    values = {"num_heads": heads, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 128, "sm_scale": 0.07}
+    values |= {"causal": True, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    indices = torch.zeros(1, dtype=torch.int32, device="cuda")
+    try:
+        library.plan_latents(wrapper, (starts, pages, indices, lens), values, has_lse=False)
+    except ValueError as error:
+        assert "would omit a visible key" in str(error)  # noqa: PT017 - one of two outcomes
+        return
+    latents = torch.zeros(1, 128, 576, device="cuda").bfloat16()
+    latents[0, 64, :512] = 65.0
+    query, out = torch.zeros(rows, heads, 576, device="cuda").bfloat16(), latents.new_empty(rows, heads, 512)
+    library.latent_run(wrapper, (512, 64), has_lse=False)(query, latents, out=out)
+
+    assert torch.allclose(out[6, 8:].float(), torch.ones((), device="cuda"), atol=0.02)
+    assert not out[6, :8].any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -68,6 +68,14 @@ def test_fewer_rows_per_request_allow_more_requests() -> None:
     assert workspace_bytes(agreement, H200, limited) > 32 * 1023 * 128 * 128 * 4  # 1024 requests of two rows
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_need_two_tiles_per_multiprocessor(heads: int) -> None:
+    sizes = {"latent": True, "head_size": 576, "head_size_v": 512, "dtype": "bfloat16"}
+    agreement = agreed(heads, 1, "uniform_batch", mib=1, **sizes)
+
+    assert workspace_bytes(agreement, H200, limits()) == 2 * 132 * 64 * (2 * 512 + 4) + 64
+
+
 def test_dense_calls_are_not_captured() -> None:
     agreement = agreed(64, 8, "uniform_batch", paged=False)
 

@@ -23,6 +23,9 @@ class Kind:
         self.made.append(Library())
         return self.made[-1]
 
+    def run_of(self, library):
+        return library.run
+
     def plan(self, library, rows) -> None:
         library.log.append(("plan", rows))
 

@@ -17,7 +17,7 @@ from attnplug_kit.oracle.rounding import INT8_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attnplug.manifest import Constraint
+    from attnplug.manifest import Constraint, Rule
     from attnplug.negotiation import Reason
     from attnplug_kit.conformance.subject import Subject
 
@@ -197,7 +197,7 @@ def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]
         for pattern in _values("block_sparse", subject.supports["block_sparse"]):
             yield from _plain_specs(subject, {**needed, **fields, "block_sparse": pattern})
     if "latent" in subject.supports and "latent" not in fields:  # likewise
-        yield from _plain_specs(subject, {**_needed(subject, {"latent": True}), **needed, **fields, "latent": True})
+        yield from _plain_specs(subject, {**_needed(subject, {**fields, "latent": True}), **fields, "latent": True})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_specs(subject, {**fields, name: value})
@@ -206,13 +206,19 @@ def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]
 def _needed(subject: Subject, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rules about these fields require of others, as far as it is a value."""
     rules = subject.candidate.variant.rules if subject.candidate.variant else ()
-    about = [rule for rule in rules if any(condition.field in fields for condition in rule.when)]
+    about = [rule for rule in rules if _is_about(rule, fields)]
     needs = [condition for rule in about for condition in rule.need if condition.field in FIELDS]
     return {
         need.field: need.constraint.first()
         for need in needs
         if isinstance(need, Holds) and FIELDS[need.field].kind != "device" and need.field != "num_q_heads"
     }
+
+
+def _is_about(rule: Rule, fields: Mapping[str, Any]) -> bool:
+    """Whether a rule names one of these fields, and none of them with another value."""
+    named = [condition for condition in rule.when if condition.field in fields]
+    return bool(named) and all(not isinstance(c, Holds) or c.constraint.allows(fields[c.field]) for c in named)
 
 
 def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
@@ -229,6 +235,8 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
                     if fields.get("latent"):
                         own |= {"num_kv_heads": 1, "head_size_v": _latent_size(subject, size)}
                     yield RequestSpec.of({**common, **own, **fields}, fields)
+                    if own.get("head_size_v"):  # without rotary elements
+                        yield RequestSpec.of({**common, **own, "head_size_v": None, **fields}, fields)
 
 
 def _latent_size(subject: Subject, size: int) -> int | None:

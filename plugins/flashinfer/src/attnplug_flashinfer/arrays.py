@@ -28,7 +28,7 @@ class Buffers:
         counts: ``(2 * num_reqs + 1,)`` the memory of `indptr` and `last_page_len`, which one upload fills.
         indices: The pages of all requests: memory for the longest sequences, or more.
         indptr: ``(num_reqs + 1,)`` the first page of each request.
-        last_page_len: ``(num_reqs,)`` the keys in each last page.
+        last_page_len: ``(num_reqs,)`` the keys in each last page; over latents, in each request.
     """
 
     starts: Tensor
@@ -137,6 +137,23 @@ def rows_of_graph(batch: Batch, block_size: int, kind: str, starts: Tensor) -> R
         last = pad_rows(last[:num_reqs], batch.num_reqs, 0)
         indices = indices[:used]
     return Rows(kind, 0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
+
+
+def without_empty(rows: Rows) -> Rows:
+    """Return rows without the requests that have none."""
+    kept = rows.starts.diff() > 0
+    if bool(kept.all()):
+        return rows
+    pages = rows.indptr.diff()
+    used = kept.repeat_interleave(pages).nonzero().squeeze(1)
+    first = torch.zeros(1, dtype=torch.int32)
+    return evolve(
+        rows,
+        starts=torch.cat((first, rows.starts[1:][kept])),
+        indptr=torch.cat((first, pages[kept].cumsum(0, dtype=torch.int32))),
+        indices=rows.indices[upload(used, rows.indices.device)],
+        last_page_len=rows.last_page_len[kept],
+    )
 
 
 def _split(batch: Batch, pages: Pages, routes: tuple[Route, ...]) -> tuple[Rows, ...]:

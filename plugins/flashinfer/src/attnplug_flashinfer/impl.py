@@ -52,7 +52,8 @@ class FlashInferImpl(AttentionImpl):
         super().__init__(layer, backend)
         check_decode_kernel(self.agreement)
         self._key = super().plan_key
-        self._heads = (self.num_q_heads, self.head_size)
+        self._heads = (self.num_q_heads, self.head_size_v)
+        self._is_latent = self.agreement.requirements.latent
         self._is_hnd = self.agreement.kv_layout == "HND"
         self._writes = bool(self.forward_writes)
         self.parameters_changed()
@@ -100,6 +101,10 @@ class FlashInferImpl(AttentionImpl):
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
+        elif self._is_latent:
+            if self._writes and key is not None:
+                _write_latents(key, kv_cache.k, cast("Tensor", metadata.batch.slot_mapping))
+            operands = (kv_cache.k.squeeze(2),)  # one KV head
         else:
             halves = pages = (kv_cache.k, kv_cache.v)
             if self._is_hnd:  # the library's shape is the order in memory
@@ -166,7 +171,7 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         """Attend into new memory, and copy: the kernels ignore the strides of outputs."""
         query = query[:tokens]
-        out = query.new_empty(query.shape)
+        out = query.new_empty((tokens, *self._heads))
         sums = None if lse is None else lse.new_empty(query.shape[:2])
         self._attend(plan, query, operands, out, sums)
         output[:tokens] = out.flatten(1)
@@ -175,6 +180,9 @@ class FlashInferImpl(AttentionImpl):
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
+        if self._is_latent:  # the value is a part of its key
+            _write_latents(key, kv_cache.k, slot_mapping)
+            return
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
 
     def run_profile(
@@ -182,8 +190,14 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         """Run dense attention over the K/V, with the memory of a step of as many rows."""
         del lse
-        if key is not None and value is not None and query.shape[0] and key.shape[0]:
+        if key is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
+
+
+def _write_latents(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Write both halves of each row in the one launch that otherwise writes K and V."""
+    (first, second), (first_pages, second_pages) = torch.tensor_split(rows, 2, -1), torch.tensor_split(pages, 2, -1)
+    write_kv(first, second, first_pages, second_pages, slots)
 
 
 def _make_natural(sums: Tensor) -> None:

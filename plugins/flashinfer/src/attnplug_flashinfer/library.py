@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import flashinfer
+import torch
 from flashinfer import decode as _decode
+from flashinfer import mla as _mla
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from attnplug_flashinfer.arrays import Buffers
@@ -119,6 +122,71 @@ def ragged_wrapper(workspace: Tensor, *, backend: str) -> Any:
     return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
 
 
+def latent_wrapper(workspace: Tensor, *, backend: str, buffers: Buffers | None) -> Any:
+    """
+    Return a wrapper for absorbed attention over latents.
+
+    Args:
+        workspace: uint8.
+        backend: ``"fa2"`` or ``"fa3"``.
+        buffers: The buffers of a graph; None for eager steps.
+    """
+    arguments: dict[str, Any] = {}
+    if buffers is not None:
+        arguments = {
+            "use_cuda_graph": True,
+            "qo_indptr": buffers.starts,
+            "kv_indptr": buffers.indptr,
+            "kv_indices": buffers.indices,
+            "kv_len_arr": buffers.last_page_len,
+        }
+    return flashinfer.BatchMLAPagedAttentionWrapper(workspace, backend=backend, **arguments)
+
+
+def plan_latents(
+    wrapper: Any, arrays: tuple[Tensor, Tensor, Tensor, Tensor], values: dict[str, Any], *, has_lse: bool
+) -> None:
+    """
+    Plan a wrapper for latents.
+
+    Args:
+        wrapper: The wrapper.
+        arrays: First rows and first pages on the CPU, pages on the device, keys per request on the CPU, all int32.
+        values: The keywords of `plan` that every release has.
+        has_lse: Whether runs return LSE. From 0.7 on that is planned.
+    """
+    metadata = _plan_metadata()
+    csr = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), arrays, strict=True))
+    if metadata is None:
+        wrapper.plan(**csr, **values)
+        return
+    modes = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "base2" if has_lse else "none"}
+    wrapper.plan(metadata=metadata.csr(**csr), **modes, **values)
+
+
+def latent_run(wrapper: Any, sizes: tuple[int, int], *, has_lse: bool) -> Callable[..., Any]:
+    """
+    Return a function that runs a wrapper for latents: of queries and latents, with `out` and `lse`.
+
+    Args:
+        wrapper: The wrapper.
+        sizes: The elements of a latent and its rotary elements, which follow them.
+        has_lse: Whether its plans have LSE.
+    """
+    is_structural, widths = _plan_metadata() is not None, list(sizes)
+
+    def run(query: Tensor, pages: Tensor, *, out: Tensor, lse: Tensor | None = None, return_lse: bool = False) -> None:
+        """Run; `query` and `out` are ``(rows, heads, ...)``, `pages` ``(pages, page_size, ...)``."""
+        del return_lse  # planned: a call that wants no LSE gets one that nobody reads
+        parts, halves = torch.split(query, widths, -1), torch.split(pages, widths, -1)
+        if is_structural:
+            wrapper.run(query=parts, kv_cache=halves, out=out, lse=lse, return_lse=has_lse)
+        else:
+            wrapper.run(*parts, *halves, out=out, lse=lse, return_lse=has_lse)
+
+    return run
+
+
 def replan_decode(
     wrapper: Any, buffers: Buffers, arrays: tuple[Tensor, Tensor, Tensor], values: dict[str, Any]
 ) -> None:
@@ -152,6 +220,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         other_lse: ``(rows, heads)`` float32, base 2.
     """
     flashinfer.merge_state_in_place(out, lse, other, other_lse)
+
+
+def _plan_metadata() -> Any:
+    """Return the class for the arrays of a plan for latents; None before 0.7, where plans take them one by one."""
+    return getattr(_mla, "MLAPlanMetadata", None)
 
 
 def _graph_arguments(buffers: Buffers | None) -> dict[str, Any]:

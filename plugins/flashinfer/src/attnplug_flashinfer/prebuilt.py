@@ -25,9 +25,9 @@ def needed_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
     """
     Return the names of the modules that the steps and a profiling run of an agreement load, each once.
 
-    The names are those of the library's releases 0.6.8 to 0.7.2: ``get_batch_prefill_uri`` and ``get_batch_decode_uri``
-    in its ``jit/attention/modules.py``. A module with attention sinks is named by its wrapper, and here by its head
-    size too. The library distributes none of these compiled.
+    The names are those of the library's releases 0.6.8 to 0.7.2: ``get_batch_prefill_uri``, ``get_batch_decode_uri``
+    and ``get_batch_mla_uri`` in its ``jit/attention/modules.py``. A module with attention sinks is named by its
+    wrapper, and here by its head size too. The library distributes none of these compiled.
 
     Args:
         agreement: The agreement.
@@ -44,11 +44,16 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
     """Return the module of a kind of wrapper and its kernels."""
     required = agreement.requirements
     dtype, size, window = _SHORT[required.dtype], required.head_size, required.sliding_window is not None
+    size_v: int = required.head_size_v or size
+    if required.latent:
+        form = f"dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{size_v}"
+        sm90 = "_sm90" if kernels == "fa3" else ""
+        return f"batch_mla_attention_{form}_head_dim_kpe_{size - size_v}_profiler_False{sm90}"
     if required.sinks:
         return f"batch_prefill_attention_sink_{dtype}_swa_{window}_{kernels}_head_{size}_{size}"
     cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # contiguous K/V are not quantized
     form = (
-        f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}_"
+        f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size_v}_"
         f"posenc_0_use_swa_{window}_use_logits_cap_{required.logits_soft_cap is not None}"
     )
     if kernels == "cuda_cores":

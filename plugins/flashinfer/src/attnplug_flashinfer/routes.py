@@ -46,6 +46,9 @@ class Route:
 REMAINING: Final = Route("prefill", 0, sys.maxsize)
 """Accepts every request that the routes before it leave."""
 
+LATENTS: Final = Route("latent", 0, sys.maxsize)
+"""All requests over latents: one kernel balances the rows of decodes and prefills over the GPU."""
+
 
 def routes_of(agreement: Agreement) -> tuple[Route, ...]:
     """
@@ -56,6 +59,8 @@ def routes_of(agreement: Agreement) -> tuple[Route, ...]:
     one tile, and split the keys of a request. The Hopper kernels read all keys once per query head.
     """
     required, routes = agreement.requirements, []
+    if required.latent:
+        return (LATENTS,)
     has_prefill = "prefill" in required.phases
     if not required.sinks:
         routes.append(Route("decode", 1, 1))
@@ -83,8 +88,9 @@ def kinds_of_steps(agreement: Agreement) -> tuple[str, ...]:
 
 
 def kind_of_profile(agreement: Agreement) -> str:
-    """Return the kind of wrapper that a profiling run makes. The kernels with attention sinks read pages only."""
-    return routes_of(agreement)[-1].kind if agreement.requirements.sinks else "ragged"
+    """Return the kind of wrapper that a profiling run makes. The kernels for sinks and for latents read pages only."""
+    required = agreement.requirements
+    return routes_of(agreement)[-1].kind if required.sinks or required.latent else "ragged"
 
 
 def kernels_of(kind: str, agreement: Agreement, device: Device) -> str:
@@ -135,7 +141,8 @@ def check_decode_kernel(agreement: Agreement) -> None:
     Rules of a manifest do not see options, and a probe that refuses makes the variant unavailable to other models too.
 
     Raises:
-        SettingsError: The option is ``"cuda_cores"``, and no kernel on CUDA cores supports the heads or the sinks.
+        SettingsError: The option is ``"cuda_cores"``, and no kernel on CUDA cores supports the heads, the sinks or the
+            latents.
     """
     required = agreement.requirements
     if agreement.options["decode_kernel"] != "cuda_cores" or not required.paged:
@@ -144,10 +151,12 @@ def check_decode_kernel(agreement: Agreement) -> None:
     if required.gqa_ratio not in CUDA_CORE_GROUPS:
         heads = f"{required.num_q_heads} query heads over {required.num_kv_heads} KV heads"
         why = f"{heads} are groups of {required.gqa_ratio}"
+    if required.latent:
+        why = "the kernels for latents run on tensor cores"
     if why:
         groups = ", ".join(map(str, CUDA_CORE_GROUPS))
         raise SettingsError(
             f"decode_kernel='cuda_cores' is not available for {agreement.id!r}: {why}",
-            f"kernels on CUDA cores support groups of {groups} query heads per KV head, without attention sinks",
+            f"kernels on CUDA cores support groups of {groups} query heads per KV head, without sinks or latents",
             "set it to 'auto' or 'tensor_cores'",
         )

@@ -38,27 +38,28 @@ def _query_lens(agreement: Agreement) -> list[int]:
     return [1, 0, *(min(route.longest, longest) for route in routes_of(agreement) if route.kind != "decode")]
 
 
-def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor | None, output: Tensor) -> None:
     """
     Attend to the K/V as one sequence, in a workspace of the agreed size that is freed afterwards.
 
-    The kernels with attention sinks read pages only: their wrapper and its workspace are made, and not run.
+    The kernels for attention sinks and for latents read pages only: their wrapper and its workspace are made, and not
+    run.
 
     Args:
         impl: The layer.
         query: ``(tokens, num_q_heads, head_size)``, at least one token.
         key: ``(rows, num_kv_heads, head_size)``, at least one row.
-        value: ``(rows, num_kv_heads, head_size)``.
-        output: ``(tokens, num_q_heads * head_size)``, written if it is contiguous.
+        value: ``(rows, num_kv_heads, head_size_v)``; None for latents.
+        output: ``(tokens, num_q_heads * head_size_v)``, written if it is contiguous.
     """
     rows = min(query.shape[0], key.shape[0])
     limits = Limits(max_num_reqs=1, max_num_tokens=rows, max_seq_len=key.shape[0])
     workspace = torch.zeros(impl.backend.workspace_bytes(limits), dtype=torch.uint8, device=query.device)
     kind = make_kind(kind_of_profile(impl.agreement), impl, workspace)
     wrapper = kind.make(None)
-    if impl.layer.sinks is not None:
+    if impl.layer.sinks is not None or value is None:
         return
     batch = Batch.from_lengths([rows], [key.shape[0]], causal=impl.causal)
     kind.plan(wrapper, rows_of_dense(batch).parts[0])
-    out = output[:rows].view(rows, impl.num_q_heads, impl.head_size) if output.is_contiguous() else None
+    out = output[:rows].view(rows, impl.num_q_heads, impl.head_size_v) if output.is_contiguous() else None
     wrapper.run(query[:rows], key, value, out=out)

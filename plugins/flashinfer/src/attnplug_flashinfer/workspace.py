@@ -26,12 +26,20 @@ def workspace_bytes(agreement: Agreement, device: Device, limits: Limits) -> int
         device: The device that the kernels run on.
         limits: The limits of batches.
     """
+    configured: int = agreement.options["workspace_mib"] << 20
+    if agreement.requirements.latent:
+        return max(configured, _of_latents(agreement, device))
     splits = _num_splits(agreement, device)
     needed = _partial_results(agreement, splits, 128 if agreement.requirements.head_size < 256 else 64)
     if agreement.requirements.paged and agreement.cudagraph != "never":
         needed = max(needed, _in_graphs(agreement, splits, limits))
-    configured: int = agreement.options["workspace_mib"] << 20
     return max(configured, needed)
+
+
+def _of_latents(agreement: Agreement, device: Device) -> int:
+    """Two tiles of 64 rows per multiprocessor, whatever the batch: partial outputs in the dtype, and LSE."""
+    rows = 2 * 64 * (device.num_multiprocessors or _MOST_MULTIPROCESSORS)
+    return rows * ((agreement.requirements.head_size_v or 0) * _FLOAT // 2 + _FLOAT) + _ALIGNMENT
 
 
 def _num_splits(agreement: Agreement, device: Device) -> int:

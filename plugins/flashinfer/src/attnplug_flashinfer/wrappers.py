@@ -52,7 +52,7 @@ class PlannedWrapper:
         buffers: What a graph reads; None for eager steps.
 
     Attributes:
-        run: The library's `run`.
+        run: The library's `run`, as its kind calls it.
         plan_copied: Complete when the last plan is on the device.
     """
 
@@ -62,7 +62,7 @@ class PlannedWrapper:
         with torch.inference_mode(mode=False):  # tensors made under it could not be written outside of it
             self._library = kind.make(buffers)
         self._is_planned = False
-        self.run = self._library.run
+        self.run = kind.run_of(self._library)
         self.plan_copied = PlanCopyEvent(device)
 
     def plan(self, rows: Rows) -> None:

@@ -7,6 +7,7 @@ Tests read its calls in `flashinfer.journal`.
 
 from flashinfer.cascade import merge_state_in_place
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from flashinfer.sink import BatchAttentionWithAttentionSinkWrapper
@@ -16,6 +17,7 @@ __version__ = "0.6.12"
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "__version__",

@@ -59,6 +59,17 @@ def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_siz
         )
 
 
+def check_lengths(indptr: Tensor, indices: Tensor, lens: Tensor, page_size: int, device: torch.device) -> None:
+    """
+    Check page arrays with the keys of each request.
+
+    Raises:
+        MisuseError: An array has a type that the kernels do not read, or a request has other pages than its keys need.
+    """
+    check_pages(indptr, indices, lens - (indptr.diff() - 1).clamp(min=0) * page_size, page_size, device)
+    _check_host("kv_len_arr", lens, lens.shape[0])
+
+
 def key_lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> tuple[int, ...]:
     """Return the keys per request."""
     pages = (indptr.diff() - 1).clamp(min=0)

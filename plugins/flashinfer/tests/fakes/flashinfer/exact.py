@@ -41,7 +41,7 @@ def attend(
     Args:
         query: ``(queries, num_qo_heads, head_size)``.
         key: ``(keys, num_kv_heads, head_size)``.
-        value: ``(keys, num_kv_heads, head_size)``.
+        value: ``(keys, num_kv_heads, head_size_v)``.
         params: The parameters of the scores.
         sink: ``(num_qo_heads,)`` logits in the denominator of the softmax, and in the LSE.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 
 from flashinfer.misuse import require
 
@@ -45,9 +47,9 @@ def check_backend(backend: str, *allowed: str) -> None:
     require(backend in allowed, f"backend={backend!r} is not one of {allowed}, which the fake models")
 
 
-def check_heads(num_qo_heads: int, num_kv_heads: int, head_size: int, head_size_v: int) -> None:
+def check_heads(num_qo_heads: int, num_kv_heads: int, head_size: int, head_size_v: int, *more: tuple[int, int]) -> None:
     """
-    Check the shape of the heads.
+    Check the shape of the heads. `more` are sizes of keys and values that a wrapper supports besides equal ones.
 
     Raises:
         ValueError: The number of query heads is not a multiple of the number of KV heads.
@@ -55,8 +57,22 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, head_size: int, head_size_
     """
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(f"num_qo_heads {num_qo_heads} should be divisible by num_kv_heads {num_kv_heads}")
-    is_supported = head_size in _HEAD_SIZES and head_size_v == head_size
+    is_supported = (head_size in _HEAD_SIZES and head_size_v == head_size) or (head_size, head_size_v) in more
     require(is_supported, f"no kernel supports head sizes {head_size}, {head_size_v}")
+
+
+def check_latents(backend: str, latent: int, rotary: int) -> None:
+    """
+    Check the sizes of latents.
+
+    Raises:
+        MisuseError: No kernel supports them, or it adds to what registers contain, as without rotary elements before
+            0.6.18.
+    """
+    least = import_module("flashinfer").__version__
+    require(latent % 128 == 0 and latent + rotary <= 576 and rotary % 64 == 0, f"latents of {latent} and {rotary}")
+    require(backend == "fa2" or latent in (128, 256, 512), f"fa3 with latents of {latent}")
+    require(rotary or Version(least) >= Version("0.6.18"), f"latents without rotary elements in {least}")
 
 
 def check_dtypes(backend: str, q: torch.dtype, kv: torch.dtype, o: torch.dtype) -> None:

@@ -17,8 +17,8 @@ SAFE: Final = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn
 def compile_for(planned: Planned) -> None:
     """Record the module that a plan loads, unless its wrapper's constructor has loaded one."""
     q, kv, o = (SAFE[dtype] for dtype in (planned.q, planned.kv, planned.o))
-    size, params = planned.head_size, planned.params
-    form = f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{o}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}"
+    size, size_v, params = planned.head_size, planned.head_size_v, planned.params
+    form = f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{o}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size_v}"
     form += f"_posenc_0_use_swa_{params.window_left >= 0}_use_logits_cap_{params.soft_cap > 0}"
     if planned.backend == "cuda_cores":
         journal.compile(f"batch_decode_{form}", planned.kernel)

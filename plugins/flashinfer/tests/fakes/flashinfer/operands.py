@@ -82,7 +82,9 @@ def _halves(cache: Any) -> tuple[Tensor, Tensor]:
     raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
 
 
-def output_for(query: Tensor, out: Tensor | None, dtype: torch.dtype, *, like_empty: bool = True) -> Tensor:
+def output_for(
+    query: Tensor, out: Tensor | None, dtype: torch.dtype, *, like_empty: bool = True, size: int | None = None
+) -> Tensor:
     """
     Return `out`, or a new tensor.
 
@@ -91,14 +93,16 @@ def output_for(query: Tensor, out: Tensor | None, dtype: torch.dtype, *, like_em
         out: The tensor for outputs; None for a new one.
         dtype: The dtype of the plan.
         like_empty: Whether a new tensor has undefined values; the paged prefill wrapper fills it with zeros.
+        size: The size of values, where it is not that of queries.
 
     Raises:
         ValueError: The given tensor has another shape, dtype or device.
         MisuseError: It is not contiguous, and the kernels ignore strides.
     """
+    shape = (*query.shape[:2], query.shape[2] if size is None else size)
     if out is None:
-        return torch.full_like(query, torch.nan if like_empty else 0.0, dtype=dtype)
-    _check_result("out", out, tuple(query.shape), dtype, query.device)
+        return torch.full(shape, torch.nan if like_empty else 0.0, dtype=dtype, device=query.device)
+    _check_result("out", out, shape, dtype, query.device)
     return out
 
 

@@ -92,7 +92,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         o = dtype_of(q if o_data_type is None else o_data_type)
         require(kv == q, f"ragged K/V of {kv} with queries of {q} are not modelled")
         backend = resolve(self._backend, kv)
-        check_heads(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk)
+        size_v = head_dim_vo or head_dim_qk
+        check_heads(num_qo_heads, num_kv_heads, head_dim_qk, size_v, (192, 128))
         check_dtypes(backend, q, kv, o)
         batch_size = len(qo_indptr) - 1
         if len(kv_indptr) != batch_size + 1:
@@ -106,7 +107,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._rows.take(qo_indptr, is_fixed=False)
         self._keys.buffer = kv_indptr.clone()
         params = params_of(sm_scale, head_dim_qk, logits_soft_cap, window_left, causal=causal)
-        self._planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim_qk, 1, q, kv, o, params, backend)
+        self._planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim_qk, 1, q, kv, o, params, backend, size_v)
         compile_for(self._planned)
 
     @recorded
@@ -134,9 +135,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if k.dtype != planned.kv:
             raise ValueError(f"The dtype of k {k.dtype} does not match the kv_data_type {planned.kv}")
         require(v.dtype == k.dtype, f"values are {v.dtype}, and keys {k.dtype}")
-        for name, tensor in (("k", k), ("v", v)):
-            check_rows(name, tensor, (int(keys[-1]), planned.num_kv_heads, planned.head_size), self.device)
-        out = output_for(q, out, planned.o)
+        for name, tensor, size in (("k", k, planned.head_size), ("v", v, planned.head_size_v)):
+            check_rows(name, tensor, (int(keys[-1]), planned.num_kv_heads, size), self.device)
+        out = output_for(q, out, planned.o, size=planned.head_size_v)
         lse = lse_for(q, lse, return_lse=return_lse)
         for request in range(len(rows) - 1):
             mine = slice(int(rows[request]), int(rows[request + 1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from flashinfer.csr import Lengths, key_lengths
@@ -31,6 +31,7 @@ class Planned:
         o: The dtype of outputs.
         params: The parameters of the scores.
         backend: ``fa2``, ``fa3`` or ``cuda_cores``.
+        head_size_v: The size of values.
     """
 
     lengths: Lengths
@@ -43,11 +44,17 @@ class Planned:
     o: torch.dtype
     params: ScoreParams
     backend: str
+    head_size_v: int = field()
+
+    @head_size_v.default
+    def _as_keys(self) -> int:
+        return self.head_size
 
     @property
     def kernel(self) -> tuple[object, ...]:
         """Return the values that a kernel is compiled for."""
-        return self.q, self.kv, self.o, self.head_size, self.params.window_left >= 0, self.params.soft_cap > 0
+        sizes = (self.head_size, self.head_size_v)
+        return self.q, self.kv, self.o, sizes, self.params.window_left >= 0, self.params.soft_cap > 0
 
     def row_shape(self, rows: int) -> tuple[int, int, int]:
         """Return the shape of `rows` query rows."""
