@@ -184,7 +184,12 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
 
 def _plainest(subject: Subject, capability: Capability) -> RequestSpec | None:
     fields = {} if FIELDS[capability.field].kind == "device" else {capability.field: capability.value}
-    return next((spec for spec in _specs(subject, fields) if is_served(subject, spec)), None)
+    served = (spec for spec in _specs(subject, fields) if is_served(subject, spec))
+    if capability.field != "head_size_v":
+        return next(served, None)
+    # Values as large as keys show nothing about values of this size; they are what is left where no other are served.
+    first = next(served, None)
+    return next((one for one in (first, *served) if one and one.fields["head_size"] != capability.value), first)
 
 
 def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
@@ -229,7 +234,7 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
     dtypes = [name for name in _FLOATS if subject.supports["dtype"].allows(name)]
     for paged in (True, False):
         for dtype in dtypes:
-            for size in _preferred(subject, "head_size"):
+            for size in _head_sizes(subject, fields):
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
                     own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
                     if fields.get("latent"):
@@ -237,6 +242,12 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
                     yield RequestSpec.of({**common, **own, **fields}, fields)
                     if own.get("head_size_v"):  # without rotary elements
                         yield RequestSpec.of({**common, **own, "head_size_v": None, **fields}, fields)
+
+
+def _head_sizes(subject: Subject, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return sizes of keys, and for values of a size keys half as large again: those of uncompressed latents."""
+    found, size_v = _preferred(subject, "head_size"), fields.get("head_size_v")
+    return found if size_v is None else (*found, subject.supports["head_size"].nearest(size_v * 3 // 2))
 
 
 def _latent_size(subject: Subject, size: int) -> int | None:
