@@ -137,6 +137,7 @@ def test_padded_requests_are_left_out():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device():
     scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32)
     expected, _ = scene.expected()

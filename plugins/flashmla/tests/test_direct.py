@@ -5,21 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-import benchmarks.latent as benchmark
-from tests.backends.bench import FakeTimer
+from attnplug_kit.bench import Baseline, Step, Target, forwarding
+from benchmarks.direct_flashmla import DirectFlashMLA
+from tests.backends.bench import FakeTimer, use_baseline
 
 
-@pytest.mark.parametrize(("query_len", "fp8"), [(1, False), (2, False), (2, True)])
-def test_forwards_are_compared_with_direct_calls(
-    journal: Any, monkeypatch: pytest.MonkeyPatch, query_len: int, fp8: bool
+@pytest.mark.parametrize(("query_len", "dtype"), [(1, "auto"), (2, "auto"), (2, "fp8_e4m3")])
+def test_replays_are_compared_with_them(
+    journal: Any, monkeypatch: pytest.MonkeyPatch, query_len: int, dtype: str
 ) -> None:
-    monkeypatch.setitem(benchmark.DIRECT, "flashmla_fake", benchmark.flashmla)
-    monkeypatch.setattr(benchmark, "work_clock", lambda _: FakeTimer())
-    device = torch.device("cpu")
+    use_baseline(monkeypatch, DirectFlashMLA, "flashmla_fake")
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
+    sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "latent": True}
+    step = Step("latents", (query_len,) * 3, (20, 3, 90), **sizes)
 
-    calls = benchmark.contenders(benchmark.Step.make(3, 70, 4, query_len, device, fp8=fp8), "flashmla_fake/sgl")
+    found = forwarding.measure_replay(step, Target("flashmla_fake/sgl", "cpu"), 1, kv_cache_dtype=dtype)
 
-    assert set(benchmark.measured(calls, device, 1)) == {"direct", "direct and a copy", "forward"}
+    assert isinstance(DirectFlashMLA(), Baseline)
+    assert not found.failures
+    assert len(found.measurements) == 3
     assert {(call.requests, call.query_len) for call in journal.calls} == {(3, query_len)}
