@@ -25,4 +25,4 @@ def test_replays_are_compared_with_them(
     assert isinstance(DirectFlashMLA(), Baseline)
     assert not found.failures
     assert len(found.measurements) == 3
-    assert {(call.requests, call.query_len) for call in journal.calls} == {(3, query_len)}
+    assert (3, query_len) in {(call.requests, call.query_len) for call in journal.calls}  # others fill the KV cache
