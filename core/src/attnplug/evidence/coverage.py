@@ -175,6 +175,8 @@ def _needing_evidence(
         **{name: getattr(agreement, name) for name in CACHE_TERMS},
         **device.facts(),
     }
+    if wanted.latent:  # whose form follows
+        facts.pop("kv_cache_form")
     besides = {"features"}
     if has_heads:
         facts["gqa_ratio"] = wanted.gqa_ratio
