@@ -131,6 +131,36 @@ _SELECTION_MEMBERS: Final = (
     ),
 )
 
+_MLA: Final = f"{_ATTENTION}.mla_attention"
+_LATENT: Final = (
+    *called(
+        f"{_MLA}:MLACommonImpl.__init__",
+        *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
+        *("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "q_lora_rank", "kv_lora_rank"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj"),
+    ),
+    *overridden(f"{_MLA}:MLACommonImpl.forward_mqa", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+    *overridden(
+        f"{_MLA}:MLACommonImpl.do_kv_cache_update",
+        *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+        versions="<0.33",
+    ),
+    *overridden(
+        f"{_MLA}:MLACommonImpl.do_kv_cache_update",
+        *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale", "skip_scale"),
+        versions=">=0.33",
+    ),
+    *read(f"{_MLA}:MLACommonBackend", "is_mla"),
+    *overridden(f"{_MLA}:MLACommonMetadata.__post_init__"),
+    *called(
+        f"{_MLA}:MLACommonMetadataBuilder.__init__",
+        *("kv_cache_spec", "layer_names", "vllm_config", "device", "metadata_cls"),
+    ),
+    *overridden(f"{_MLA}:MLACommonMetadataBuilder.build", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    *overridden(f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture", "common_attn_metadata"),
+    *read(f"{_MLA}:QueryLenSupport", "VARLEN"),
+)
+
 _CACHES: Final = (
     *overridden(
         f"{_BACKEND}.get_kv_cache_shape",
@@ -303,6 +333,7 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *_PLATFORM,
     *_STAND_IN,
     *_SELECTION_MEMBERS,
+    *_LATENT,
     *_CACHES,
     *_METADATA,
     *_LAYERS,

@@ -77,7 +77,7 @@ SERVED: Final = tuple(
     (variant, name)
     for variant in ("fa2", "fa3")
     for name, (case, _) in CASES.items()
-    if variant == "fa2" or case.kv_cache_dtype == "auto"
+    if variant == "fa2" or (case.kv_cache_dtype == "auto" and not (case.latent and case.head_size_v != 512))
 )
 """Each variant with the names of the cases that it supports."""
 

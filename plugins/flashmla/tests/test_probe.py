@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import attnplug
 from attnplug import Agreement, Requirements
 from attnplug.errors import PluginLoadError
 from attnplug_flashmla.plugin import attnplug_probe
@@ -99,3 +100,4 @@ def test_kernels_that_do_not_load_are_an_error(load_fake: Callable[..., Any], mo
 
     with pytest.raises(PluginLoadError, match=r"(?s)do not load: libcudart\.so\.13.*install a torch for CUDA 13"):
         load_fake(LATENT)
+    attnplug.refresh()  # the failure is remembered until then

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 
+from attnplug.contract import torch_dtype
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import write_pages
 from attnplug_vllm import advice, facts
@@ -126,13 +127,17 @@ class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        **further: Any,
     ) -> None:
         """Write new latents and their rotary parts into the pool: by vLLM's operator, which a CPU does not have."""
         if not _ON_CPU:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **further)
         elif kv_cache.numel():
             rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1).unsqueeze(1)
-            write_pages(rows, kv_cache.unsqueeze(2), slot_mapping.flatten().long())
+            # Bytes are 8-bit floats; other numbers are not scaled.
+            pages = kv_cache.view(torch_dtype(self.requirements.kv_cache_dtype)).unsqueeze(2)
+            scale = k_scale.view(1) if pages.itemsize == 1 else None
+            write_pages(rows, pages, slot_mapping.flatten().long(), scale)
 
 
 _OF_LATENTS = frozenset(
