@@ -131,10 +131,11 @@ def random_request(rng):
 def test_random_requests_are_decided_as_a_second_reading(pairs, count, monkeypatch):
     """
     Also with a hundredth of the evaluations that a candidate may take: shipped manifests need no more. The search for a
-    fix takes a hundredth for these few; one of 50,000 takes more than a fiftieth, and none a tenth.
+    fix takes a fiftieth for these few: the most is 1,181 of 100,000, with the 23 rules of fa3_vllm. None of 50,000
+    takes a tenth.
     """
     monkeypatch.setattr(matching, "EVALUATIONS", matching.EVALUATIONS // 100)
-    monkeypatch.setattr(fix_module, "EVALUATIONS", fix_module.EVALUATIONS // (100 if count < 5000 else 10))
+    monkeypatch.setattr(fix_module, "EVALUATIONS", fix_module.EVALUATIONS // (50 if count < 5000 else 10))
     rng, counts = random.Random(20261122 + count), Counter()
     for number in range(count):
         requirements, device = random_request(rng)

@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Requirements, str]] = {
     ),
     "latents of 256 with 320 rotary elements": (
         DEEPSEEK.evolve(head_size_v=256),
-        "head_size_v: a latent of 512 elements has 64 rotary ones or none",
+        "head_size: rotary elements are 64 or none",
     ),
     "heads of 192": (
         DENSE.evolve(head_size=192),

@@ -29,6 +29,7 @@ from attnplug.request.fields import FIELDS, fields_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from attnplug.manifest.schema import Rule
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.reason import Reason
 
@@ -82,11 +83,15 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
     Yield sets of engine fields with other values.
 
     Each field that is objected to has to change; those that rules mention may, since they can switch a rule off. Each
-    rule that refuses the request has to see a change: of more no set is yielded that leaves it as it is.
+    rule that refuses the request has to see a change: of more no set is yielded that leaves it as it is, and none where
+    a rule is about model and device alone.
     """
+    rules = refusing_rules(candidate, request)
+    if any(_is_final(rule, candidate, request) for rule in rules):
+        return
     objected = objected_fields(candidate, request)
     ruled = _ruled(candidate, objected)
-    refusing = [{c.field for c in (*rule.when, *rule.need)} for rule in refusing_rules(candidate, request)]
+    refusing = [{c.field for c in (*rule.when, *rule.need)} for rule in rules]
     options = {name: _options(candidate, request, name) for name in (*objected, *ruled)}
     # Implied changes count too, so a set may turn out larger than the fields that were chosen: it waits for its size.
     later: dict[int, list[dict[str, Any]]] = {}
@@ -104,6 +109,15 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
         yield from later.pop(size, ())
     for size in sorted(later):
         yield from later[size]
+
+
+def _is_final(rule: Rule, candidate: Candidate, request: Request) -> bool:
+    """Whether a rule refuses a request whatever its engine fields are: it applies, and lacks what none gives."""
+    if any(condition.field in _ENGINE for condition in rule.when):
+        return False
+    given = (request.facts, request.requested_names, candidate.installed)
+    of_model = [condition for condition in rule.need if condition.field not in _ENGINE]
+    return not rule.need or not all(condition.holds(*given, absent=True) for condition in of_model)
 
 
 def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:

@@ -32,12 +32,14 @@ RECURRENT = {
 }
 OWN = {"gpt_neox_japanese", "openai-gpt"}
 """Families whose classes in transformers do not go through the AttentionInterface."""
+UNMADE = {"sarvam_mla"}
+"""Families of which `tiny` makes no model that runs."""
 CAUSAL = sorted(
     name
     for name in set(ARCHITECTURES) & set(CONFIG_MAPPING)
     if ARCHITECTURES[name].family == "decoder"
     and CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    and name not in RECURRENT | OWN | INDEXED
+    and name not in RECURRENT | OWN | INDEXED | UNMADE
 )
 
 
