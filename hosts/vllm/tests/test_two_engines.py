@@ -70,7 +70,7 @@ def test_an_engine_without_layers_has_none_of_another():
 def test_an_engine_that_ended_has_no_layers():
     ended = Names(compilation_config=CompilationConfig())
     ended.compilation_config.static_forward_context["layers.0"] = layer = Names(
-        impl=Names(choice=CHOICE, requirements=Names(paged=True))
+        impl=Names(choice=CHOICE, requirements=Names(paged=True, latent=False))
     )
     cache.enter_engine(ended)
     assert cache.layers_of(CHOICE) == [layer.impl]
