@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import attnplug
-from attnplug.errors import NoBackendError, UnknownBackendError
+from attnplug.errors import NoBackendError, NotNegotiatedError, UnknownBackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +116,19 @@ def test_a_name_of_ours_gets_the_class_for_latents(monkeypatch: pytest.MonkeyPat
     assert getattr(backend, name) is found  # as vLLM finds it elsewhere
     assert issubclass(found.get_impl_cls(), latent.LatentImpl)
     assert found.get_builder_cls().choice == found.choice
+
+
+@pytest.mark.parametrize(
+    "asked", [{"sliding_window": 64}, {"logits_soft_cap": 30.0}, {"alibi_slopes": [0.5]}, {"indexer": 1}, {"sinks": 1}]
+)
+def test_a_layer_of_latents_refuses_what_vllms_prefills_do_not_apply(asked: dict[str, Any]) -> None:
+    usual = {"num_heads": 2, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "kv_cache_dtype": "auto"}
+    usual |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    with pytest.raises(NotNegotiatedError) as error:
+        latent.LatentImpl(**usual | {"attn_type": "decoder", "kv_lora_rank": 512} | asked)
+
+    assert error.value.problem == f"vLLM's layer of latent attention has {next(iter(asked))}"
+    assert "leave --attention-backend out" in error.value.fix
 
 
 @pytest.mark.needs_vllm(">=0.32")

@@ -54,11 +54,13 @@ class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no
         **latent: Any,
     ) -> None:
         further = {name: latent.pop(name) for name in list(latent) if name not in _OF_LATENTS}
-        refused = {name for name, value in further.items() if value is not None}
-        if latent.get("indexer") is not None or refused:
+        further |= {"indexer": latent.get("indexer"), "alibi_slopes": alibi_slopes, "sliding_window": sliding_window}
+        further["logits_soft_cap"] = logits_soft_cap or None  # some models pass 0 for none
+        refused = sorted(name for name, value in further.items() if value is not None)
+        if refused:  # a window would hold for absorbed queries alone: vLLM's prefills have none
             raise NotNegotiatedError(
-                f"vLLM's layer of latent attention has {', '.join(sorted(refused | {'indexer'}))}",
-                "attention over tokens that an indexer picks is not served by attnplug",
+                f"vLLM's layer of latent attention has {', '.join(refused)}",
+                "attention to all earlier tokens is served: vLLM's own prefills of latents apply none of these",
                 advice.OWN,
             )
         super().__init__(
@@ -75,18 +77,14 @@ class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no
             **latent,
         )
         self.supports_quant_query_input = False  # a backend quantizes queries itself, where it does
-        self.sliding_window = sliding_window
-        self.logits_soft_cap = logits_soft_cap or None
+        self.sliding_window = self.logits_soft_cap = None
         self.decide(
             facts.layer_requirements(
                 head_size=head_size,
                 dtype=torch.get_default_dtype(),
                 num_q_heads=num_heads,
                 kv_cache_dtype=kv_cache_dtype,
-                sliding_window=sliding_window,
-                logits_soft_cap=self.logits_soft_cap,
                 attn_type=attn_type,
-                alibi="linear" if alibi_slopes else None,
                 **facts.latent_fields(latent["kv_lora_rank"]),
             )
         )

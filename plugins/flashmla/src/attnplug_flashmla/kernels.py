@@ -33,7 +33,7 @@ class Call:
         schedule: ``(parts, 8)`` int32, the requests and pages of each part of the GPU.
         splits: ``(requests + 1,)`` int32, the first partial result of each request.
         padding: ``(rows, 1)`` bool, rows of requests without a key, which `lens` and `table` give one of the null
-            block; None where the kernels take such requests, or there are none.
+            block; None if no request lacks a key, or the kernels take such requests.
     """
 
     first: int

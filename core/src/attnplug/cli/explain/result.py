@@ -78,7 +78,7 @@ class Result:
 
     def plan_to_dict(self, statuses: Collection[str] = ()) -> dict[str, Any]:
         """
-        Return the plan, or why there is none, as plain JSON values.
+        Return the plan, or the error of a plan that fails, as plain JSON values.
 
         Args:
             statuses: As for `LayerGroup.to_dict`, of uncompressed prefills.
