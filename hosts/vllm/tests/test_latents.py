@@ -16,15 +16,19 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.utils import torch_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
+from attnplug.errors import ContractError
 from attnplug_kit.oracle import attend
-from attnplug_vllm import facts, latent, prefill, registration
+from attnplug_vllm import facts, latent, prefill, registration, selector
+from hosts.vllm.tests.cuda_platform import use_cuda
 from hosts.vllm.tests.rig import CHOICE, CPU, ORDERS, config_of
 from plugins.flash_attn.tests.rank_groups import ThreadGroup
 
@@ -101,7 +105,7 @@ class Rank:
                 **sizes,
                 **{f"_{letter}_scale": torch.tensor(1.0) for letter in "qkv"},
             )
-            impl.dcp_world_size = ranks
+            impl.dcp_world_size, impl.dcp_rank = ranks, rank
             self.builder = latent.latent_classes(CHOICE)[1](self.spec, ["layers.0"], config, CPU)
         self.table = torch.arange(1, BLOCKS).view(4, 32).flip(1).int().contiguous()
 
@@ -126,7 +130,7 @@ class Rank:
             num_actual_tokens=sum(new),
             max_query_len=max(new),
             max_seq_len=max(lens),
-            block_table_tensor=self.table[: len(new)],
+            block_table_tensor=self.table[: len(new)].clone(),
             slot_mapping=torch.tensor(slots),
             dcp_local_seq_lens=local if self.ranks > 1 else None,
         )
@@ -267,7 +271,7 @@ def _unpinned(make):
     return without
 
 
-STEPS = ([5, 20], [1, 7], [1, 1], [9, 1], [33, 40, 1], [2, 3, 17], [1, 1, 1])
+STEPS = ([1, 20], [1, 7], [1, 1], [13, 1], [33, 40, 1], [2, 3, 17], [1, 1, 1])
 
 
 def compare(run, ranks, worst=1e-5):
@@ -342,3 +346,162 @@ def test_ranks_share_the_latents_of_a_request(group, interleave):
     assert (requested.num_q_heads, requested.dcp_size, requested.return_lse) == (2 * HEADS, 1, True)
     assert ranks[0].builder.reorder_batch_threshold == 1
     compare(run, ranks)
+
+
+def of_all(builder, common, found, **_):
+    """Keep the lengths of whole sequences."""
+    del builder
+    found.decode.without_keys = None
+    return latent._first_requests(common, found)
+
+
+def of_one_each(builder, common, found, **_):
+    """Count keys as if ranks had every second one."""
+    local = get_dcp_local_seq_lens(common.seq_lens, 2, builder._dcp_rank, 1)
+    return DECODES(builder, common.replace(dcp_local_seq_lens=local), found, is_captured=True)
+
+
+def with_rows_in_vain(builder, common, found, **named):
+    """Leave the output of rows without keys as it is."""
+    first = DECODES(builder, common, found, **named)
+    found.decode.without_keys = None
+    return first
+
+
+def in_base_2(impl, *given):
+    out, lse = FORWARD(impl, *given)
+    return out, lse / torch.log(torch.tensor(2.0))
+
+
+DECODES, FORWARD = latent.LatentBuilder._decodes, latent.LatentImpl.forward_mqa
+WRONG = {
+    "global lengths": (latent.LatentBuilder, "_decodes", of_all),
+    "interleave ignored": (latent.LatentBuilder, "_decodes", of_one_each),
+    "rows without keys": (latent.LatentBuilder, "_decodes", with_rows_in_vain),
+    "LSE of base 2": (latent.LatentImpl, "forward_mqa", in_base_2),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_adapters_of_ranks_are_found(monkeypatch, group, wrong):
+    monkeypatch.setattr(*WRONG[wrong])
+    ranks, run = ranks_of(group, 4)
+    with pytest.raises((AssertionError, ContractError)):
+        compare(run, ranks)
+
+
+def with_other_lse(change):
+    """Return a wrong `LatentPrefill._attend`."""
+
+    def attend(self, *given):
+        output, lse = ATTEND(self, *given)
+        return output, change(lse)
+
+    return attend
+
+
+ATTEND = prefill.LatentPrefill._attend
+WRONG_LSES = {
+    "of base 2": lambda lse: lse / torch.log(torch.tensor(2.0)),
+    "as (tokens, heads)": lambda lse: lse.T.contiguous().T if not HAS_CHUNKS else lse.T,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LSES)
+def test_wrong_adapters_of_prefills_are_found(monkeypatch, wrong):
+    monkeypatch.setattr(prefill.LatentPrefill, "_attend", with_other_lse(WRONG_LSES[wrong]))
+    rank = Rank()
+    with pytest.raises((AssertionError, RuntimeError)):
+        compare(lambda *step: [rank.run(*step)], [rank])
+
+
+@pytest.mark.feature("MLA", "DCP", "CUDA graphs, FULL_DECODE_ONLY")
+def test_a_replayed_graph_reads_the_lengths_of_its_rank(group):
+    """What a graph reads is at one place, and each step writes it."""
+    ranks, _ = ranks_of(group, 4, mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    own = ranks[1]
+    held = own.common([1, 1], [1, 1])
+
+    def in_place(lens, *, dummy=False):
+        for name, tensor in vars(own.common([1, 1], lens)).items():
+            if isinstance(tensor, torch.Tensor):
+                getattr(held, name).copy_(tensor)
+        held.block_table_tensor.mul_(not dummy)
+        held.slot_mapping.masked_fill_(torch.tensor(dummy), -1)
+        held.max_seq_len = max(lens)
+        return held
+
+    _thread.rank = 1
+    with current(own.config):
+        captured = own.builder.build_for_cudagraph_capture(in_place([1, 1], dummy=True)).decode
+        steps = [own.builder.build(0, in_place(lens)) for lens in ([7, 3], [2, 21])]
+    parts = [part for step in steps for part in step.decode.step.parts.values()]
+    assert all(part.graph is not None for part in parts)
+    (metadata,) = captured.step.parts.values()
+    assert metadata.batch.seq_lens.tolist() == [1, 9]  # in place of no key, one
+    assert captured.without_keys.tolist() == [True, False]
+    assert captured.without_keys.data_ptr() == own.builder._without_keys.data_ptr()
+
+
+def test_lengths_on_the_cpu_are_those_of_the_rank(group):
+    """With tensors on a GPU a builder plans from copies."""
+    ranks, _ = ranks_of(group, 4)
+    own = ranks[1]
+    _thread.rank = 1
+    common = own.common([1, 1, 1], [3, 7, 21])
+    found = own.builder.build(0, common)
+    local = own.builder._decodes(common, found, is_captured=False)
+    assert local.seq_lens_cpu_upper_bound.tolist() == local.seq_lens.tolist() == [1, 3, 9]
+    assert found.decode.without_keys.tolist() == [True, False, False]
+    longer = own.common([1, 1, 1], [5, 7, 21])
+    assert own.builder.build(0, longer).decode.without_keys is None
+    padded = own.common([1, 1], [5, 0])
+    assert own.builder._decodes(padded, own.builder.build(0, common), is_captured=True).seq_lens.tolist() == [1, 0]
+
+
+@pytest.mark.feature("MLA", kind="selection")
+def test_vllm_gets_the_class_for_heads_that_its_own_backends_lack(monkeypatch):
+    config = Rank().config
+    use_cuda(monkeypatch, (9, 0))
+    monkeypatch.setattr(facts, "choose", lambda requirements, choice: None)
+    monkeypatch.setattr(selector, "chosen_by_config", lambda: CHOICE)
+    with current(config):
+        assert get_mla_prefill_backend(config) is prefill.LatentPrefill
+
+
+@pytest.mark.feature("MLA", kind="refused")
+@pytest.mark.parametrize(
+    ("chosen", "attention", "reason"),
+    [
+        (None, {}, "attnplug prefills for its own attention backends"),
+        (CHOICE, {"use_prefill_query_quantization": True}, "use_prefill_query_quantization=True was given"),
+        (("flash_attn/fa3",), {}, "no attention backend of attnplug can serve"),
+    ],
+)
+def test_what_cannot_prefill_is_refused_by_name(monkeypatch, chosen, attention, reason):
+    config = Rank().config
+    vars(config.attention_config).update(attention)
+    monkeypatch.setattr(selector, "chosen_by_config", lambda: chosen)
+    sizes = Names(qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE)
+    with current(config):
+        (found,) = prefill.LatentPrefill.validate_configuration(None, Names(dtype=torch.float32, mla_dimensions=sizes))
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("attention", "taken", "reason"),
+    [
+        ({"mla_prefill_backend": MLAPrefillBackendEnum.FLASH_ATTN}, False, None),
+        ({"use_prefill_query_quantization": True}, False, "use_prefill_query_quantization=True was given to vLLM"),
+        ({}, True, "vLLM's MLA prefill backend CUSTOM is theirs.Prefill"),
+    ],
+)
+def test_vllm_prefills_on_its_own_and_says_why(monkeypatch, attention, taken, reason):
+    said = []
+    monkeypatch.setattr(prefill, "_say", said.append)
+    if taken:
+        register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, "theirs.Prefill")
+    rank = Rank(attention=attention)
+    assert rank.config.attention_config.mla_prefill_backend is attention.get("mla_prefill_backend")
+    assert isinstance(rank.builder._prefill_backend, Own)
+    assert [reason in text for text in said] == [True] * (reason is not None)

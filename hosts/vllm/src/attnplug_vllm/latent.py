@@ -181,7 +181,8 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata, **further)
         self._prefill_backend: Any = prefill.prepared(self._prefill_backend, vllm_config, self.choice, kv_cache_spec)
         self._inner = make_builder_class(self.choice)(kv_cache_spec, layer_names, vllm_config, device)
-        self._dcp_rank = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.dcp_rank
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        self._is_local, self._dcp_rank = impl.requirements.return_lse, impl.dcp_rank
         reqs = vllm_config.scheduler_config.max_num_seqs
         # Graphs read them: each step writes them anew.
         self._local_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
@@ -229,7 +230,7 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
     def _decodes(self, common: Any, found: Any, *, is_captured: bool) -> Any:
         """Return vLLM's metadata of the requests whose queries are absorbed, with the lengths of this rank's keys."""
         first = _first_requests(common, found)
-        if self.dcp_world_size == 1:
+        if not self._is_local:
             return first
         reqs, local = first.num_reqs, first.dcp_local_seq_lens[: first.num_reqs]
         lens, without_keys = self._local_lens[:reqs], self._without_keys[:reqs]
