@@ -469,7 +469,6 @@ def test_vllm_gets_the_class_for_heads_that_its_own_backends_lack(monkeypatch):
         assert get_mla_prefill_backend(config) is prefill.LatentPrefill
 
 
-@pytest.mark.feature("MLA", kind="refused")
 @pytest.mark.parametrize(
     ("chosen", "attention", "reason"),
     [
