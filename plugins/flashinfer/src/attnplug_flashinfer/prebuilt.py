@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -46,9 +47,10 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
     dtype, size, window = _SHORT[required.dtype], required.head_size, required.sliding_window is not None
     size_v: int = required.head_size_v or size
     if required.latent:
-        form = f"dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{size_v}"
-        sm90 = "_sm90" if kernels == "fa3" else ""
-        return f"batch_mla_attention_{form}_head_dim_kpe_{size - size_v}_profiler_False{sm90}"
+        cache = _SHORT[agreement.kv_cache_dtype]
+        form = f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{size_v}"
+        ending = ("_planabi2" if _plans_carry_sizes() else "") + ("_sm90" if kernels == "fa3" else "")
+        return f"batch_mla_attention_{form}_head_dim_kpe_{size - size_v}_profiler_False{ending}"
     if required.sinks:
         return f"batch_prefill_attention_sink_{dtype}_swa_{window}_{kernels}_head_{size}_{size}"
     cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # contiguous K/V are not quantized
@@ -59,6 +61,20 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
     if kernels == "cuda_cores":
         return f"batch_decode_with_kv_cache_{form}"
     return f"batch_prefill_with_kv_cache_{form}_f16qk_False" + ("_sm90" if kernels == "fa3" else "")
+
+
+def _plans_carry_sizes() -> bool:
+    """Whether the library is 0.7 or newer: the plans and modules of its wrapper for latents have another format."""
+    installed = installed_version("flashinfer-python")
+    return installed is not None and tuple(map(int, installed.split(".")[:2])) >= (0, 7)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _folder() -> Path | None:
