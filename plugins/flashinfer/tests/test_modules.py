@@ -72,11 +72,14 @@ def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> 
     assert needed_modules(agreement, H200) == tuple(NAMES[name] for name in named)
 
 
-def test_modules_for_latents_have_another_format_since_0_7(monkeypatch) -> None:
-    agreement = agreed("fa3", "fp8_e4m3", **LATENTS)
-    for version in ("0.7.0", "0.10.2"):
-        monkeypatch.setattr("attnplug_flashinfer.prebuilt.version", lambda name, found=version: found)
-        assert needed_modules(agreement, H200) == (NAMES["latent_fp8_0_7"],)
+@pytest.mark.parametrize("version", ["0.7.0", "0.10.2"])
+def test_modules_have_other_names_since_0_7(monkeypatch, version) -> None:
+    """As on an H200 with 0.7.2, which is what it compiled."""
+    monkeypatch.setattr("attnplug_flashinfer.prebuilt.version", lambda name: version)
+
+    assert needed_modules(agreed("fa3", "fp8_e4m3", **LATENTS), H200) == (NAMES["latent_fp8_0_7"],)
+    names = (NAMES["decode"], NAMES["prefill"] + "_kv_stride_equal", NAMES["prefill_sm90"])
+    assert needed_modules(agreed("fa3", decode_query_len=3, **PAIRS), H200) == names
 
 
 def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
