@@ -106,7 +106,7 @@ class Preset:
 PRESETS = {
     "small": Preset(256, 512, 4, 8, 2, 32, 1024, 32, 64, 32, "float32"),
     "1b": Preset(2048, 8192, 16, 32, 8, 64, 128256, 64, 512, 128, "bfloat16"),
-    "small-mla": Preset(256, 512, 4, 8, 8, 32, 1024, 8, 512, 8, "float32", latent=128),
+    "small-mla": Preset(256, 512, 2, 8, 8, 128, 1024, 2, 2048, 2, "float32", latent=512),
     "mla": Preset(7168, 18432, 4, 128, 128, 128, 32000, 8, 8192, 32, "bfloat16", latent=512),
 }
 
