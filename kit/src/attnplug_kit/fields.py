@@ -168,7 +168,7 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         "query_lens_cpu_kind": Row(wrong="averages_queries"),
         "kv_in_cache": Row(wrong="writes_zero_rows"),
         "unquantized_queries": Row(
-            unreachable="nothing changes where queries are not quantized; other classes are refused when a layer is made"
+            unreachable="it changes nothing where queries are not quantized; making a layer refuses other classes"
         ),
         "output_quant": Row(unreachable="the oracle's outputs are not quantized"),
         "features": Row(odd=(("kit.nobody_has_this",),), wrong="wrong_with_feature"),
