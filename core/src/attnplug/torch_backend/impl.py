@@ -66,8 +66,9 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         """Write K/V, quantized where the KV cache is FP8; `padded` is False if no slot is negative."""
         if self._size_of_latents is not None:
-            scale = None if self._codec is None else self._codec.key_scale
-            write_pages(key, kv_cache.k, slot_mapping, scale, padded=padded)
+            if self._codec is not None and key.dtype != self._codec.narrow:
+                key, _ = self._codec.encode(key, key[..., : self._size_of_latents])
+            write_pages(key, kv_cache.k, slot_mapping, padded=padded)
             return
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)

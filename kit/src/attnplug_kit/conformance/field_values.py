@@ -12,7 +12,7 @@ from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
 from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
 from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
-from attnplug_kit.oracle.rounding import INT8_DTYPES
+from attnplug_kit.oracle.rounding import INT8_DTYPES, RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
+_OF_RECORDS: Final = {"latent": True, "dtype": "bfloat16", "head_size": 576, "head_size_v": 512, "num_kv_heads": 1}
+"""What a KV cache of records requires of its layer."""
+
 _OPEN_FEATURE: Final = "its backend defines what an open feature means: test it beside the kit"
 _REQUESTED_FEATURE: Final = f"every request has it, and it must not change attention; beyond that, {_OPEN_FEATURE}"
 
@@ -175,8 +178,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
         return f"the kit requests sizes up to {_LARGEST}: the float64 oracle takes too long for larger ones"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit has no tolerance for {value}"
-    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, *INT8_DTYPES):
-        return f"the oracle rounds to {', '.join((*FP8_DTYPES, *INT8_DTYPES))} only"
+    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, RECORD, *INT8_DTYPES):
+        return f"the oracle rounds to {', '.join((*FP8_DTYPES, RECORD, *INT8_DTYPES))} only"
     if name == "block_sparse" and not has_known_parameters(dict(value)):
         return f"the oracle has patterns of {', '.join(REQUIRED)}, homo_head and homo_head_group only"
     return ROWS[name].unreachable
@@ -227,6 +230,8 @@ def _is_about(rule: Rule, fields: Mapping[str, Any]) -> bool:
 
 
 def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
+    if fields.get("kv_cache_dtype") == RECORD:
+        fields = {**_OF_RECORDS, **fields}
     heads = subject.supports.get("num_kv_heads")
     common = {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
     if subject.features:
