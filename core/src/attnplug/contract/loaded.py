@@ -261,6 +261,7 @@ class LoadedBackend:
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
+        self._check_run_sparse()
         if completed.sinks_with_call:
             self._check_late_parameters(layer)
         # The layer is complete before the plugin sees it, so that no plugin has to resolve defaults.
@@ -360,6 +361,15 @@ class LoadedBackend:
                 f"{self.impl_class.__name__} serves sinks and LSE, and does not say whether its LSE counts the sink",
                 "lse_includes_sink is True or False where both are served: merging counts a sink once",
                 f"declare lse_includes_sink on {self.impl_class.__name__}",
+            )
+
+    def _check_run_sparse(self) -> None:
+        """Refuse a class that serves no selection before its first call does."""
+        if self.agreement.requirements.topk is not None and self.impl_class.run_sparse is AttentionImpl.run_sparse:
+            raise PluginContractError(
+                f"{self.impl_class.__name__} serves topk, and does not override run_sparse",
+                "calls of a layer with topk have the slots of selected tokens, which run is not given",
+                f"write run_sparse in {self.impl_class.__name__}, or leave topk out of the manifest",
             )
 
     def _check_late_parameters(self, layer: Layer) -> None:

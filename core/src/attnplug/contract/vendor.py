@@ -290,6 +290,43 @@ class AttentionImpl(ABC):
         in the call and in the cache, where ``v`` is a part of ``k``. Queries and keys have the latent part first.
         """
 
+    def run_sparse(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        kv_cache: Any,
+        metadata: Any,
+        indices: Tensor,
+        index_lens: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """
+        Attend to selected tokens, in place of `run`. Needed where the variant declares `topk`.
+
+        What `run` says holds, but for which keys a row attends to: the cached latents in the slots of its row of
+        `indices`, and no other. Write `key` before they are read, since its slots may be selected. Neither causality
+        nor the lengths of the batch are applied to the selection.
+
+        Args:
+            query: As of `run`, as are the arguments that are not here.
+            key: As of `run`; there is no value.
+            kv_cache: The latents.
+            metadata: What the builder returned.
+            indices: ``(tokens, topk)`` int32 slots, ``block * block_size + offset``, in any order; -1 is no token, at
+                any place. The last axis is contiguous. On a device they are not checked.
+            index_lens: ``(tokens,)`` int32: entries of a row from there on are not read, and may be anything. None
+                reads all.
+            output: Written.
+            lse: Written.
+        """
+        del query, key, kv_cache, metadata, indices, index_lens, output, lse
+        raise PluginContractError(
+            f"{type(self).__name__} has no run_sparse",
+            "topk was negotiated: calls have the slots of selected tokens",
+            "override run_sparse, or leave topk out of the manifest",
+        )
+
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """
         Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either.

@@ -171,6 +171,13 @@ class Requirements:
         "and head_size - head_size_v rotary ones",
         default=False,
     )
+    topk: int | None = model(
+        Integer(),
+        "sparse attention over latents: each token attends to at most so many cached tokens, whose slots come with "
+        "the call",
+        in_layer=True,
+        has_ranges=True,
+    )
     kv_sharing: bool = model(Flag(), "the layer reads the KV cache of an earlier layer", default=False)
 
     paged: bool | None = engine(

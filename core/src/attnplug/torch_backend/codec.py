@@ -61,6 +61,10 @@ class Codec:
         """Write gathered bytes into `wide` as numbers of the layer's dtype, and return it; both are flat."""
         return dequantize(encoded.view(self.narrow), wide)
 
+    def rows(self, gathered: Tensor) -> Tensor:
+        """Return gathered bytes ``(slots, 1, size)`` as numbers, without their scale."""
+        return gathered.view(self.narrow)
+
     def width(self, size: int) -> int:
         """Return the elements of a decoded row, of one with `size` elements in the KV cache."""
         return size
@@ -84,6 +88,10 @@ class Records(Codec):
         """Write gathered records into `wide` as latents."""
         dequantize_latents(encoded, wide.view(-1, _LATENT))
         return wide
+
+    def rows(self, gathered: Tensor) -> Tensor:
+        """Return gathered records ``(slots, 1, 656)`` as latents."""
+        return dequantize_latents(gathered, gathered.new_empty(*gathered.shape[:2], _LATENT, dtype=self.dtype))
 
     def width(self, size: int) -> int:
         """Return the elements of a latent."""
