@@ -10,7 +10,7 @@ from attrs import frozen
 from attnplug.manifest import Holds, Range
 from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
 from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
-from attnplug_kit.fields import ROWS
+from attnplug_kit.fields import OF_RECORDS, ROWS
 from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
 from attnplug_kit.oracle.rounding import INT8_DTYPES, RECORD
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
-_OF_RECORDS: Final = {"latent": True, "dtype": "bfloat16", "head_size": 576, "head_size_v": 512, "num_kv_heads": 1}
-"""What a KV cache of records requires of its layer."""
-
 _OPEN_FEATURE: Final = "its backend defines what an open feature means: test it beside the kit"
 _REQUESTED_FEATURE: Final = f"every request has it, and it must not change attention; beyond that, {_OPEN_FEATURE}"
 
@@ -231,7 +228,7 @@ def _is_about(rule: Rule, fields: Mapping[str, Any]) -> bool:
 
 def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
     if fields.get("kv_cache_dtype") == RECORD:
-        fields = {**_OF_RECORDS, **fields}
+        fields = {**OF_RECORDS, **fields}
     heads = subject.supports.get("num_kv_heads")
     common = {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
     if subject.features:
