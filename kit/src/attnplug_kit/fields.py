@@ -28,6 +28,18 @@ WORDS: Final = MappingProxyType(
 )
 """The tests that a field may be in."""
 
+OF_RECORDS: Final = MappingProxyType(
+    {
+        "kv_cache_dtype": "fp8_ds_mla",
+        "latent": True,
+        "dtype": "bfloat16",
+        "head_size": 576,
+        "head_size_v": 512,
+        "num_kv_heads": 1,
+    }
+)
+"""What a layer with a KV cache of records requests."""
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
