@@ -13,7 +13,7 @@ from attnplug.contract.captures import Captures
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.memory import check_cache_writable
-from attnplug.contract.guards.scales import UNQUANTIZED
+from attnplug.contract.guards.scales import SCALELESS
 from attnplug.contract.inputs.cache_form import allocate_kv
 from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.step_builder import StepBuilder, check_supports_graphs
@@ -377,7 +377,7 @@ class LoadedBackend:
     def _check_queries(self) -> None:
         """Refuse a class that quantizes queries where its manifest says that they are not."""
         kind = self.impl_class
-        if not self.agreement.requirements.unquantized_queries or self.agreement.kv_cache_dtype in UNQUANTIZED:
+        if not self.agreement.requirements.unquantized_queries or self.agreement.kv_cache_dtype in SCALELESS:
             return
         if "q" in kind.static_scales or kind.query_quantization == "host":
             raise PluginContractError(
