@@ -119,8 +119,12 @@ class ExpandedLayer:
         )
         padding = len(rows) - count
         if returns_lse:
-            return tuple(functional.pad(each, (0, 0) * (each.ndim - 1) + (0, padding)) for each in found)
-        return functional.pad(found.flatten(1), (0, 0, 0, padding))
+            return tuple(_padded(each, padding) for each in found)
+        return _padded(found.flatten(1), padding)
+
+
+def _padded(rows: Tensor, padding: int) -> Tensor:
+    return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, padding)) if padding else rows
 
 
 def _keys_of(step: Any, sequences: Sequences) -> tuple[object, Sequence[int]]:
