@@ -75,12 +75,26 @@ class ExpandedLayer:
         backend: As for `attnplug.select`.
         merges: Whether partial results are served, which SGLang merges by their LSEs.
         chosen: The candidates that serve it.
+        quantized: The form that attends to latents, where the pool is of another dtype than the model.
     """
 
     host: HostLayer
     backend: list[str] | None
     merges: bool
     chosen: tuple[str, ...]
+    quantized: HostLayer | None = None
+
+    def serves(self, *, in_parts: bool) -> bool:
+        """
+        Whether a step may be expanded.
+
+        Args:
+            in_parts: Whether partial results are merged.
+        """
+        if in_parts and not self.merges:
+            return False
+        # SGLang's models write latents as they are, and a backend divides them by the scale.
+        return self.quantized is None or scale_of(self.quantized, "k_scale") in {None, 1.0}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Any, sequences: Sequences | None) -> Any:
         """
@@ -119,8 +133,12 @@ class ExpandedLayer:
         )
         padding = len(rows) - count
         if returns_lse:
-            return tuple(functional.pad(each, (0, 0) * (each.ndim - 1) + (0, padding)) for each in found)
-        return functional.pad(found.flatten(1), (0, 0, 0, padding))
+            return tuple(_padded(each, padding) for each in found)
+        return _padded(found.flatten(1), padding)
+
+
+def _padded(rows: Tensor, padding: int) -> Tensor:
+    return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, padding)) if padding else rows
 
 
 def _keys_of(step: Any, sequences: Sequences) -> tuple[object, Sequence[int]]:
@@ -181,15 +199,12 @@ def expanded_layers(layers: Sequence[HostLayer], engine: Engine) -> dict[int, Ex
     absorbed = {layer.module.layer_id: layer for layer in engine.layers}
     found = {}
     for layer in layers:
-        # The model writes latents as they are, and the backend divides them by the scale: such a layer has one form.
-        is_quantized = engine.pools.dtype != engine.dtype
-        if is_quantized and scale_of(absorbed[layer.module.layer_id], "k_scale") not in {None, 1.0}:
-            continue
         extends = _chosen(layer, engine, names, _EXTENDS[:1])
         if not extends:
             continue
         parts = _chosen(layer, engine, names, (_EXTENDS[1], *_PREFIXES))
-        made = ExpandedLayer(layer, names, bool(parts), tuple(dict.fromkeys((*extends, *parts))))
+        quantized = absorbed[layer.module.layer_id] if engine.pools.dtype != engine.dtype else None
+        made = ExpandedLayer(layer, names, bool(parts), tuple(dict.fromkeys((*extends, *parts))), quantized)
         found[id(layer.module)] = _served[layer.module] = made
     return found
 
@@ -256,7 +271,7 @@ def method_of(attn: Any, forward_batch: Any) -> Any:
         return method
     served = _served.get(attn.attn_mha)
     in_parts = method == methods.MHA_CHUNKED_KV and any(forward_batch.extend_prefix_lens_cpu or ())
-    if served is None or (in_parts and not served.merges):
+    if served is None or not served.serves(in_parts=in_parts):
         return handlers._dispatch_mla_subtype(attn, forward_batch)  # noqa: SLF001 - it has no public name
     return method
 
