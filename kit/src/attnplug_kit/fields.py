@@ -155,6 +155,14 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
             compiled="value",
             wrong="writes_rope_first",
         ),
+        "topk": Row(
+            tests="plain scores effect long splits steps layers graphs",
+            samples=(5, 64, 2048),
+            odd=(7,),
+            drawn=(None, 5, 64),
+            compiled="presence",
+            wrong="selects_causally",
+        ),
         "kv_sharing": Row(drawn=(False, True), wrong="clears_shared_slots"),
         "decode_query_len": Row(samples=(2, 5), odd=(2, 64), drawn=(1, 2, 5), wrong="non_causal_decodes"),
         "kv_cache_dtype": Row(

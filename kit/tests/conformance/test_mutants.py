@@ -163,6 +163,17 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "one_scale_per_record": ("test_capability[*=fp8_ds_mla]", "fp8_ds_mla *: output: * elements differ"),
     "lse_of_latents_base_2": ("test_base[*-latent]", "the LSE is a logarithm to base 2"),
     "lse_of_latents_by_head": ("test_base[*-latent]", "lse: * elements differ"),
+    "plans_latents_once": ("test_advance_step[*latent=True]", "of an advanced batch: output: "),
+    "sorts_pages_of_latents": ("test_chunked_equals_one_shot[*latent=True]", "output: * elements differ"),
+    "reads_no_token_as_last_slot": ("test_plain_attention[*topk=5]", "topk=5: output: "),
+    "reads_no_token_as_first_slot": ("test_plain_attention[*topk=5]", "topk=5: output: "),
+    "clamps_indices_in_place": ("test_forward_mutates_no_input[*topk=5]", "forward changed its input indices"),
+    "ignores_index_lens": ("test_capability[*topk=64]", "topk=64*: output: "),
+    "selects_causally": ("test_plain_attention[*topk=5]", "topk=5: output: "),
+    "ends_rows_at_their_position": ("test_plain_attention[*topk=64]", "topk=64: output: "),
+    "selects_positions": ("test_plain_attention[*topk=5]", "topk=5: output: "),
+    "strides_of_padded_heads": ("test_plain_attention[*topk=64]", "topk=64: output: "),
+    "freezes_indices": ("test_replays[*topk=5 cudagraph=uniform_batch]", "a replay: output: "),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the built-in backend does not declare: these are wrong in what the least backend does.

@@ -171,7 +171,7 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
     name, value = capability.field, capability.value
     if FIELDS[name].kind == "device":
         return "" if subject.device.facts().get(name) == value else f"the device is {subject.device}"
-    if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST:
+    if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST and name != "topk":  # of few tokens
         return f"the kit requests sizes up to {_LARGEST}: the float64 oracle takes too long for larger ones"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit has no tolerance for {value}"
@@ -203,6 +203,9 @@ def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]
             yield from _plain_specs(subject, {**needed, **fields, "block_sparse": pattern})
     if "latent" in subject.supports and "latent" not in fields:  # likewise
         yield from _plain_specs(subject, {**_needed(subject, {**fields, "latent": True}), **fields, "latent": True})
+    if "topk" in subject.supports and "topk" not in fields:  # likewise
+        own = {**fields, "latent": True, "topk": _values("topk", subject.supports["topk"])[0]}
+        yield from _plain_specs(subject, {**_needed(subject, own), **own})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_specs(subject, {**fields, name: value})

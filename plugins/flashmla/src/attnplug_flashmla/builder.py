@@ -125,7 +125,10 @@ class FlashMLABuilder(MetadataBuilder):
         """Return the calls. In a graph all requests have the query length of its shape."""
         del split, fast
         if self._is_sparse:
-            return {"sparse": self._sparse_calls(batch.num_actual_tokens if graph is None else graph.key.num_tokens)}
+            if graph is None:
+                return {"sparse": self._sparse_calls(batch.num_actual_tokens)}
+            tokens = graph.key.num_tokens
+            return {"sparse": self.per_graph(graph, "sparse", lambda: self._sparse_calls(tokens))}
         if graph is None:
             query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
         else:

@@ -59,7 +59,7 @@ def flash_mla_with_kvcache(  # noqa: PLR0917 - the library's signature
     require(all(one is None for one in unused), "V3.2 does not support extra KV cache or dynamic topk length")
     require(use_legacy and not enable_batch_invariant, "the fake has the kernels for Hopper")
     if indices is not None:
-        require(not causal and is_fp8_kvcache, "causal must be False, is_fp8_kvcache must be True")
+        require(not causal and is_fp8_kvcache is not False, "causal must be False, is_fp8_kvcache must be True")
         require(descale_q is descale_k is None, "descale_q/descale_k apply to the dense fp8 path only")
         return _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, tile_scheduler_metadata)
     _check_tensors(q, k_cache, block_table, cache_seqlens, bool(is_fp8_kvcache))
