@@ -143,7 +143,7 @@ class EngineCore:
         if limits.num_blocks is None:
             limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, device, available))
         check_memory(groups, limits.num_blocks or 0, device)
-        runner.init_caches(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, device))
+        runner.init_caches(groups.make_builders(limits), *make_caches(groups, limits.num_blocks or 0, device))
         if device.type == "cuda":
             shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
             for backend in groups.backends:
@@ -268,7 +268,7 @@ class EngineCore:
         self._launched = ahead
         return moved
 
-    def _launch(self, step: Step, inputs: Inputs, sampled: Tensor | None = None) -> tuple[Step, Tensor]:
+    def _launch(self, step: Step, inputs: Sequence[Inputs], sampled: Tensor | None = None) -> tuple[Step, Tensor]:
         logits = self._runner.run(inputs, sampled)
         self._num_steps += 1
         return step, logits

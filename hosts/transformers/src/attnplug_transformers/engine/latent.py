@@ -23,9 +23,11 @@ from transformers.masking_utils import create_causal_mask
 
 from attnplug.errors import RequirementsError
 from attnplug_transformers.call import module_name
+from attnplug_transformers.engine.indexer import IndexKey
 
 if TYPE_CHECKING:
     from attnplug_transformers.call import AttentionCall
+    from attnplug_transformers.engine.indexer import IndexStep
     from attnplug_transformers.engine.prefills import PrefillStep
 
 _ARGUMENT: Final = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -48,12 +50,20 @@ class LatentCache(DynamicCache):
         compares: Whether the up-projections are compared with the keys and values that modules expand, which waits for
             the device.
         prefill: The long prefills of the step, which are its last tokens; None absorbs all tokens.
+        index: The keys that indexers score; None without, and where the keys of new tokens are all there are.
+
+    Attributes:
+        index_keys: The key of each indexer that was called, by the number of its layer.
     """
 
-    def __init__(self, *, compares: bool = False, prefill: PrefillStep | None = None) -> None:
+    def __init__(
+        self, *, compares: bool = False, prefill: PrefillStep | None = None, index: IndexStep | None = None
+    ) -> None:
         super().__init__()
+        self.index_keys: dict[int, IndexKey] = {}
         self._compares = compares
         self._prefill = prefill
+        self._index = index
         self._latents: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -76,12 +86,24 @@ class LatentCache(DynamicCache):
         # The engine reads no keys that the module expands: it expands as few as it can.
         return key_states[:, :, :1], value_states[:, :, :1]
 
-    def absorb(self, call: AttentionCall) -> AttentionCall:
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """
+        Store the step's keys of an indexer, and return those of all of its requests.
+
+        Args:
+            indexer_key_states: ``(1, tokens, index_head_dim)``.
+            layer_idx: The module's number.
+        """
+        self.index_keys[layer_idx] = IndexKey(layer_idx, indexer_key_states.shape[-1], indexer_key_states.dtype)
+        return indexer_key_states if self._index is None else self._index.update(indexer_key_states, layer_idx)
+
+    def absorb(self, call: AttentionCall, chosen: Tensor | None = None) -> AttentionCall:
         """
         Return a call in the space of latents: one KV head, whose values are the first part of its keys.
 
         Args:
             call: The call of a module with latents, with queries ``(1, num_heads, tokens, nope + rope)``.
+            chosen: ``(1, tokens, at most topk)``, the tokens that an indexer has selected; None without.
 
         Returns:
             Its call with queries ``(1, num_heads, absorbed tokens, kv_lora_rank + rope)``, keys of that size of all
@@ -103,8 +125,8 @@ class LatentCache(DynamicCache):
             _compare(call, *latents)
         key_up = up_projection(module)[:, : module.qk_nope_head_dim]
         stop = None if self._prefill is None else self._prefill.first_token
-        parts = [module.qk_nope_head_dim, module.qk_rope_head_dim]
-        nope, rope = torch.split(call.query[0, :, :stop], parts, -1)
+        sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+        nope, rope = torch.split(call.query[0, :, :stop], sizes, -1)
         query = torch.cat([torch.einsum("ntp,npl->tnl", nope, key_up), rope.transpose(0, 1)], -1)
         key = torch.cat(latents, -1)
         value = key[..., : module.kv_lora_rank]
@@ -115,7 +137,10 @@ class LatentCache(DynamicCache):
             head_size_v=value.shape[-1],
             is_cross=False,  # there are as many keys as queries
         )
-        return attrs.evolve(call, query=query.transpose(0, 1)[None], key=key, value=value, signature=signature)
+        if chosen is not None:
+            chosen = chosen[0] if self._index is None else self._index.select(chosen)
+        query = query.transpose(0, 1)[None]
+        return attrs.evolve(call, query=query, key=key, value=value, signature=signature, indices=chosen)
 
     def finish(self, call: AttentionCall, absorbed: AttentionCall, output: Tensor) -> Tensor:
         """

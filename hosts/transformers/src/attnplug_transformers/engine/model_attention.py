@@ -169,8 +169,10 @@ def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
             "an engine has replaced the model's attention, and the model was called by other code",
             "generate through the engine, or call engine.close(), which restores the model's own attention",
         )
-    call, latents = AttentionCall.of(module, *args, **arguments), _latents.get()
-    served = call if latents is None else latents.absorb(call)
+    latents = _latents.get()
+    chosen = None if latents is None else arguments.pop("indices", None)
+    call = AttentionCall.of(module, *args, **arguments)
+    served = call if latents is None else latents.absorb(call, chosen)
     if len(call.query) != 1 or served.key.shape[2] != call.query.shape[2]:
         raise TensorError(
             f"{module_name(module)}: query {tuple(call.query.shape)} and key {tuple(served.key.shape)} were given",
@@ -245,7 +247,8 @@ class StepAttention:
             if not len(query):  # all are long prefills
                 return output
             key, value = key if key is None else key[: len(query)], None  # a value is a part of its key
-        layer.impl.forward(query, key, value, self._caches.get(layer.spec.cache_name), metadata, output)
+        cache = self._caches.get(layer.spec.cache_name)
+        layer.impl.forward(query, key, value, cache, metadata, output, indices=call.indices)
         return output
 
     def check_complete(self) -> None:

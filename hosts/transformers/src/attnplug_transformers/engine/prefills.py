@@ -115,7 +115,11 @@ class LatentPrefills:
             options: As for `select`.
         """
         latent = {layer.spec.module: layer for layer in layers if layer.spec.requirements.latent}
-        selections, why_absorbed = {}, None
+        selections: dict[str, Selection] = {}
+        why_absorbed = None
+        if any(layer.spec.requirements.topk is not None for layer in latent.values()):
+            why_absorbed = "an indexer selects the tokens of each query, from latents in pages"
+            return cls(latent, selections, why_absorbed, max_rows, backend, options, frozenset())
         try:
             for one in {_dense_requirements(layer): None for layer in latent.values()}:
                 for attn_type in ("decoder", "encoder_only", "encoder_decoder"):  # new tokens; a chunk of cached ones
