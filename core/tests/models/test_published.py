@@ -156,12 +156,14 @@ def test_options_of_the_kv_cache_are_not_of_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_selection_is_named(name: str) -> None:
+def test_selected_tokens(name: str) -> None:
     found = describe_model(BY_NAME[name])
 
-    assert found.layers == ()
-    assert [(other.kind, len(other.indices)) for other in found.unserved] == [("indexed_attention", SPARSE[name])]
-    assert "2048 keys of each query (top-k)" in found.unserved[0].why
+    assert len(found.layers) == SPARSE[name]
+    assert not found.others
+    assert {(one.requirements.topk, one.requirements.head_size, one.indexer == one.name) for one in found.layers} == {
+        (2048, 576, True)
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from attrs import frozen
 from attnplug.models.patterns import (
     CROSS,
     FULL,
+    INDEXED,
     LINEAR,
     SLIDING,
     KvHeads,
@@ -29,6 +30,8 @@ from attnplug.models.patterns import (
     first_of,
     flint,
     full,
+    glm_indexers,
+    hy_indexers,
     indexed,
     jamba,
     kimi_linear,
@@ -99,6 +102,8 @@ class Architecture:
         scale: The factor of the scores.
         latent: Whether attention is multi-head latent attention (MLA) where the configuration has a `kv_lora_rank`.
         per_layer: The attention modules of one layer.
+        indexers: The rule that says which layers have an indexer, which selects the tokens that are attended to:
+            ``"full"``, or ``"shared"`` where a layer reuses the selection of the last one before it.
         layer: What a single layer has instead of the model's fields.
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
@@ -120,6 +125,7 @@ class Architecture:
     scale: Scale = inverse_root
     latent: bool = False
     per_layer: int = 1
+    indexers: Pattern | None = None
     layer: LayerFields = own
     soft_cap: str = ""
     sinks: frozenset[str] = frozenset()
@@ -310,8 +316,13 @@ _LATENT: Final = (
         "bailing_hybrid",
         _decoder(listed(every(6, field="layer_group_size", other=LINEAR)), scale=yarn, latent=True),
     )
-    # An indexer chooses the keys of each query: all of their attention layers are named, and not described.
-    | _each("axk2 deepseek_v32 glm_moe_dsa hy_v4", _decoder(indexed(every_layer), scale=yarn, latent=True))
+    | _each("axk2 deepseek_v32", _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=every_layer))
+    | _each("glm_moe_dsa", _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=glm_indexers))
+    | _each(
+        "hy_v4",
+        _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=hy_indexers, sinks=frozenset({INDEXED})),
+    )
+    # An indexer chooses the keys of each query: these attention layers are named, and not described.
     | _each("qwen4_exp_text", _decoder(indexed(listed(every(4, field="full_attention_interval", other=LINEAR)))))
 )
 

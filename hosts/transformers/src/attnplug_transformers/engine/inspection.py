@@ -106,6 +106,8 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         expected = "tokens are sampled from its logits"
         _refuse(model, "a model without a language-model head", expected, "load it for causal LM")
+    if any(layer.requirements.topk is not None for layer in layers):
+        _refuse(model, "an indexer selects the tokens of its layers", "the engine runs no indexers yet")
     # ALiBi depends on the distance in the KV cache, and its models have no other positions.
     placed = all(layer.requirements.alibi for layer in layers)
     if not placed and "position_ids" not in inspect.signature(model.forward).parameters:
