@@ -163,20 +163,27 @@ def test_a_searched_architecture_leaves_attention_out() -> None:
 # Attention that no requirements express
 
 
-def test_selected_tokens_are_requested_by_their_number() -> None:
-    config = MLA | {"model_type": "deepseek_v32", "index_topk": 256, "index_n_heads": 64, "index_head_dim": 128}
+INDEXED = MLA | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 
-    found = describe_model(config)
 
-    assert [(layer.requirements.latent, layer.requirements.topk) for layer in found.layers] == [(True, 256)] * 3
-    assert [layer.indexer for layer in found.layers] == [layer.name for layer in found.layers]
-    assert found.uncompressed == {}  # causal attention to all tokens
-    for fact in (
-        "3 layers have an indexer: ",
-        "64 heads of 128 chooses the 256 keys",
-        "128 per token and layer, 256 bytes",
-    ):
-        assert fact in " ".join(found.notes)
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_an_indexer_selects_paged_latents(model_type: str) -> None:
+    found = describe_model(INDEXED | {"model_type": model_type})
+
+    assert (len(found.layers), found.others) == (3, ())
+    for layer in found.layers:
+        wanted = layer.requirements
+        assert (wanted.latent, wanted.topk, wanted.num_kv_heads, layer.uncompressed) == (True, 2048, 1, None)
+        assert wanted.sinks == (model_type == "hy_v4")
+    with pytest.raises(RequirementsError, match="names no 'index_topk'"):
+        describe_model(MLA | {"model_type": model_type, "index_topk": None})
+
+
+def test_the_engine_keeps_the_keys_of_indexers() -> None:
+    (note,) = (one for one in describe_model(INDEXED | {"model_type": "hy_v4"}).notes if "indexer" in one)
+
+    for fact in ("2 layers have an indexer; 1 reuse", "64 heads of 128", "128 per token and layer, 256 bytes"):
+        assert fact in note
 
 
 INDEXERS: list[tuple[str, dict[str, object], list[int]]] = [
@@ -195,7 +202,7 @@ INDEXERS: list[tuple[str, dict[str, object], list[int]]] = [
 def test_layers_reuse_the_selection_of_an_earlier_one(
     model_type: str, more: dict[str, object], sources: list[int]
 ) -> None:
-    found = describe_model(MLA | {"model_type": model_type, "num_hidden_layers": 7, **more})
+    found = describe_model(INDEXED | {"model_type": model_type, "num_hidden_layers": 7, **more})
 
     assert [layer.indexer for layer in found.layers] == [f"layers.{index}.self_attn" for index in sources]
     assert not any("not known to leave attention" in note for note in found.notes)
@@ -204,19 +211,18 @@ def test_layers_reuse_the_selection_of_an_earlier_one(
 @pytest.mark.parametrize("types", [["shared", "full", "full"], ["full"]])
 def test_indexers_that_leave_a_layer_without_selection_are_refused(types: list[str]) -> None:
     with pytest.raises(RequirementsError, match=r"indexer types of \d layers for 3"):
-        describe_model(MLA | {"model_type": "hy_v4", "indexer_types": types})
+        describe_model(INDEXED | {"model_type": "hy_v4", "indexer_types": types})
 
 
-@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
-def test_no_tokens_are_selected_from_contiguous_keys(model_type: str) -> None:
-    config = MLA | {"model_type": model_type, "index_n_heads": 64, "index_head_dim": 128}
-    (other,) = describe_model(config, paged=False).unserved
+def test_sparse_selection_without_pages_is_named_with_what_it_needs() -> None:
+    found = describe_model(INDEXED | {"model_type": "deepseek_v32"}, paged=False)
 
-    assert (other.kind, other.indices) == ("indexed_attention", (0, 1, 2))
-    for fact in ("from paged KV caches of latents alone", "a learned indexer of 64 heads of 128", "2048 keys", "top-k"):
+    (other,) = found.unserved
+    assert (found.layers, other.kind, other.indices) == ((), "indexed_attention", (0, 1, 2))
+    for fact in ("served in paged KV caches only", "a learned indexer of 64 heads of 128", "2048 keys", "top-k"):
         assert fact in other.why
     with pytest.raises(RequirementsError, match="sparse selection"):
-        requirements(config, paged=False)
+        requirements(INDEXED | {"model_type": "deepseek_v32"}, paged=False)
 
 
 def test_an_indexer_of_another_type_is_refused_too() -> None:
@@ -540,7 +546,7 @@ def test_vision_layers_of_mllama_attend_to_the_image() -> None:
 
 
 def test_a_description_is_plain_data() -> None:
-    data = json.loads(json.dumps(describe_model(MLA | {"model_type": "deepseek_v32"}, paged=False).to_dict()))
+    data = json.loads(json.dumps(describe_model(INDEXED | {"model_type": "deepseek_v32"}, paged=False).to_dict()))
 
     assert data["model_type"] == "deepseek_v32"
     assert data["others"][0]["indices"] == [0, 1, 2]

@@ -156,14 +156,13 @@ def test_options_of_the_kv_cache_are_not_of_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_selected_tokens(name: str) -> None:
-    found = describe_model(BY_NAME[name])
+def test_sparse_selection_is_described_with_pages_and_named_without(name: str) -> None:
+    paged, dense = describe_model(BY_NAME[name]), describe_model(BY_NAME[name], paged=False)
 
-    assert len(found.layers) == SPARSE[name]
-    assert not found.others
-    assert {(one.requirements.topk, one.requirements.head_size, one.indexer == one.name) for one in found.layers} == {
-        (2048, 576, True)
-    }
+    assert [layer.requirements.topk for layer in paged.layers] == [2048] * SPARSE[name]
+    assert dense.layers == paged.others == ()
+    assert [(other.kind, len(other.indices)) for other in dense.unserved] == [("indexed_attention", SPARSE[name])]
+    assert "2048 keys of each query (top-k)" in dense.unserved[0].why
 
 
 @pytest.mark.parametrize(

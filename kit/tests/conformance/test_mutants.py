@@ -160,6 +160,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "writes_rope_first": ("test_written_slots[*latent=True]", "numbers of new keys are not in their slots"),
     "values_without_latents_end": ("test_plain_attention[*latent=True]", "latent=True *: output: * elements differ"),
     "scales_by_key_size": ("test_plain_attention[*latent=True]", "latent=True *: output: * elements differ"),
+    "one_scale_per_record": ("test_capability[*=fp8_ds_mla]", "fp8_ds_mla *: output: * elements differ"),
     "lse_of_latents_base_2": ("test_base[*-latent]", "the LSE is a logarithm to base 2"),
     "lse_of_latents_by_head": ("test_base[*-latent]", "lse: * elements differ"),
     "plans_latents_once": ("test_advance_step[*latent=True]", "of an advanced batch: output: "),

@@ -44,8 +44,8 @@ class ModelLayer:
         requirements: What it requests of a backend.
         scale: Factor of the scores, which `Layer` has; None where it is not known.
         uncompressed: Where keys are latents, what an engine requests that expands them to the keys and values of every
-            query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None, and
-            of selected tokens.
+            query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None, as
+            where an indexer selects latents.
         indexer: Where tokens are selected (`topk`), the name of the layer whose indexer selects them: its own, or an
             earlier one whose selection it reuses. Otherwise None.
     """
@@ -120,10 +120,12 @@ def attention_layers(
     causal = _is_causal(fields, architecture)
     # A layer of another kind, such as a convolution, has no requirements, and keeps its number.
     kinds = kinds_of(fields, architecture)
-    is_sparse = architecture.indexers is not None and bool(wanted["paged"]) and causal
+    # Tokens are selected by their slots: without pages there are none.
+    is_sparse = architecture.indexers is not None and wanted["paged"]
+    described = (*_ATTENTION, INDEXED) if is_sparse else _ATTENTION
     sources = indexing_layers(fields, architecture, len(kinds)) if is_sparse else ()
     for index, kind in enumerate(kinds):
-        if kind in _ATTENTION or (kind == INDEXED and is_sparse and has_latents(fields, architecture)):
+        if kind in described:
             one = architecture.layer(fields, index, kind)
             is_latent = has_latents(one, architecture)
             shape = expanded_heads(one) if is_latent else _heads(one, architecture)
@@ -134,13 +136,12 @@ def attention_layers(
             scale = architecture.scale(one, shape["head_size"], index)
             # Without pages there is nothing to absorb for: each call has keys and values.
             if is_latent and wanted["paged"] and masked["attn_type"] == "decoder":
-                own = {**shape, **absorbed_heads(one)}
-                own |= {"topk": one.need_integer("index_topk")} if kind == INDEXED else {}
+                own = {**shape, **absorbed_heads(one, is_indexed=kind == INDEXED)}
                 uncompressed = None if kind == INDEXED else _uncompressed(wanted, shape)
             else:
                 own, uncompressed = shape, None
-            indexer = path.format(*divmod(sources[index], architecture.per_layer)) if kind == INDEXED else None
             request = _require(wanted, {**own, **masked, **shared})
+            indexer = None if request.topk is None else path.format(*divmod(sources[index], architecture.per_layer))
             yield ModelLayer(name, index, request, scale, uncompressed, indexer)
 
 

@@ -16,7 +16,7 @@ from hosts.transformers.tests.test_architectures import tiny
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 """Families whose layers all are multi-head latent attention (MLA)."""
 INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
-"""Families of an indexer, which the engine does not run."""
+"""Families of an indexer, which are named instead of described."""
 SOME = {
     *("bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mpt", "nemotron", "qwen3_moe", "stablelm"),
     *LATENT,

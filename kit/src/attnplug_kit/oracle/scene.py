@@ -37,6 +37,9 @@ CANARY: Final = 12288.0
 
 _POISONED_BYTE: Final = 99
 
+_POISONED_RECORD: Final = 0xFF
+"""Every code, scale and rotary element of these bytes is NaN."""
+
 _RESULTS: Final = ("output", "lse", "lse_with_sink", "spread", "peak")
 
 _OF_ORACLE: Final = tuple(name for name in signature(attend).parameters if name in OF_LAYER)
@@ -348,14 +351,17 @@ class Scene:
         Args:
             cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
             written: Whether the new tokens are written too, as where a cache is shared.
-            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do.
+            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do. Records hold NaN.
         """
         if self.int8_rounding is not None:
             self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
             return
         both = zip((cache.k, cache.v), self._cached(), strict=True)
         for pages, rows in islice(both, 1 if self.case.latent else 2):  # the values of latents are in their keys
-            pages.copy_(torch.tensor(poison).to(pages.dtype))
+            if pages.dtype == torch.uint8:  # records
+                pages.fill_(_POISONED_RECORD)
+            else:
+                pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 slots, held = self._slots(request, 0, filled), rows[request][:filled].to(pages)
                 places = slots // self.case.block_size, slots % self.case.block_size
