@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch
-from attnplug.dense import latent_prefill
+from attnplug.dense import latent, latent_prefill
 from attnplug.dense.latent import prefix_chunks
 from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.ops import dequantize_latents, quantize_latents, write_latents
@@ -158,17 +158,33 @@ def test_padded_requests_are_left_out():
     assert scene.rows == [4, 4, 1]
 
 
+def test_chunks_are_planned_once_for_a_batch(monkeypatch):
+    scene = Scene([3, 2], [5, 4], dtype=torch.float32)
+    plan, planned = latent.prefix_chunks, []
+    monkeypatch.setattr(latent, "prefix_chunks", lambda *given: planned.append(given) or plan(*given))
+
+    first, _ = scene.run(max_rows=4)
+    second, _ = scene.run(max_rows=4)
+
+    assert planned == [([5, 4], 4)]
+    assert torch.equal(first, second)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(("cache_dtype", "scale"), [(None, None), (torch.float8_e4m3fn, 2.0)])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_nothing_waits_for_the_device():
-    scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32)
+def test_nothing_waits_for_the_device(cache_dtype, scale):
+    scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32, cache_dtype)
+    scene.latents = [(scale or 1) * rows for rows in scene.latents]
     expected, _ = scene.expected()
     scene.to("cuda")
-    scene.run(max_rows=256)  # decides, and compiles
+    how = {"max_rows": 256, "k_scale": None if scale is None else torch.tensor([scale], device="cuda")}
+    scene.run(**how)  # decides, and compiles
+    scene.batch.derived.clear()  # chunks are planned again
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, _ = scene.run(max_rows=256)
+        out, _ = scene.run(**how)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -180,9 +196,9 @@ def test_what_does_not_fit_is_refused():
 
     with pytest.raises(LimitsError, match="max_rows=0 was given"):
         scene.run(max_rows=0)
-    scene.pages = scene.pages.expand(-1, -1, 2, -1)
-    with pytest.raises(TensorError, match=r"\(3, 4, 2, 10\) was given"):
-        scene.run()
-    scene.batch = Batch.from_lengths([3], [3])
+    batch, scene.batch = scene.batch, Batch.from_lengths([3], [3])
     with pytest.raises(BatchError, match="without block_table"):
+        scene.run()
+    scene.batch, scene.pages = batch, scene.pages.expand(-1, -1, 2, -1)
+    with pytest.raises(TensorError, match=r"\(3, 4, 2, 10\) was given"):
         scene.run()

@@ -187,6 +187,9 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         "seq_lens_cpu_kind": Row(tests="elsewhere", wrong="trusts_seq_lens_cpu"),
         "query_lens_cpu_kind": Row(wrong="averages_queries"),
         "kv_in_cache": Row(wrong="writes_zero_rows"),
+        "unquantized_queries": Row(
+            unreachable="it changes nothing where queries are not quantized; making a layer refuses other classes"
+        ),
         "output_quant": Row(unreachable="the oracle's outputs are not quantized"),
         "features": Row(odd=(("kit.nobody_has_this",),), wrong="wrong_with_feature"),
     }

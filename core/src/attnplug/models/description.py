@@ -319,7 +319,7 @@ def _other(fields: Fields, kind: str, indices: list[int], why: str | None) -> Ot
     if kind in _WHY:
         return OtherLayers(kind, tuple(indices), _WHY[kind], is_attention=False)
     if kind == INDEXED:
-        why = sparse_selection(fields)
+        why = sparse_selection(fields, ARCHITECTURES.get(fields.model_type))
     if why is not None:
         return OtherLayers(kind, tuple(indices), why, is_attention=True)
     unknown = "a kind of layer that is not known here, and that no backend is asked to serve"

@@ -38,22 +38,28 @@ def expanded_heads(fields: Fields) -> dict[str, Any]:
     return {"num_q_heads": heads, "num_kv_heads": heads, "head_size": nope + rope, "head_size_v": value}
 
 
-def absorbed_heads(fields: Fields) -> dict[str, Any]:
+def absorbed_heads(fields: Fields, *, is_indexed: bool = False) -> dict[str, Any]:
     """
     Return the heads where queries and outputs are projected instead: every query head attends to the latents.
+
+    Args:
+        fields: The configuration.
+        is_indexed: Whether an indexer selects the tokens that a token attends to.
 
     Raises:
         RequirementsError: A field that decides is missing or invalid.
     """
     rank = fields.need_integer("kv_lora_rank")
     rope = fields.need_integer("qk_rope_head_dim", least=0)
-    return {"latent": True, "num_kv_heads": 1, "head_size": rank + rope, "head_size_v": rank}
+    topk = {"topk": fields.need_integer("index_topk")} if is_indexed else {}
+    return {"latent": True, "num_kv_heads": 1, "head_size": rank + rope, "head_size_v": rank, **topk}
 
 
-def sparse_selection(fields: Fields) -> str:
+def sparse_selection(fields: Fields, architecture: Architecture | None) -> str:
     """Return what no requirements express of layers whose keys an indexer chooses."""
     chosen = fields.integer("index_topk", least=0)
     heads, size = fields.integer("index_n_heads"), fields.integer("index_head_dim")
     made = f" of {heads} heads of {size}" if heads and size else ""
     keys = f"the {chosen} keys" if chosen else "the keys"
-    return f"sparse selection is not served yet: a learned indexer{made} chooses {keys} of each query (top-k)"
+    served = "served in paged KV caches only" if architecture is not None and architecture.selects else "not served yet"
+    return f"sparse selection is {served}: a learned indexer{made} chooses {keys} of each query (top-k)"

@@ -101,8 +101,8 @@ def _int8(weight):
 
 
 def _by_kind(module):
-    """Return the up-projections of all heads' keys, then of all values, as no module has them."""
-    return tuple(part.view(4, -1, 16) for part in module.kv_b_proj.weight.split([4 * module.qk_nope_head_dim, 4 * 6]))
+    """Read the weight as the keys of all heads, then all values, as no module has it."""
+    return torch.cat([part.view(4, -1, 16) for part in module.kv_b_proj.weight.split([4 * 8, 4 * 6])], 1)
 
 
 def _before_the_norm(cache, latent, rotated, layer_idx, **_):
@@ -112,7 +112,7 @@ def _before_the_norm(cache, latent, rotated, layer_idx, **_):
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
-    [(latent, "up_projections", _by_kind), (latent.LatentCache, "update", _before_the_norm)],
+    [(latent, "up_projection", _by_kind), (latent.LatentCache, "update", _before_the_norm)],
     ids=["up-projections that are not split per head", "latents that are not normalized"],
 )
 def test_wrong_adapters_of_latents(monkeypatch, where, name, wrong):
