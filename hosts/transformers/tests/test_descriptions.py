@@ -91,14 +91,18 @@ def compare(config, description):
     for layer in description.layers:
         module, wanted = module_of(by_name, layer), layer.uncompressed or layer.requirements
         size, scale = first(module, HEAD_SIZES), first(module, SCALES)
-        same("head size", wanted.head_size, size if isinstance(size, int) else None)
-        if not getattr(module, "is_kv_shared_layer", False):
-            same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted))
-        same("query heads", wanted.num_q_heads, getattr(module, "n_head", None))
-        values = getattr(module, "v_head_dim", None)
-        same("size of values", wanted.head_size_v, values)
-        groups = getattr(module, "num_key_value_groups", None)
-        same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+        if wanted.topk is None:
+            same("head size", wanted.head_size, size if isinstance(size, int) else None)
+            if not getattr(module, "is_kv_shared_layer", False):
+                same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted))
+            same("query heads", wanted.num_q_heads, getattr(module, "n_head", None))
+            values = getattr(module, "v_head_dim", None)
+            same("size of values", wanted.head_size_v, values)
+            groups = getattr(module, "num_key_value_groups", None)
+            same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+        else:  # no layer has an uncompressed form
+            same("query heads", wanted.num_q_heads, module.num_heads)
+            same("topk", wanted.topk, getattr(module.indexer, "index_topk", None))
         if layer.requirements.latent:  # as the module caches them, and the part of them that is normalized
             cached, latent = module.kv_a_proj_with_mqa.out_features, module.kv_b_proj.in_features
             same("latents", (layer.requirements.head_size, layer.requirements.head_size_v), (cached, latent))
@@ -110,7 +114,7 @@ def compare(config, description):
     return compared
 
 
-INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
+INDEXED = {"qwen4_exp_text"}
 """Types whose attention layers have an indexer, and are named instead of described."""
 KNOWN = (set(ARCHITECTURES) | set(BIASED)) & set(CONFIG_MAPPING)
 TYPES = sorted(KNOWN - INDEXED)
