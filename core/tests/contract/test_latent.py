@@ -24,6 +24,7 @@ from attnplug.errors import (
     TensorError,
 )
 from attnplug.manifest import read_manifest
+from attnplug.ops import dequantize_latents, quantize_latents
 
 L, R, HEADS, SCALE, BLOCK = 48, 16, 4, 40**-0.5, 4
 SIZES = {"latent": True, "head_size": L + R, "head_size_v": L, "num_q_heads": HEADS, "num_kv_heads": 1}
@@ -238,6 +239,67 @@ def test_other_scales_of_values_are_refused():
     assert impl.layer.v_scale == 0.5
 
 
+# --- records ---
+
+RECORDS = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla", "head_size": 576, "head_size_v": 512}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"latent": False}, {"dtype": "float16"}, {"head_size": 512}, {"head_size_v": None}],
+)
+def test_records_of_other_layers_are_refused(changes):
+    with pytest.raises(RequirementsError, match=r"(?s)kv_cache_dtype='fp8_ds_mla'.*656 bytes.*head_size_v=512"):
+        attnplug.Requirements(**{**SIZES, **RECORDS, **changes})
+
+
+def test_a_host_binds_a_pool_of_records():
+    """Attention writes records and reads them, those of an earlier step and of its own."""
+    backend = load(**RECORDS)
+    impl, builder = make(backend)
+    pool = torch.full((8, 2, BLOCK, 656), 255, dtype=torch.uint8)
+    cache = backend.bind_cache(split_kv(pool[:, 1], "latent", "NHD", 656, 512))
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(9, HEADS, 576, generator=generator).bfloat16()
+    keys = torch.randn(9, 1, 576, generator=generator).bfloat16()
+    seen = dequantize_latents(quantize_latents(keys), torch.empty_like(keys))
+    for part, context in ((slice(0, 6), 0), (slice(6, 9), 6)):
+        count = part.stop - part.start
+        output, lse = torch.full((count, HEADS * 512), torch.nan).bfloat16(), torch.full((count, HEADS), torch.nan)
+        impl.forward(query[part], keys[part], None, cache, builder.build(step(count, context)), output, lse=lse)
+        wanted, sums = expected(query[part], seen[: part.stop], 512)
+        torch.testing.assert_close(output.float(), wanted, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, sums, atol=2e-2, rtol=2e-2)
+
+    assert torch.equal(pool[3:6, 1].flatten(0, 1)[:9], quantize_latents(keys)[:, 0])
+    assert bool((pool[:, 0] == 255).all())
+    assert backend.bytes_per_block == BLOCK * 656
+
+
+def test_a_host_writes_records():
+    backend = load(kv_in_cache=True, **RECORDS)
+    impl, _ = make(backend, cache_write="host")
+    keys, cache = torch.randn(3, 1, 576).bfloat16(), backend.make_cache(8)
+    impl.write_kv(keys, None, cache, torch.tensor([12, PAD_SLOT_ID, 17]))
+
+    assert torch.equal(cache.k.view(-1, 656)[[12, 17]], quantize_latents(keys)[[0, 2], 0])
+    assert cache.k.data_ptr() == cache.v.data_ptr()
+    assert int((cache.k.view(-1, 656) != 0).any(1).sum()) == 2
+
+
+@pytest.mark.parametrize("given", [{"k_scale": 0.5}, {"k_scale_tensor": torch.full((1,), 0.5)}, {"q_scale": 2.0}])
+def test_scales_of_records_are_refused(given):
+    backend = load(**RECORDS)
+    with pytest.raises(NotNegotiatedError, match="records hold their own scales"):
+        make(backend, **given)
+
+
+@pytest.mark.parametrize("pool", [torch.zeros(8, BLOCK, 1, 656), torch.zeros(8, BLOCK, 1, 576, dtype=torch.uint8)])
+def test_caches_of_other_records_are_refused(pool):
+    with pytest.raises(CacheError, match=r"\(num_blocks, 4, 1, 656\) torch.uint8"):
+        load(**RECORDS).bind_cache({"k": pool, "v": pool[..., :512]})
+
+
 # --- compiled ---
 
 
@@ -273,16 +335,16 @@ def selection(tokens, keys, seed=0):
     return found
 
 
-def expected_of(query, keys, indices):
+def expected_of(query, keys, indices, size=L):
     """Return attention of each row to the slots of its own, in float64."""
-    flat = torch.zeros(64, L + R, dtype=torch.float64)
+    flat = torch.zeros(64, keys.shape[2], dtype=torch.float64)
     flat[3 * BLOCK : 3 * BLOCK + len(keys)] = keys[:, 0].double()
-    output, lse = torch.zeros(len(query), HEADS, L), torch.full((len(query), HEADS), -torch.inf)
+    output, lse = torch.zeros(len(query), HEADS, size), torch.full((len(query), HEADS), -torch.inf)
     for row, slots in enumerate(indices.long()):
         if bool((slots >= 0).any()):
             chosen = flat[slots[slots >= 0]]
             scores = query[row].double() @ chosen.T * SCALE
-            output[row], lse[row] = (scores.softmax(-1) @ chosen[:, :L]).float(), scores.logsumexp(-1).float()
+            output[row], lse[row] = (scores.softmax(-1) @ chosen[:, :size]).float(), scores.logsumexp(-1).float()
     return output.flatten(1), lse
 
 
@@ -316,7 +378,7 @@ def test_a_manifest_bounds_topk(tmp_path):
     text = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
     path = tmp_path / "attnplug.toml"
     path.write_text(
-        text.replace('"latent", "topk"] }', '"latent"], topk = { multiple_of = 64, max = 2048 } }'), encoding="utf-8"
+        text.replace('"latent", "topk"]', '"latent"]\ntopk = { multiple_of = 64, max = 2048 }'), encoding="utf-8"
     )
     declared = next(one for one in read_manifest(path).variants if one.name == "sdpa").supports["topk"]
 
@@ -371,6 +433,20 @@ def test_selected_tokens_of_an_fp8_cache():
 
     rounded = (keys / 0.25).to(torch.float8_e4m3fn).float() * 0.25
     torch.testing.assert_close((output, lse), expected_of(query, rounded, indices))
+
+
+def test_selected_tokens_of_records():
+    backend = load(topk=TOPK, **RECORDS)
+    impl, builder = make(backend)
+    query, keys = torch.randn(9, HEADS, 576).bfloat16(), torch.randn(9, 1, 576).bfloat16()
+    cache, (output, lse) = backend.make_cache(8), (torch.zeros(9, HEADS * 512).bfloat16(), torch.zeros(9, HEADS))
+    cache.k.fill_(255)  # NaN where nothing is written
+    indices = selection(9, 9)
+    impl.forward(query, keys, None, cache, builder.build(step(9)), output, lse=lse, indices=indices)
+
+    seen = dequantize_latents(quantize_latents(keys), torch.empty_like(keys))
+    wanted, sums = expected_of(query, seen, indices, 512)
+    torch.testing.assert_close((output.float(), lse), (wanted, sums), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from attnplug.contract import Batch
 from attnplug.dense import latent, latent_prefill
 from attnplug.dense.latent import prefix_chunks
 from attnplug.errors import BatchError, LimitsError, TensorError
+from attnplug.ops import dequantize_latents, quantize_latents, write_latents
 from tests.examples import examples
 
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 6, 2, 8, 5
@@ -125,6 +126,27 @@ def test_fp8_latents_have_their_scale():
 
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_records_are_widened():
+    rows = torch.randn(7, 1, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages, batch = (
+        torch.full((3, 4, 1, 656), 255, dtype=torch.uint8),
+        Batch.from_lengths([2], [7], block_table=torch.tensor([[2, 1]], dtype=torch.int32)),
+    )
+    write_latents(rows[:5], pages, torch.tensor([8, 9, 10, 11, 4]))
+    seen: list[torch.Tensor] = []
+
+    def expand(latents):
+        seen.append(latents.clone())
+        return latents[:, None, 512:], latents[:, None, :8]
+
+    key, value = rows[5:, :, 512:], rows[5:, :, :8]
+    out, _ = latent_prefill(key, key, value, pages, batch, expand, scale=SCALE)
+
+    (latents,) = seen
+    assert torch.equal(latents, dequantize_latents(quantize_latents(rows[:5]), rows[:5].clone())[:, 0])
+    assert bool(out.isfinite().all())
 
 
 def test_padded_requests_are_left_out():

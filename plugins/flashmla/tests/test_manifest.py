@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Mistral-4": ({"head_size": 320, "head_size_v": 256}, ["supported: 576, 512", "supported: 512"]),
     "values as wide as keys": ({"head_size_v": None}, ["the value is the first 512 elements of a latent"]),
     "keys and values per head": ({"latent": False, "num_kv_heads": 8}, ["the kernels read latents: one key per token"]),
+    "queries as they are, beside FP8": (
+        {"kv_cache_dtype": "fp8", "unquantized_queries": True},
+        ["the FP8 kernels quantize queries"],
+    ),
     "pages of 16 tokens": ({"block_size": 16}, ["block_size=16; supported: 64"]),
     "FP8 without a rotary part": (
         {"kv_cache_dtype": "fp8", "head_size": 512, "dtype": "float16"},

@@ -11,7 +11,7 @@ from attrs import frozen
 from attnplug.contract import upload
 from attnplug.dense.functions import attention_varlen
 from attnplug.errors import BatchError, LimitsError, TensorError
-from attnplug.ops import dequantize, gather_slots, merge_into
+from attnplug.ops import dequantize, dequantize_latents, gather_slots, merge_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _MAX_ROWS: Final = 65_536
 """As in vLLM 0.33, `mla_attention.py`: 72 MiB of latents, and 3 GiB expanded to 128 heads of 192 and 128."""
+
+
+_OF_RECORD: Final = 576
+"""Elements of a latent in a record of fp8_ds_mla."""
 
 
 @frozen
@@ -99,7 +103,8 @@ def latent_prefill(  # noqa: PLR0913 - as for `attention_varlen`
         query: ``(tokens, num_q_heads, nope + rope)``.
         key: As `query`, of the new tokens.
         value: ``(tokens, num_q_heads, head_size_v)``, of the new tokens.
-        pages: ``(num_blocks, block_size, 1, kv_lora_rank + rope)`` KV cache of latents, of any strides.
+        pages: ``(num_blocks, block_size, 1, kv_lora_rank + rope)`` KV cache of latents, of any strides; or
+            records of fp8_ds_mla, ``(num_blocks, block_size, 1, 656)`` uint8.
         batch: The step: block table, and exact lengths on the CPU. Its new tokens may be in the KV cache already.
         expand: Returns keys ``(rows, num_q_heads, nope + rope)`` and values ``(rows, num_q_heads, head_size_v)`` of
             latents ``(rows, kv_lora_rank + rope)``, which are overwritten after the call.
@@ -222,6 +227,8 @@ def _widen(narrow: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Return latents in the dtype of the call."""
     if narrow.dtype == dtype:
         return narrow
+    if narrow.dtype == torch.uint8:  # records
+        return dequantize_latents(narrow, narrow.new_empty(*narrow.shape[:2], _OF_RECORD, dtype=dtype))
     wide = dequantize(narrow, torch.empty_like(narrow, dtype=dtype))
     return wide if scale is None else wide.mul_(scale)
 

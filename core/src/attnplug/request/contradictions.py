@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from attnplug.errors import RequirementsError
-from attnplug.request.domains import ENCODERS, LATENT
+from attnplug.request.domains import ENCODERS, FP8_DS_MLA, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,6 +131,18 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"latent={r.latent} and per_head_scales={r.per_head_scales} were given",
         "there is one latent per token, and so one scale",
         "leave per_head_scales out",
+    ),
+    (
+        lambda r: (
+            r.kv_cache_dtype == FP8_DS_MLA
+            and (r.latent, r.dtype, r.head_size, r.head_size_v) != (True, "bfloat16", 576, 512)
+        ),
+        lambda r: (
+            f"kv_cache_dtype={r.kv_cache_dtype!r}, latent={r.latent}, dtype={r.dtype!r}, head_size={r.head_size} and "
+            f"head_size_v={r.head_size_v} were given"
+        ),
+        "its records of 656 bytes hold latents of 512 elements with 64 rotary ones, of bfloat16 layers",
+        "pass latent=True, dtype='bfloat16', head_size=576 and head_size_v=512, or another kv_cache_dtype",
     ),
     (
         lambda r: r.topk is not None and not r.latent,

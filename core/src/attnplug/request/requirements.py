@@ -241,6 +241,12 @@ class Requirements:
         Flag(), "a call may come without K/V: those of its rows are in the KV cache already", default=False
     )
     per_head_scales: bool = engine(Flag(), "quantization scales are per head", default=False)
+    unquantized_queries: bool = engine(
+        Flag(),
+        "queries keep the dtype beside a quantized KV cache: no backend that quantizes them is chosen",
+        default=False,
+        open=True,
+    )
     output_quant: str | None = engine(
         QUANTIZED, "the output is quantized to this dtype", converter=optional(dtype_text)
     )

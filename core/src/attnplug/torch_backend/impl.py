@@ -67,8 +67,9 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         """Write K/V, quantized where the KV cache is FP8; `padded` is False if no slot is negative."""
         if self._size_of_latents is not None:
-            scale = None if self._codec is None else self._codec.key_scale
-            write_pages(key, kv_cache.k, slot_mapping, scale, padded=padded)
+            if self._codec is not None and key.dtype != self._codec.narrow:
+                key, _ = self._codec.encode(key, key[..., : self._size_of_latents])
+            write_pages(key, kv_cache.k, slot_mapping, padded=padded)
             return
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
@@ -125,10 +126,10 @@ class TorchImpl(AttentionImpl):
         rows = slice(0, batch.num_actual_tokens)
         results = self._results(output, lse)
         target = Results(results.output[None], None if results.lse is None else results.lse[None], self._sinks)
-        narrow = None if self._codec is None else self._codec.narrow
         most = sizes_on(query.device.type).gathered
         lens = None if index_lens is None else index_lens[rows]
-        parts = attend_selected(query[rows], kv_cache.k, indices[rows], lens, self._score_params, size, most, narrow)
+        chosen, params, codec = indices[rows], self._score_params, self._codec
+        parts = attend_selected(query[rows], kv_cache.k, chosen, lens, params, size, most, codec)
         for first, last, out, found, nothing in parts:
             heads = (1, last - first, *self._heads)
             clean = _without(nothing[None, :, None, None], out.view(*heads, size), found.view(heads))

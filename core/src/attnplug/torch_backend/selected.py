@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.torch_backend.codec import Codec
     from attnplug.torch_backend.sdpa import ScoreParams
 
 
@@ -25,7 +26,7 @@ def attend_selected(
     params: ScoreParams,
     size_of_latents: int,
     most_bytes: int,
-    narrow: torch.dtype | None = None,
+    codec: Codec | None = None,
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
     """
     Yield the results of consecutive query tokens: the first one, the one after the last, output, LSE, and which of them
@@ -42,14 +43,14 @@ def attend_selected(
         params: What the layer does to scores.
         size_of_latents: Elements of a value: the first ones of a key.
         most_bytes: The most bytes of float32 keys that are held at once, unless one token has more.
-        narrow: The FP8 dtype of the pages; None for others.
+        codec: The codec of an FP8 KV cache; None for others.
 
     Yields:
         Output ``(tokens, num_q_heads, size_of_latents)`` and LSE ``(tokens, num_q_heads)`` in float32, and
         ``(tokens,)`` bool.
     """
     slots, topk = pages.shape[0] * pages.shape[1], indices.shape[1]
-    stored = pages if narrow is None else pages.view(torch.uint8)  # not every device can gather FP8
+    stored = pages if codec is None else pages.view(torch.uint8)  # not every device can gather FP8
     columns = torch.arange(topk, device=indices.device)
     step = max(1, most_bytes // (4 * topk * pages.shape[3]))
     for first in range(0, query.shape[0], step):
@@ -59,7 +60,7 @@ def attend_selected(
         if index_lens is not None:
             unused |= columns >= index_lens[rows].unsqueeze(1)
         found = gather_slots(stored, chosen.masked_fill(unused, 0).long().view(-1))
-        keys = (found if narrow is None else found.view(narrow)).view(*chosen.shape, -1).float()
+        keys = (found if codec is None else codec.rows(found)).view(*chosen.shape, -1).float()
         # The slot that is read in place of an unused one may hold NaN, which a weight of 0 does not hide.
         keys = keys.masked_fill_(unused.unsqueeze(2), 0).unsqueeze(1)
         nothing = unused.all(1)

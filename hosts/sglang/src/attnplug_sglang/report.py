@@ -25,6 +25,7 @@ SAME_KERNELS: Final[dict[str, tuple[str, ...]]] = {
     "fa3": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed"),
     "fa4": ("flash_attn/fa4",),
     "flashinfer": ("flashinfer/fa2", "flashinfer/fa3"),
+    "flashmla": ("flashmla/sgl",),
     "torch_native": ("torch/sdpa",),
 }
 """SGLang's backend -> the candidates of attnplug that run its kernels."""
@@ -45,10 +46,6 @@ _CONSIDERED: Final = frozenset(
     }
 )
 """The fields of requirements that its choice considers, or that say nothing about it."""
-NO_LATENTS: Final = (
-    "attnplug-sglang does not serve multi-head latent attention (MLA) yet: it refuses such a model, and backends of "
-    "SGLang run it"
-)
 _LONGEST: Final = 300  # seconds; importing SGLang takes 5 to 30
 _GROUP: Final = "sglang.srt.plugins"
 _RESTRICTS: Final = "SGLANG_PLUGINS"
@@ -83,7 +80,7 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
     request = {
         "capability": [capability.major, capability.minor],
         "sinks": any(each.sinks for each in requirements),
-        "asymmetric": any(each.head_size_v != each.head_size for each in requirements),
+        "asymmetric": any(each.head_size_v != each.head_size and not each.latent for each in requirements),
         "latent": any(each.latent for each in requirements),
         "flashinfer": has_flashinfer or assume_installed,
     }
@@ -93,7 +90,6 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
         f"SGLang {found['version']}",
         [_choice(found["chosen"], each) for each in requirements],
         ["SGLang is started without speculative decoding, and names no attention backend", *assumed],
-        [NO_LATENTS] if request["latent"] else [],
     )
 
 

@@ -60,6 +60,33 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "deepseek": (  # latents; prefills with keys and values per head
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 2,  # no layer has experts
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_layer_freq": 1,  # SGLang reads it, as published configurations have it
+            "rope_parameters": {  # on a CPU SGLang has no rotation of latents without YaRN
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
 }
 NAMES = tuple(_CONFIGS)
 

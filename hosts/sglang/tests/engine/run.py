@@ -17,9 +17,21 @@ from hosts.sglang.tests import stand_ins
 
 stand_ins.install_for_engines()
 
-from attnplug_sglang.registration import register  # noqa: E402 - imports SGLang
+from attnplug_sglang import latent  # noqa: E402 - imports SGLang
+from attnplug_sglang.registration import register  # noqa: E402 - likewise
 
 register()
+_method_of = latent.method_of
+
+
+def _logged(attn: object, forward_batch: object) -> object:
+    """Choose as the host does, and have the choice in the log of the engine."""
+    found = _method_of(attn, forward_batch)
+    print(f"the form is {found.name}", flush=True)
+    return found
+
+
+latent.method_of = _logged
 
 
 def main(job: Path, result: Path) -> None:

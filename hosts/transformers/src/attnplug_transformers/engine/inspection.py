@@ -345,7 +345,7 @@ class LayerRecorder:
         self, call: AttentionCall, requirements: Requirements, target: str | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the scales of the layer's KV cache, which are those of the layer that writes it."""
-        if not requirements.kv_cache_dtype.startswith("fp8"):
+        if not requirements.kv_cache_dtype.startswith("fp8_e"):  # records hold their scales
             return None, None
         owner = next((spec for spec in self.specs.values() if spec.name == target), None)
         if owner is not None:
