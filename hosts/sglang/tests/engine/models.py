@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +89,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-NAMES = tuple(_CONFIGS)
+LATENT = "deepseek"
+NAMES = tuple(name for name in _CONFIGS if name != LATENT)
 
 
 def make(name: str, folder: Path) -> Any:
@@ -103,6 +105,27 @@ def make(name: str, folder: Path) -> Any:
             if path.endswith("sinks"):
                 parameter.copy_(torch.randn_like(parameter).add(1).bfloat16())  # SGLang keeps them so
     made.eval().save_pretrained(folder)
+    return made
+
+
+def errors(model: Any, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
+    """Return the differences of the logprobs of an engine's tokens from those of transformers."""
+    tokens = torch.tensor(answer["tokens"], device=model.device)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer["tokens"]], device=model.device)).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu()
+    return (expected - torch.tensor(answer["logprobs"])).abs()
+
+
+def with_projections_apart(model: Any) -> Any:
+    """Return a copy as an engine has it that takes all keys of `kv_b_proj` first, and not those of each head."""
+    made = copy.deepcopy(model)
+    for layer in made.model.layers:
+        attn = layer.self_attn
+        weight = attn.kv_b_proj.weight.data
+        parts = weight.split((attn.num_heads * attn.qk_nope_head_dim, attn.num_heads * attn.v_head_dim))
+        per_head = [part.view(attn.num_heads, -1, weight.shape[1]) for part in parts]
+        attn.kv_b_proj.weight.data = torch.cat(per_head, 1).flatten(0, 1)
     return made
 
 
