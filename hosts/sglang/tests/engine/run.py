@@ -2,7 +2,8 @@
 An engine of SGLang on attnplug, in a process for itself: ``python run.py JOB RESULT``.
 
 JOB is a JSON file: ``options`` of `sgl.Engine`, and ``rounds``, lists of prompts that are generated together, each with
-``max_new_tokens``. RESULT gets the tokens of each prompt, their logprobs, and how many of its tokens were in the radix cache.
+``max_new_tokens``. RESULT gets the tokens of each prompt, their logprobs, and how many of its tokens were in the radix
+cache.
 """
 
 from __future__ import annotations

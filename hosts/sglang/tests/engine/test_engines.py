@@ -99,9 +99,8 @@ def test_latents_absorbed_and_per_head(
     assert set(re.findall(r"the form is (\w+)", log)) == forms
     assert [one["cached"] for one in found[1]] == ([140, 130, 0] if page == 1 else [128, 128, 0])
     check(model, rounds, found)
-    pairs = [
-        pair for asked, each in zip(rounds, found, strict=True) for pair in zip(asked["prompts"], each, strict=True)
-    ]
+    prompts = [prompt for asked in rounds for prompt in asked["prompts"]]
+    pairs = list(zip(prompts, [one for each in found for one in each], strict=True))
     assert max(float(models.errors(model, *pair).max()) for pair in pairs) < 1e-3
     wrong = models.with_projections_apart(model)
     assert min(float(models.errors(wrong, *pair).max()) for pair in pairs) > 0.1
