@@ -210,7 +210,9 @@ def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> No
 
 def test_attention_that_is_not_expressed_is_not_served(run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "mistral_large4", "index_topk": 2048, "num_hidden_layers": 2, "dtype": "bfloat16"}))
+    file.write_text(
+        json.dumps({"model_type": "mistral_large4", "index_topk": 2048, "num_hidden_layers": 2, "dtype": "bfloat16"})
+    )
 
     done = run("explain", "--config", str(file), "--json")
     partial = run("explain", "--config", str(file), "--partial")
