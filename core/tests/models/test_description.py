@@ -175,6 +175,9 @@ def test_an_indexer_selects_paged_latents(model_type: str) -> None:
         wanted = layer.requirements
         assert (wanted.latent, wanted.topk, wanted.num_kv_heads, layer.uncompressed) == (True, 2048, 1, None)
         assert wanted.sinks == (model_type == "hy_v4")
+    assert "3 of 3 layers have an indexer, whose keys of 128 elements" in note(found, "indexer")
+    shared = describe_model(INDEXED | {"model_type": model_type, "indexer_types": ["full", "shared", "shared"]})
+    assert "1 of 3 layers have an indexer" in note(shared, "indexer")
     with pytest.raises(RequirementsError, match="names no 'index_topk'"):
         describe_model(MLA | {"model_type": model_type, "index_topk": None})
 

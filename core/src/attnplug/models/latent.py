@@ -55,6 +55,15 @@ def absorbed_heads(fields: Fields, *, is_indexed: bool = False) -> dict[str, Any
     return {"latent": True, "num_kv_heads": 1, "head_size": rank + rope, "head_size_v": rank, **topk}
 
 
+def index_keys(fields: Fields, count: int) -> str:
+    """Return what an engine stores for the indexers of so many layers, beside their latents."""
+    kinds = fields.get("indexer_types")
+    own = count - (kinds[:count].count("shared") if isinstance(kinds, list) else 0)
+    size = fields.integer("index_head_dim")
+    keys = f"keys of {size} elements" if size else "keys"
+    return f"{own} of {count} layers have an indexer, whose {keys} an engine stores for each token beside the latents"
+
+
 def sparse_selection(fields: Fields, architecture: Architecture | None) -> str:
     """Return what no requirements express of layers whose keys an indexer chooses."""
     chosen = fields.integer("index_topk", least=0)
