@@ -11,7 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import ARCHITECTURES, BIASED, REFUSED, STATE, Architecture
 from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.known_fields import dropped, unknown
-from attnplug.models.latent import index_keys, sparse_selection
+from attnplug.models.latent import indexer_note, sparse_selection
 from attnplug.models.layers import (
     LAYERS,
     ModelLayer,
@@ -248,9 +248,7 @@ def _describe(
     kinds = () if architecture.family == "encoder_decoder" else kinds_of(fields, architecture)
     others = _others(fields, kinds, layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
-    if architecture.selects and layers:
-        said.append(index_keys(fields, len(layers)))
-    said.append(_of_unknown(fields))
+    said += [indexer_note(fields, layers), _of_unknown(fields)]
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
     described = ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
     return described, architecture

@@ -11,7 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import TEXT_TYPES
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
-from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents
+from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents, indexing_layers
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, INDEXED, SLIDING
 from attnplug.models.quantization import cache_scheme
 from attnplug.models.refusals import inexpressible
@@ -46,6 +46,8 @@ class ModelLayer:
         uncompressed: Where keys are latents, what an engine requests that expands them to the keys and values of every
             query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None, as
             where an indexer selects latents.
+        indexer: Where tokens are selected (`topk`), the name of the layer whose indexer selects them: its own, or an
+            earlier one whose selection it reuses. Otherwise None.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ModelLayer:
     requirements: Requirements
     scale: float | None = None
     uncompressed: Requirements | None = None
+    indexer: str | None = None
 
 
 def decide(
@@ -118,7 +121,9 @@ def attention_layers(
     # A layer of another kind, such as a convolution, has no requirements, and keeps its number.
     kinds = kinds_of(fields, architecture)
     # Tokens are selected by their slots: without pages there are none.
-    described = (*_ATTENTION, INDEXED) if architecture.selects and wanted["paged"] else _ATTENTION
+    is_sparse = architecture.indexers is not None and wanted["paged"]
+    described = (*_ATTENTION, INDEXED) if is_sparse else _ATTENTION
+    sources = indexing_layers(fields, architecture, len(kinds)) if is_sparse else ()
     for index, kind in enumerate(kinds):
         if kind in described:
             one = architecture.layer(fields, index, kind)
@@ -135,7 +140,9 @@ def attention_layers(
                 uncompressed = None if kind == INDEXED else _uncompressed(wanted, shape)
             else:
                 own, uncompressed = shape, None
-            yield ModelLayer(name, index, _require(wanted, {**own, **masked, **shared}), scale, uncompressed)
+            request = _require(wanted, {**own, **masked, **shared})
+            indexer = None if request.topk is None else path.format(*divmod(sources[index], architecture.per_layer))
+            yield ModelLayer(name, index, request, scale, uncompressed, indexer)
 
 
 def _is_causal(fields: Fields, architecture: Architecture) -> bool:

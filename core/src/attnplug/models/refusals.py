@@ -53,7 +53,7 @@ def forbidden(fields: Fields, name: str) -> str | None:
     }  # text is causal there
     # Another attention than MLA would ignore latents; a type that is not known is refused by its name.
     passed = {"kv_lora_rank"} if known is None or has_latents(fields, known) else set()
-    if known is not None and known.selects:
+    if known is not None and known.indexers is not None:
         passed.add("index_topk")  # described, or its layers are named
     for field, why in FORBIDDEN_FIELDS.items():
         value = fields.data.get(field)
