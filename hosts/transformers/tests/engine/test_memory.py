@@ -61,7 +61,7 @@ def test_each_layer_initializes_its_kv_cache(host, monkeypatch):
     engine = Engine(reference("llama")[0])
     first = set(written)  # when it was opened
     written.clear()
-    caches = make_caches(engine._groups, 5, CPU)
+    caches, _ = make_caches(engine._groups, 5, CPU)
     engine.close()
 
     assert len(caches) > 1
