@@ -18,6 +18,7 @@ from tests.backends.harness import Harness
 
 LATENT = "BatchMLAPagedAttentionWrapper"
 SMALL: dict[str, Any] = {"latent": True, "head_size": 192, "head_size_v": 128, "num_kv_heads": 1, "num_q_heads": 8}
+LARGE: dict[str, Any] = {"head_size": 576, "head_size_v": 512}
 MIXED = Case(query_lens=(1, 1, 40, 3), context_lens=(77, 16, 0, 33), dtype="bfloat16", scale=0.07, **SMALL)
 DECODES = evolve(MIXED, query_lens=(1, 1), context_lens=(20, 7))
 WIDE = evolve(MIXED, num_q_heads=128)
@@ -25,7 +26,7 @@ VARIANTS = ["fa2", "fa3"]
 
 
 def harness(load: Any, variant: str = "fa2", **required: Any) -> Harness:
-    sizes = {"head_size": 576, "head_size_v": 512} if variant == "fa3" else {}  # which has no smaller latents
+    sizes = LARGE if variant == "fa3" else {}  # which has no smaller latents in 0.6.12
     return Harness(load, [Layer(name="layers.0", scale=0.07)], variant, **{**SMALL, **sizes, **required})
 
 
@@ -114,10 +115,18 @@ def run(made: Harness, batch: Any) -> torch.Tensor:
     ids=["mixed", "wide", "no_rotary", "not_causal"],
 )
 def test_the_api_of_0_7(load_fake, library_at, variant, return_lse, case) -> None:
-    if variant == "fa3":  # which has no smaller latents
-        case = evolve(case, head_size=576 if case.head_size_v else 512, head_size_v=512)
     with library_at("0.7.2"):
         check(load_fake(case.requirements(return_lse=return_lse), variant), materialize(case))
+
+
+@pytest.mark.parametrize("case", [MIXED, evolve(MIXED, num_q_heads=5), DECODES], ids=["mixed", "5_heads", "decodes"])
+def test_latents_in_fp8(load_fake, library_at, journal, case) -> None:
+    case = evolve(case, kv_cache_dtype="fp8_e4m3", k_scale=0.1, **LARGE)
+    with library_at("0.7.2"):
+        check(load_fake(case.requirements(return_lse=True), "fa3"), materialize(case))
+
+    for run in journal.runs:
+        assert [run.arguments[name] for name in ("ckv_scale", "kpe_scale")] == pytest.approx([0.1, 0.1])
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -138,13 +147,35 @@ def test_graphs_with_the_api_of_0_7(load_fake, library_at, query_len) -> None:
     ],
 )
 def test_older_releases_are_refused(library_at, version, changed, reason) -> None:
+    refused = verdicts(library_at, version, **changed)
+
+    assert [verdict.status for verdict in refused] == ["refused", "refused"]
+    assert all(reason in str(verdict.reasons[0]) for verdict in refused)
+
+
+@pytest.mark.parametrize(
+    ("version", "changed", "reason"),
+    [
+        ("0.7.1", {}, "older Hopper kernels for latents of fewer than 512 elements read illegal addresses"),
+        ("0.6.18", {"kv_cache_dtype": "fp8_e4m3", **LARGE}, "FP8 latents need plans of 0.7, which declare scales"),
+        ("0.7.2", {"kv_cache_dtype": "fp8_e4m3"}, "the kernels for FP8 latents have 512 elements"),
+        ("0.7.2", {"kv_cache_dtype": "fp8_e5m2", **LARGE}, "fp8_e5m2"),
+    ],
+)
+def test_hopper_kernels_for_latents_are_refused(library_at, version, changed, reason) -> None:
+    fa3 = verdicts(library_at, version, **changed)[-1]
+
+    assert (fa3.id, fa3.status) == ("flashinfer_fake/fa3", "refused")
+    assert reason in str(fa3.reasons[0])
+
+
+def verdicts(library_at: Any, version: str, **changed: Any) -> list[Any]:
+    """Return the verdicts about a request for latents of both variants, fa3 last."""
     with library_at(version):
         requirements = MIXED.requirements().evolve(**changed)
         explanation = attnplug.explain(requirements, "cpu", backend="flashinfer_fake")
-
-    refused = [verdict for verdict in explanation.verdicts if verdict.id.startswith("flashinfer_fake/")]
-    assert [verdict.status for verdict in refused] == ["refused", "refused"]
-    assert all(reason in str(verdict.reasons[0]) for verdict in refused)
+    found = [verdict for verdict in explanation.verdicts if verdict.id.startswith("flashinfer_fake/")]
+    return sorted(found, key=lambda verdict: verdict.id)
 
 
 def test_latents_run_on_tensor_cores_only(load_fake) -> None:

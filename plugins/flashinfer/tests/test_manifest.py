@@ -41,7 +41,7 @@ DENSE = LLAMA.evolve(paged=False, cudagraph="never")
 ENCODER = DENSE.evolve(attn_type="encoder_only")
 DEEPSEEK = LLAMA.evolve(latent=True, head_size=576, head_size_v=512, num_q_heads=16, num_kv_heads=1)
 MHA = DENSE.evolve(head_size=192, head_size_v=128, num_q_heads=16, num_kv_heads=16, return_lse=True)
-BOTH, FA2, NONE = ["fa3", "fa2"], ["fa2"], []
+BOTH, FA3, FA2, NONE = ["fa3", "fa2"], ["fa3"], ["fa2"], []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,10 +103,10 @@ def in_short(reason: Reason) -> str:
         pytest.param(DEEPSEEK, AMPERE, FA2, id="DeepSeek on Ampere"),
         pytest.param(DEEPSEEK.evolve(num_q_heads=128, block_size=1), HOPPER, BOTH, id="128 heads, pages of one token"),
         pytest.param(DEEPSEEK.evolve(num_q_heads=20), HOPPER, BOTH, id="GLM 4.7 Flash"),
-        pytest.param(DEEPSEEK.evolve(head_size=320, head_size_v=256), HOPPER, FA2, id="Mistral 4"),
+        pytest.param(DEEPSEEK.evolve(head_size=320, head_size_v=256), HOPPER, BOTH, id="Mistral 4"),
         pytest.param(DEEPSEEK.evolve(head_size=512), HOPPER, BOTH, id="latents without rotary elements"),
         pytest.param(DEEPSEEK.evolve(head_size=288, head_size_v=256), HOPPER, NONE, id="MiniCPM3"),
-        pytest.param(DEEPSEEK.evolve(kv_cache_dtype="fp8"), HOPPER, NONE, id="latents in FP8"),
+        pytest.param(DEEPSEEK.evolve(kv_cache_dtype="fp8"), HOPPER, FA3, id="latents in FP8"),
         pytest.param(MHA, HOPPER, BOTH, id="DeepSeek's prefill, not absorbed"),
         pytest.param(LLAMA.evolve(attn_type="encoder_decoder"), HOPPER, NONE, id="cross attention"),
     ],

@@ -34,6 +34,7 @@ NAMES = {
 }
 LATENT = "batch_mla_attention_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_ckv_512_head_dim_kpe_64"
 NAMES |= {"latent": f"{LATENT}_profiler_False", "latent_sm90": f"{LATENT}_profiler_False_sm90"}
+NAMES["latent_fp8_0_7"] = f"{LATENT}_profiler_False_planabi2_sm90".replace("dtype_kv_bf16", "dtype_kv_e4m3")
 LATENTS = {"latent": True, "head_size": 576, "head_size_v": 512, "num_q_heads": 16, "num_kv_heads": 1}
 DECODING = {"phases": ("decode",)}
 H200 = Device.cuda("9.0")
@@ -69,6 +70,16 @@ THREES = {"num_q_heads": 24}
 )
 def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> None:
     assert needed_modules(agreement, H200) == tuple(NAMES[name] for name in named)
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.10.2"])
+def test_modules_have_other_names_since_0_7(monkeypatch, version) -> None:
+    """As on an H200 with 0.7.2, which is what it compiled."""
+    monkeypatch.setattr("attnplug_flashinfer.prebuilt.version", lambda name: version)
+
+    assert needed_modules(agreed("fa3", "fp8_e4m3", **LATENTS), H200) == (NAMES["latent_fp8_0_7"],)
+    names = (NAMES["decode"], NAMES["prefill"] + "_kv_stride_equal", NAMES["prefill_sm90"])
+    assert needed_modules(agreed("fa3", decode_query_len=3, **PAIRS), H200) == names
 
 
 def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:

@@ -66,8 +66,13 @@ class FlashInferImpl(AttentionImpl):
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         quantized = layer.k_scale_tensor is not None
         k_scale = 1.0 if layer.k_scale is None else layer.k_scale
-        self._query_factor = self._factor_of_queries(k_scale) if quantized else 1.0
-        self._scales = {"k_scale": k_scale / self._query_factor, "v_scale": layer.v_scale} if quantized else {}
+        self._query_factor = 1.0
+        self._scales: dict[str, float | None] = {}
+        if quantized and self._is_latent:  # the kernels dequantize keys before they compute scores
+            self._scales = {"ckv_scale": k_scale, "kpe_scale": k_scale}
+        elif quantized:
+            self._query_factor = self._factor_of_queries(k_scale)
+            self._scales = {"k_scale": k_scale / self._query_factor, "v_scale": layer.v_scale}
 
     def _factor_of_queries(self, k_scale: float) -> float:
         """
@@ -103,7 +108,7 @@ class FlashInferImpl(AttentionImpl):
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
         elif self._is_latent:
             if self._writes and key is not None:
-                _write_latents(key, kv_cache.k, cast("Tensor", metadata.batch.slot_mapping))
+                self.update_kv_cache(key, key, kv_cache, cast("Tensor", metadata.batch.slot_mapping))
             operands = (kv_cache.k.squeeze(2),)  # one KV head
         else:
             halves = pages = (kv_cache.k, kv_cache.v)
@@ -180,10 +185,11 @@ class FlashInferImpl(AttentionImpl):
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
-        if self._is_latent:  # the value is a part of its key
-            _write_latents(key, kv_cache.k, slot_mapping)
-            return
-        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scale_tensors)
+        key_pages, value_pages = kv_cache.k, kv_cache.v
+        if self._is_latent:  # the value is a part of its key: one launch writes the two halves of a key instead
+            key, value = torch.tensor_split(key, 2, -1)
+            key_pages, value_pages = torch.tensor_split(kv_cache.k, 2, -1)
+        write_kv(key, value, key_pages, value_pages, slot_mapping, *self._scale_tensors)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -192,12 +198,6 @@ class FlashInferImpl(AttentionImpl):
         del lse
         if key is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
-
-
-def _write_latents(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Write both halves of each row in the one launch that otherwise writes K and V."""
-    (first, second), (first_pages, second_pages) = torch.tensor_split(rows, 2, -1), torch.tensor_split(pages, 2, -1)
-    write_kv(first, second, first_pages, second_pages, slots)
 
 
 def _make_natural(sums: Tensor) -> None:

@@ -180,7 +180,7 @@ class Latent(Kind):
             "page_size": self._page_size,
             "sm_scale": impl.scale,
             "q_data_type": self._dtype,
-            "kv_data_type": self._dtype,
+            "kv_data_type": torch_dtype(impl.agreement.kv_cache_dtype),
         }
 
     def make(self, buffers: Buffers | None) -> Any:
@@ -234,12 +234,13 @@ def _run_with_more_heads(
     out: Tensor,
     lse: Tensor | None = None,
     return_lse: bool = False,
+    **scales: float,
 ) -> None:
     """Run with heads of zeros behind those of the query, and copy the results of the others."""
     query = torch.nn.functional.pad(query, (0, 0, 0, added))
     whole = out.new_empty((*query.shape[:2], out.shape[2]))
     sums = None if lse is None else lse.new_empty(query.shape[:2])
-    run(query, pages, out=whole, lse=sums, return_lse=return_lse)
+    run(query, pages, out=whole, lse=sums, return_lse=return_lse, **scales)
     out.copy_(whole[:, : out.shape[1]])
     if lse is not None and sums is not None:
         lse.copy_(sums[:, : lse.shape[1]])

@@ -153,7 +153,7 @@ def plan_latents(
         wrapper: The wrapper.
         arrays: First rows and first pages on the CPU, pages on the device, keys per request on the CPU, all int32.
         values: The keywords of `plan` that every release has.
-        has_lse: Whether runs return LSE. From 0.7 on that is planned.
+        has_lse: Whether runs return LSE. From 0.7 on that is planned, and for latents in FP8 that runs have scales.
     """
     metadata = _plan_metadata()
     csr = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), arrays, strict=True))
@@ -161,12 +161,14 @@ def plan_latents(
         wrapper.plan(**csr, **values)
         return
     modes = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "base2" if has_lse else "none"}
+    if values["kv_data_type"] != values["q_data_type"]:
+        modes["scale_mode"] = "kv-per-tensor"
     wrapper.plan(metadata=metadata.csr(**csr), **modes, **values)
 
 
 def latent_run(wrapper: Any, sizes: tuple[int, int], *, has_lse: bool) -> Callable[..., Any]:
     """
-    Return a function that runs a wrapper for latents: of queries and latents, with `out` and `lse`.
+    Return a function that runs a wrapper for latents: of queries and latents, with `out`, `lse` and scales.
 
     Args:
         wrapper: The wrapper.
@@ -175,12 +177,20 @@ def latent_run(wrapper: Any, sizes: tuple[int, int], *, has_lse: bool) -> Callab
     """
     is_structural, widths = _plan_metadata() is not None, list(sizes)
 
-    def run(query: Tensor, pages: Tensor, *, out: Tensor, lse: Tensor | None = None, return_lse: bool = False) -> None:
+    def run(
+        query: Tensor,
+        pages: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        **scales: float,
+    ) -> None:
         """Run; `query` and `out` are ``(rows, heads, ...)``, `pages` ``(pages, page_size, ...)``."""
         del return_lse  # planned: a call that wants no LSE gets one that nobody reads
         parts, halves = torch.split(query, widths, -1), torch.split(pages, widths, -1)
         if is_structural:
-            wrapper.run(query=parts, kv_cache=halves, out=out, lse=lse, return_lse=has_lse)
+            wrapper.run(query=parts, kv_cache=halves, out=out, lse=lse, return_lse=has_lse, **scales)
         else:
             wrapper.run(*parts, *halves, out=out, lse=lse, return_lse=has_lse)
 

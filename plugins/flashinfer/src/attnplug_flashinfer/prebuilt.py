@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,8 +27,9 @@ def needed_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
     Return the names of the modules that the steps and a profiling run of an agreement load, each once.
 
     The names are those of the library's releases 0.6.8 to 0.7.2: ``get_batch_prefill_uri``, ``get_batch_decode_uri``
-    and ``get_batch_mla_uri`` in its ``jit/attention/modules.py``. A module with attention sinks is named by its
-    wrapper, and here by its head size too. The library distributes none of these compiled.
+    and ``get_batch_mla_uri`` in its ``jit/attention/modules.py``, two of which have other endings since 0.7. A module
+    with attention sinks is named by its wrapper, and here by its head size too. The library distributes none of these
+    compiled.
 
     Args:
         agreement: The agreement.
@@ -46,9 +48,10 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
     dtype, size, window = _SHORT[required.dtype], required.head_size, required.sliding_window is not None
     size_v: int = required.head_size_v or size
     if required.latent:
-        form = f"dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{size_v}"
-        sm90 = "_sm90" if kernels == "fa3" else ""
-        return f"batch_mla_attention_{form}_head_dim_kpe_{size - size_v}_profiler_False{sm90}"
+        cache = _SHORT[agreement.kv_cache_dtype]
+        form = f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{size_v}"
+        ending = ("_planabi2" if _is_newer() else "") + ("_sm90" if kernels == "fa3" else "")
+        return f"batch_mla_attention_{form}_head_dim_kpe_{size - size_v}_profiler_False{ending}"
     if required.sinks:
         return f"batch_prefill_attention_sink_{dtype}_swa_{window}_{kernels}_head_{size}_{size}"
     cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # contiguous K/V are not quantized
@@ -58,7 +61,22 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
     )
     if kernels == "cuda_cores":
         return f"batch_decode_with_kv_cache_{form}"
-    return f"batch_prefill_with_kv_cache_{form}_f16qk_False" + ("_sm90" if kernels == "fa3" else "")
+    ending = "_sm90" if kernels == "fa3" else "_kv_stride_equal" if _is_newer() else ""
+    return f"batch_prefill_with_kv_cache_{form}_f16qk_False{ending}"
+
+
+def _is_newer() -> bool:
+    """Whether the library is 0.7 or newer."""
+    installed = installed_version("flashinfer-python")
+    return installed is not None and tuple(map(int, installed.split(".")[:2])) >= (0, 7)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _folder() -> Path | None:

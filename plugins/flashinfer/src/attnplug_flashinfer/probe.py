@@ -7,11 +7,10 @@ The manifest covers a library that is missing or has another version (`requires`
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
 from attnplug.negotiation import Reason, missing_cuda, torch_build
-from attnplug_flashinfer.prebuilt import missing_modules
+from attnplug_flashinfer.prebuilt import installed_version, missing_modules
 from attnplug_flashinfer.toolchain import missing_tool
 
 if TYPE_CHECKING:
@@ -42,11 +41,11 @@ def _cuda_version(variant: str) -> Reason | None:
 
 def _companions() -> Reason | None:
     """Check the packages of compiled kernels: the library's import fails beside one of another version."""
-    library = _version("flashinfer-python")
+    library = installed_version("flashinfer-python")
     if library is None or os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"):
         return None
     for name in ("flashinfer-jit-cache", "flashinfer-cubin"):
-        installed = _version(name)
+        installed = installed_version(name)
         if installed is not None and installed.partition("+")[0] != library.partition("+")[0]:
             found = f"{name} {installed} is installed with flashinfer-python {library}, whose import fails then"
             return Reason("broken", name, None, found, f"install {name}=={library}, or uninstall it")
@@ -57,10 +56,3 @@ def _compiled(agreement: Agreement, device: Device) -> Reason | None:
     """Check the toolchain, unless every module is installed compiled."""
     modules = missing_modules(agreement, device)
     return missing_tool(modules) if modules else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -75,6 +75,25 @@ def check_latents(backend: str, latent: int, rotary: int) -> None:
     require(rotary or Version(least) >= Version("0.6.18"), f"latents without rotary elements in {least}")
 
 
+def check_latents_in_fp8(
+    backend: str, q: torch.dtype, kv: torch.dtype, sizes: tuple[int, int], scale_mode: str
+) -> None:
+    """
+    Check the dtypes of latents, and whether a plan declares scales.
+
+    Raises:
+        MisuseError: No kernel supports them, or the plan declares other scales than its runs need.
+    """
+    check_dtypes(backend, q, q, q)
+    if kv == q:
+        require(scale_mode == "default", f"scale_mode={scale_mode!r} without FP8")
+        return
+    is_newer = Version(import_module("flashinfer").__version__) >= Version("0.7")
+    require(is_newer and kv == torch.float8_e4m3fn, f"latents of {kv} with queries of {q}")
+    require(q == torch.bfloat16 and sizes in {(512, 0), (512, 64)}, f"latents of {sizes} in FP8 with queries of {q}")
+    require(scale_mode == "kv-per-tensor", f"scale_mode={scale_mode!r} with FP8")
+
+
 def check_dtypes(backend: str, q: torch.dtype, kv: torch.dtype, o: torch.dtype) -> None:
     """
     Check dtypes against the kernels of a backend: ``fa2``, ``fa3`` or ``cuda_cores``.

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from flashinfer.csr import Lengths, check_lengths, check_offsets
 from flashinfer.journal import journal, recorded
-from flashinfer.kernels import check_backend, check_dtypes, check_latents
+from flashinfer.kernels import check_backend, check_latents, check_latents_in_fp8
 from flashinfer.misuse import require, require_unused
 from flashinfer.modules import SAFE
 from flashinfer.operands import check_rows, lse_for, output_for
@@ -32,7 +32,8 @@ class PlannedLatents:
         heads: The number of query heads.
         sizes: The elements of a latent, and its rotary ones.
         page_size: Keys per page.
-        dtype: The dtype of queries, latents and outputs.
+        dtype: The dtype of queries and outputs.
+        cache: The dtype of latents.
         params: The parameters of the scores.
     """
 
@@ -42,6 +43,7 @@ class PlannedLatents:
     sizes: tuple[int, int]
     page_size: int
     dtype: torch.dtype
+    cache: torch.dtype
     params: ScoreParams
 
 
@@ -49,6 +51,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     """Attends to one latent per token, whose first part is the value too. LSE has base 2."""
 
     _latents: PlannedLatents | None = None
+    _scale_mode = "default"
+    _scales: tuple[float, float] | None = None
+    _module_format = ""
 
     @recorded
     def __init__(
@@ -89,8 +94,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     ) -> None:
         require_unused(use_profiler=use_profiler)
         check_latents(self._backend, head_dim_ckv, head_dim_kpe)
-        check_dtypes(self._backend, q_data_type, kv_data_type, q_data_type)
-        require(kv_data_type == q_data_type, f"latents of {kv_data_type} with queries of {q_data_type}")
+        sizes = (head_dim_ckv, head_dim_kpe)
+        check_latents_in_fp8(self._backend, q_data_type, kv_data_type, sizes, self._scale_mode)
         check_offsets("qo_indptr", qo_indptr, len(kv_len_arr))
         check_lengths(kv_indptr, kv_indices, kv_len_arr, page_size, self.device)
         lengths = Lengths(tuple(qo_indptr.diff().tolist()), tuple(kv_len_arr.tolist()))
@@ -104,12 +109,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         else:
             self._indices = kv_indices
         params = ScoreParams(sm_scale, 0.0, -1, causal)
-        sizes, starts = (head_dim_ckv, head_dim_kpe), tuple(kv_indptr.tolist())
-        self._latents = PlannedLatents(lengths, starts, num_heads, sizes, page_size, q_data_type, params)
-        dtype = SAFE[q_data_type]
-        form = f"dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{sizes[0]}"
-        sm90 = "_sm90" * (self._backend == "fa3")
-        journal.compile(f"batch_mla_attention_{form}_head_dim_kpe_{sizes[1]}_profiler_False{sm90}", q_data_type, sizes)
+        starts, dtypes = tuple(kv_indptr.tolist()), (q_data_type, kv_data_type)
+        self._latents = PlannedLatents(lengths, starts, num_heads, sizes, page_size, *dtypes, params)
+        dtype, cache = (SAFE[one] for one in dtypes)
+        form = f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_ckv_{sizes[0]}"
+        ending = self._module_format + "_sm90" * (self._backend == "fa3")
+        journal.compile(f"batch_mla_attention_{form}_head_dim_kpe_{sizes[1]}_profiler_False{ending}", *dtypes, sizes)
 
     @recorded
     def run(  # noqa: PLR0917 - the library's signature
@@ -133,12 +138,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         assert planned is not None, "called before plan()"
         rows = sum(planned.lengths.rows)
         for size, query, pages in zip(planned.sizes, (q_nope, q_pe), (ckv_cache, kpe_cache), strict=True):
-            require(query.dtype == pages.dtype == planned.dtype, f"{query.dtype}, {pages.dtype}, and {planned.dtype}")
+            dtypes = (query.dtype, pages.dtype)
+            require(dtypes == (planned.dtype, planned.cache), f"{dtypes}, and {planned.dtype, planned.cache}")
             check_rows("the query", query, (rows, planned.heads, size), self.device)
             check_rows("the cache", pages, (ckv_cache.shape[0], planned.page_size, size), self.device)
         out = output_for(q_nope, out, planned.dtype)
         lse = lse_for(q_nope, lse, return_lse=return_lse)
-        query, pages, first = torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache, kpe_cache), -1), 0
+        query, pages, first = torch.cat((q_nope, q_pe), -1), self._dequantized(ckv_cache, kpe_cache), 0
         for request, (count, keys) in enumerate(zip(planned.lengths.rows, planned.lengths.keys, strict=True)):
             mine, first = slice(first, first + count), first + count
             if count:
@@ -146,6 +152,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 value = key[..., : planned.sizes[0]]
                 write(query[mine], key, value, planned.params, out[mine], lse if lse is None else lse[mine])
         return out if lse is None else (out, lse)
+
+    def _dequantized(self, *halves: Tensor) -> Tensor:
+        """Return latents in the dtype of queries. As in the kernels, scales are rounded to it, and products too."""
+        planned = self._latents
+        assert planned is not None
+        if planned.cache == planned.dtype:
+            return torch.cat(halves, -1)
+        require(self._scales is not None, "FP8 latents without ckv_scale and kpe_scale")
+        scales = torch.tensor(self._scales, dtype=planned.dtype)
+        return torch.cat([half.to(planned.dtype) * scale for half, scale in zip(halves, scales, strict=True)], -1)
 
     def _pages_of(self, request: int) -> Tensor:
         planned = self._latents

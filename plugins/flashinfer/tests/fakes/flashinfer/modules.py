@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import torch
+from packaging.version import Version
 
 from flashinfer.journal import journal
 
@@ -23,4 +25,6 @@ def compile_for(planned: Planned) -> None:
     if planned.backend == "cuda_cores":
         journal.compile(f"batch_decode_{form}", planned.kernel)
     else:
-        journal.compile(f"batch_prefill_{form}_f16qk_False" + "_sm90" * (planned.backend == "fa3"), planned.kernel)
+        is_newer = Version(import_module("flashinfer").__version__) >= Version("0.7")
+        ending = "_sm90" if planned.backend == "fa3" else "_kv_stride_equal" * is_newer
+        journal.compile(f"batch_prefill_{form}_f16qk_False{ending}", planned.kernel)

@@ -32,6 +32,8 @@ class MLAPlanMetadata:
 class BatchMLAPagedAttentionWrapper(mla.BatchMLAPagedAttentionWrapper):
     """Refuses the flat arguments, which the library deprecates, and runs that differ from their plan."""
 
+    _module_format = "_planabi2"
+
     @recorded
     def plan(  # noqa: PLR0917 - the library's signature
         self,
@@ -69,9 +71,9 @@ class BatchMLAPagedAttentionWrapper(mla.BatchMLAPagedAttentionWrapper):
         require_unused(max_q_len=max_q_len, output_dtype=output_dtype, skip_softmax=skip_softmax, use_sinks=use_sinks)
         require_unused(enable_pdl=enable_pdl)
         require(metadata is not None, "a plan without metadata")
-        require((output_scale, scale_mode) == ("none", "default"), "scales are not modelled")
+        require(output_scale == "none", "scales of outputs are not modelled")
         require((query_layout, kv_cache_layout) == ("split", "split"), "packed queries and latents are not modelled")
-        self._lse_mode = lse_mode
+        self._lse_mode, self._scale_mode = lse_mode, scale_mode
         flat: dict[str, Any] = asdict(metadata, recurse=False)  # type: ignore[arg-type]
         super().plan(
             **flat,
@@ -112,10 +114,14 @@ class BatchMLAPagedAttentionWrapper(mla.BatchMLAPagedAttentionWrapper):
         bmm1_scale: float | Tensor | None = None,
         bmm2_scale: float | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        require_unused(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, ckv_scale=ckv_scale)
-        require_unused(ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale, sinks=sinks, bmm1_scale=bmm1_scale)
+        require_unused(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, bmm1_scale=bmm1_scale)
+        require_unused(ckv_scale_arr=ckv_scale_arr, sinks=sinks)
         require_unused(skip=skip_softmax_threshold_scale_factor, bmm2_scale=bmm2_scale)
         require(type(query) is tuple and type(kv_cache) is tuple, "split queries and latents are tuples of two")
+        scales, is_fp8 = (ckv_scale, kpe_scale), self._scale_mode == "kv-per-tensor"
+        if any((type(scale) is float) is not is_fp8 for scale in scales):
+            raise ValueError(f"the plan has scale mode {self._scale_mode!r}, and the run the scales {scales}")
+        self._scales = scales if is_fp8 else None  # type: ignore[assignment]
         mode = "none" if lse is None and not return_lse else "basee" if return_lse_base_on_e else "base2"
         if mode != self._lse_mode:
             raise ValueError(f"the plan has LSE mode {self._lse_mode!r}, and the run {mode!r}")
