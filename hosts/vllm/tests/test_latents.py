@@ -528,6 +528,15 @@ def test_what_is_named_on_a_cpu_runs_or_is_an_error():
         Rank(attention=named | {"use_prefill_query_quantization": True})
 
 
+def test_what_sleep_discards_is_made_again_in_a_step():
+    rank = Rank(enable_cumem_allocator=True)
+    state = rank.builder._prefill_backend._among_new.builder.state
+    compare(lambda *step: [rank.run(*step)], [rank])
+    backend = rank.builder._prefill_backend
+    assert backend._among_new.builder.state is not state
+    assert backend.made_in_pool is None
+
+
 def test_a_builder_does_not_select_prefills_again(monkeypatch):
     """On Blackwell vLLM would do so for an FP8 KV cache, without the name that was offered."""
 

@@ -115,6 +115,8 @@ def prepared(own: Any, impl: Any, config: Any, spec: Any) -> Any:
         )
     if isinstance(own, LatentPrefill):
         own.load(impl.choice, spec)
+        if config.model_config.enable_cumem_allocator:
+            own.made_in_pool = impl.choice, spec
     return own
 
 
@@ -127,8 +129,15 @@ class _Calls:
 
 
 class LatentPrefill(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
-    """The backend of vLLM's registry of prefills."""
+    """
+    The backend of vLLM's registry of prefills.
 
+    Attributes:
+        made_in_pool: What it is loaded with once more: vLLM 0.26 discards the memory that is allocated beside KV caches
+            while it sleeps. None where it was loaded elsewhere.
+    """
+
+    made_in_pool: tuple[facts.Choice, Any] | None = None
     _among_new: _Calls
     _to_cached: _Calls
     _of_new: Metadata
@@ -195,6 +204,9 @@ class LatentPrefill(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is no depe
         Raises:
             ContractError: The lengths contradict the limits.
         """
+        if self.made_in_pool is not None:
+            self.load(*self.made_in_pool)
+            self.made_in_pool = None
         on_device = prefill.query_start_loc[: starts.shape[0]]
         self._of_new = self._among_new.builder.build(_batch((on_device, starts), (on_device, starts), causal=True))
         chunks = _chunks_of(prefill.chunked_context, (on_device, starts))
