@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import mla_attention
@@ -567,3 +568,8 @@ def test_backends_declare_both_kinds_of_calls(sizes, names):
     for wanted in prefill.requests(16, *sizes, torch.bfloat16):
         verdicts = attnplug.explain(wanted, hopper, assume_installed=True).verdicts
         assert names <= {each.id for each in verdicts if not each.reasons}
+
+
+def test_batch_invariance_is_requested_without_a_configuration(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert all(each.batch_invariant for each in prefill.requests(16, 192, 128, torch.bfloat16))

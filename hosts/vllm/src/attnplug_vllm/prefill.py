@@ -46,6 +46,8 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         head_size_v: Elements of a value.
         dtype: The model's, of torch.
     """
+    from vllm.envs import VLLM_BATCH_INVARIANT  # noqa: PLC0415 - read anew with each call
+
     fields: dict[str, Any] = {
         "head_size": head_size,
         "head_size_v": head_size_v,
@@ -55,7 +57,7 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         "paged": False,
         "phases": ("prefill",),
         "return_lse": True,
-        "batch_invariant": facts.engine_fields().get("batch_invariant", False),
+        "batch_invariant": bool(VLLM_BATCH_INVARIANT),  # builders are made without a current configuration
     }
     return Requirements(**fields), Requirements(**fields, causal=False)
 
