@@ -201,6 +201,20 @@ def test_extends_with_keys_and_values_per_head(chunk: int | None) -> None:
     assert "prefills with keys and values per head: torch/sdpa" in backend.explain()
 
 
+def test_rows_of_a_step_without_requests_are_zeros() -> None:
+    world = world_of()
+    backend = world.backend()
+    step, queries = world.batch([], [], EXTEND), world.randn(2, HEADS, NOPE + ROPE)
+    backend.init_forward_metadata(step)
+    keys, values = world.randn(2, HEADS, NOPE + ROPE), world.randn(2, HEADS, VALUE)
+    module = world.layers[0].attn_mha
+    for step.mha_return_lse in (False, True):
+        found = backend.forward_extend(queries, keys, values, module, step, save_kv_cache=False)
+        output, lse = found if step.mha_return_lse else (found, torch.zeros(2, HEADS))
+        assert (output.numel(), lse.shape) == (2 * HEADS * VALUE, (2, HEADS))
+        assert not (output.any() or lse.any())
+
+
 @pytest.mark.parametrize(
     ("wanted", "prefix", "merges", "found"),
     [
