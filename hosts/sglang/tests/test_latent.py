@@ -212,7 +212,22 @@ def test_rows_of_a_step_without_requests_are_zeros() -> None:
         found = backend.forward_extend(queries, keys, values, module, step, save_kv_cache=False)
         output, lse = found if step.mha_return_lse else (found, torch.zeros(2, HEADS))
         assert (output.numel(), lse.shape) == (2 * HEADS * VALUE, (2, HEADS))
-        assert not (output.any() or lse.any())
+        assert not output.any()
+        assert not lse.any()
+
+
+def test_all_steps_are_absorbed_where_nothing_serves_dense_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NoBackendError("no backend serves it", "", "")
+
+    world = world_of()
+    backend = world.backend()
+    assert "all are absorbed" not in backend.explain()
+    monkeypatch.setattr(latent.attnplug, "select", refuse)
+    absorbed = world_of()
+    backend = absorbed.backend()
+    assert "prefills with keys and values per head: none, all are absorbed" in backend.explain()
+    assert absorbed.step(backend, [absorbed.new()], [5], EXTEND) < CLOSE
 
 
 @pytest.mark.parametrize(
