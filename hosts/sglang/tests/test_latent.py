@@ -65,6 +65,15 @@ def test_decodes_in_graphs(page: int) -> None:
         assert worst(found, world.expected(requests, [1] * len(requests), real)) < CLOSE
 
 
+def test_drafts_are_verified_absorbed() -> None:
+    world = world_of(64)
+    backend = world.backend()
+    a, b = world.new(), world.new()
+    assert world.step(backend, [a, b], [17, 70], EXTEND) < CLOSE
+    chain = Names(custom_mask=None, draft_token_num=3)
+    assert world.step(backend, [b, a], [3, 3], ForwardMode.TARGET_VERIFY, spec=chain) < CLOSE
+
+
 def test_rotary_parts_that_come_apart() -> None:
     world = world_of()
     backend = world.backend()
