@@ -13,7 +13,17 @@ import attnplug
 import attnplug.torch_backend
 import attnplug.torch_backend.builder as builder_module
 import attnplug.torch_backend.impl as impl_module
-from attnplug.contract import PAD_SLOT_ID, AttentionImpl, Batch, Layer, Limits, forward_context, split_kv
+from attnplug.contract import (
+    PAD_SLOT_ID,
+    AttentionImpl,
+    Batch,
+    GraphShape,
+    Layer,
+    Limits,
+    forward_context,
+    split_kv,
+    warm_up,
+)
 from attnplug.errors import (
     CacheError,
     LayerError,
@@ -298,6 +308,23 @@ def test_scales_of_records_are_refused(given):
 def test_caches_of_other_records_are_refused(pool):
     with pytest.raises(CacheError, match=r"\(num_blocks, 4, 1, 656\) torch.uint8"):
         load(**RECORDS).bind_cache({"k": pool, "v": pool[..., :512]})
+
+
+# --- warm-up ---
+
+
+@pytest.mark.parametrize(
+    ("more", "runs"),
+    [({}, [None]), ({"topk": 3}, [False, True]), ({"topk": 3, "kv_in_cache": True}, [False, True] * 2)],
+)
+def test_a_step_of_zeros_has_what_a_call_has(monkeypatch, more, runs):
+    found = []
+    backend = load(**more)
+    monkeypatch.setattr(backend.impl_class, "run", lambda *_: found.append(None))
+    monkeypatch.setattr(backend.impl_class, "run_sparse", lambda *given: found.append(given[6] is not None))
+    warm_up(backend, [backend.dummy_batch(GraphShape(2, 2, 1))])
+
+    assert sorted(found, key=str) == sorted(runs, key=str)
 
 
 # --- compiled ---

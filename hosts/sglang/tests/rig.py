@@ -45,8 +45,8 @@ class World:
         swa: Whether layers with a window have a pool for themselves.
         options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``scaling``,
             ``sinks``, ``seed``, ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further
-            options of SGLang), ``rows`` (of the table of slots), ``slots`` (of the pool), ``latent`` (whether values are
-            the first elements of the one key head).
+            options of SGLang), ``rows`` (of the table of slots), ``slots`` (of the pool), ``latent`` (whether values
+            are the first elements of the one key head).
     """
 
     def __init__(

@@ -65,6 +65,15 @@ def test_decodes_in_graphs(page: int) -> None:
         assert worst(found, world.expected(requests, [1] * len(requests), real)) < CLOSE
 
 
+def test_drafts_are_verified_absorbed() -> None:
+    world = world_of(64)
+    backend = world.backend()
+    a, b = world.new(), world.new()
+    assert world.step(backend, [a, b], [17, 70], EXTEND) < CLOSE
+    chain = Names(custom_mask=None, draft_token_num=3)
+    assert world.step(backend, [b, a], [3, 3], ForwardMode.TARGET_VERIFY, spec=chain) < CLOSE
+
+
 def test_rotary_parts_that_come_apart() -> None:
     world = world_of()
     backend = world.backend()
@@ -121,7 +130,7 @@ def test_a_backend_without_latents_is_refused_at_the_start() -> None:
 # Keys and values per head
 
 
-def expand(world: World, index: int, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand(index: int, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a layer's keys and values per head of latents, as `kv_b_proj` makes them."""
     weights = torch.randn(RANK, HEADS, NOPE + VALUE, generator=torch.Generator().manual_seed(index)).to(latents) / 4
     both = torch.einsum("tl,lhd->thd", latents[:, 0, :RANK], weights)
@@ -130,53 +139,52 @@ def expand(world: World, index: int, latents: torch.Tensor) -> tuple[torch.Tenso
 
 
 def extend(world: World, backend: Any, requests: list[int], lens: list[int], chunk: int | None, padding: int) -> float:
-    """
-    Run an extend as SGLang's models do in the other form, and return its largest error.
-
-    Args:
-        chunk: Tokens of a chunk of the prefix; None for keys of all tokens in one call.
-        padding: Rows behind.
-    """
+    """Run an extend as SGLang's models do in the other form, with `chunk` or all tokens of the prefix in a call."""
     step, data = world.batch(requests, lens, EXTEND), world.qkv(sum(lens))
     before = [world.requests[each]["length"] for each in requests]
     backend.init_forward_metadata(step)
     step.mha_one_shot, step.mha_return_lse = chunk is None, chunk is not None
     world.expected(requests, lens, data)  # takes latents over
-    errors = []
+    largest = 0.0
     for index, block in enumerate(world.layers):
         world.pool.kv_buffer[index][step.out_cache_loc] = data[index][1]  # which models do in this form
         queries = world.randn(sum(lens) + padding, HEADS, NOPE + ROPE)
-        made = [expand(world, index, world.requests[each]["kv"][index][0].float()) for each in requests]
+        made = [expand(index, world.requests[each]["kv"][index][0].float()) for each in requests]
+        with forward_context(ForwardContext(attn_backend=backend)):
+            if chunk is None:
+                output = call(block, step, queries, made, [slice(None)] * len(requests)).view(-1, HEADS, VALUE)
+            else:
+                output = in_chunks(block, step, queries, made, before, chunk)
+        assert not output[sum(lens) :].any()
+        starts = [sum(lens[:i]) for i in range(len(lens))]
+        for (k, v), start, count in zip(made, starts, lens, strict=True):
+            rows = slice(start, start + count)
+            wanted = attend(queries[rows].double(), k.double(), v.double(), scale=SCALE, causal=True).output
+            largest = max(largest, float((output[rows].double() - wanted).abs().max()))
+    return largest
 
-        def call(parts: list[slice]) -> Any:
-            k, v = (torch.cat([each[i][part] for each, part in zip(made, parts, strict=True)]) for i in (0, 1))
-            with forward_context(ForwardContext(attn_backend=backend)):
-                return block.attn_mha(queries.flatten(1), k, v, step, save_kv_cache=False)
 
-        step.attn_attend_prefix_cache = False
-        if chunk is None:
-            output = call([slice(None)] * len(requests)).view(-1, HEADS, VALUE)
-        else:
-            output, lse = call([slice(start, None) for start in before])
-            step.attn_attend_prefix_cache = True
-            starts = range(0, max(before), chunk)
-            step.prefix_chunk_seq_lens_cpu = torch.tensor(
-                [[min(max(length - start, 0), chunk) for length in before] for start in starts]
-            )
-            for step.prefix_chunk_idx, start in enumerate(starts):
-                part, part_lse = call([slice(start, min(length, start + chunk)) for length in before])
-                both = torch.logaddexp(lse, part_lse)
-                output = output * (lse - both).exp()[..., None] + part * (part_lse - both).exp()[..., None]
-                lse = both
-        rows = torch.cat([torch.zeros(0, dtype=torch.long)] + [torch.arange(each) for each in lens])
-        assert len(rows) + padding == len(output)
-        first = 0
-        for (k, v), count in zip(made, lens, strict=True):
-            wanted = attend(queries[first : first + count].double(), k.double(), v.double(), scale=SCALE, causal=True)
-            errors.append(float((output[first : first + count].double() - wanted.output).abs().max()))
-            first += count
-        assert padding == 0 or not output[first:].any()
-    return max(errors)
+def call(block: Any, step: Any, queries: torch.Tensor, made: Any, parts: list[slice]) -> Any:
+    """Call the form of a layer with parts of the keys and values of each request."""
+    k, v = (torch.cat([each[i][part] for each, part in zip(made, parts, strict=True)]) for i in (0, 1))
+    return block.attn_mha(queries.flatten(1), k, v, step, save_kv_cache=False)
+
+
+def in_chunks(block: Any, step: Any, queries: torch.Tensor, made: Any, before: list[int], chunk: int) -> torch.Tensor:
+    """Merge the attention of new tokens to each other, and to chunks of their prefixes, as SGLang's models do."""
+    step.attn_attend_prefix_cache = False
+    output, lse = call(block, step, queries, made, [slice(length, None) for length in before])
+    step.attn_attend_prefix_cache = True
+    starts = range(0, max(before), chunk)
+    counts = [[min(max(length - start, 0), chunk) for length in before] for start in starts]
+    step.prefix_chunk_seq_lens_cpu = torch.tensor(counts)
+    for step.prefix_chunk_idx, start in enumerate(starts):
+        parts = [slice(start, min(length, start + chunk)) for length in before]
+        part, part_lse = call(block, step, queries, made, parts)
+        both = torch.logaddexp(lse, part_lse)
+        output = output * (lse - both).exp()[..., None] + part * (part_lse - both).exp()[..., None]
+        lse = both
+    return output
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -191,6 +199,35 @@ def test_extends_with_keys_and_values_per_head(chunk: int | None) -> None:
     assert world.step(backend, [a, b, c], [1, 1, 1], DECODE) < CLOSE
     assert world.step(backend, [a, b], [7, 1], MIXED) < CLOSE
     assert "prefills with keys and values per head: torch/sdpa" in backend.explain()
+
+
+def test_rows_of_a_step_without_requests_are_zeros() -> None:
+    world = world_of()
+    backend = world.backend()
+    step, queries = world.batch([], [], EXTEND), world.randn(2, HEADS, NOPE + ROPE)
+    backend.init_forward_metadata(step)
+    keys, values = world.randn(2, HEADS, NOPE + ROPE), world.randn(2, HEADS, VALUE)
+    module = world.layers[0].attn_mha
+    for step.mha_return_lse in (False, True):
+        found = backend.forward_extend(queries, keys, values, module, step, save_kv_cache=False)
+        output, lse = found if step.mha_return_lse else (found, torch.zeros(2, HEADS))
+        assert (output.numel(), lse.shape) == (2 * HEADS * VALUE, (2, HEADS))
+        assert not output.any()
+        assert not lse.any()
+
+
+def test_all_steps_are_absorbed_where_nothing_serves_dense_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NoBackendError("no backend serves it", "", "")
+
+    world = world_of()
+    backend = world.backend()
+    assert "all are absorbed" not in backend.explain()
+    monkeypatch.setattr(latent.attnplug, "select", refuse)
+    absorbed = world_of()
+    backend = absorbed.backend()
+    assert "prefills with keys and values per head: none, all are absorbed" in backend.explain()
+    assert absorbed.step(backend, [absorbed.new()], [5], EXTEND) < CLOSE
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from attnplug_transformers.engine.runner import prepare
 from attnplug_transformers.engine.schedule import Step
 from hosts.transformers.tests.engine.reference import NEW, reference
 from hosts.transformers.tests.engine.test_runner import CPU, scheduled
+from hosts.transformers.tests.models import model
 
 SIZES = LatentSizes(rank=16, nope=8, value=6)
 """Those of the tiny DeepSeek-V3."""
@@ -222,6 +223,20 @@ def test_a_backend_without_dense_calls_is_not_replaced_by_another(host, calls, t
         assert {one.id for one in engine.prefill_selections.values()} == {"torch/sdpa"}
         assert engine.generate(prompts, max_new_tokens=NEW) == expected
     assert calls
+
+
+def test_latents_in_records(host, calls):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 2}
+    made, prompts = model("deepseek_v3", dtype=torch.bfloat16, **sizes), reference("deepseek_v3")[1]
+    found = {}
+    for dtype in ("auto", "fp8_ds_mla"):
+        with Engine(made, kv_cache_dtype=dtype, max_num_tokens=20, max_num_reqs=4, block_size=16) as engine:
+            found[dtype] = engine.generate(prompts, max_new_tokens=1)
+
+    assert engine._groups.bytes_per_block == 2 * 16 * 656
+    assert any(any(contexts) for _, contexts, _, _ in calls[len(calls) // 2 :])
+    equal = sum(one == other for one, other in zip(*found.values(), strict=True))
+    assert equal >= len(prompts) - 2  # by rounding
 
 
 def test_a_model_without_latents_has_no_such_prefills(host, calls):

@@ -14,7 +14,7 @@ from attnplug import Requirements, select
 from attnplug.contract import Batch
 from attnplug.dense import device_of, latent_prefill
 from attnplug.errors import NoBackendError
-from attnplug.ops import write_pages
+from attnplug.ops import write_latents, write_pages
 from attnplug_transformers.engine.latent import expand
 
 if TYPE_CHECKING:
@@ -176,7 +176,10 @@ class PrefillStep:
             pages = latents.new_zeros(1, 1, *latents.shape[1:])
         else:
             pages = self.caches[spec.cache_name].k
-            write_pages(latents, pages, slots, spec.k_scale, padded=False)
+            if pages.dtype == torch.uint8:  # records of fp8_ds_mla
+                write_latents(latents, pages, slots, padded=False)
+            else:
+                write_pages(latents, pages, slots, spec.k_scale, padded=False)
         output, _ = latent_prefill(
             query,
             *expand(module, latents.squeeze(1)),
