@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from attnplug.errors import ContractError
+from attnplug.errors import ContractError, NotNegotiatedError
 from attnplug_kit.oracle import attend
 from attnplug_vllm import facts, latent, prefill, registration, selector
 from hosts.vllm.tests.cuda_platform import use_cuda
@@ -516,3 +516,27 @@ def test_vllm_prefills_on_its_own_and_says_why(monkeypatch, attention, taken, re
     assert not rank.layer.impl.prefills
     assert isinstance(rank.builder._prefill_backend, Own)
     assert [reason in text for text in said] == [True] * (reason is not None)
+
+
+def test_what_is_named_on_a_cpu_runs_or_is_an_error():
+    """VLLM's CPU platform reads no name of a prefill backend."""
+    named = {"mla_prefill_backend": MLAPrefillBackendEnum.CUSTOM}
+    rank = Rank(attention=named)
+    assert isinstance(rank.builder._prefill_backend, prefill.LatentPrefill)
+    with pytest.raises(NotNegotiatedError, match="use_prefill_query_quantization"):
+        Rank(attention=named | {"use_prefill_query_quantization": True})
+
+
+def test_a_builder_does_not_select_prefills_again(monkeypatch):
+    """On Blackwell vLLM would do so for an FP8 KV cache, without the name that was offered."""
+
+    def select():
+        raise AssertionError
+
+    rank = Rank()
+    monkeypatch.setattr(mla_attention, "backend_supports_prefill_query_quantization", select)
+    rank.config.cache_config.cache_dtype = "fp8"
+    with current(rank.config):
+        rank.layer.prefill_backend = rank.builder._prefill_backend
+        builder = latent.latent_classes(CHOICE)[1](rank.spec, ["layers.0"], rank.config, CPU)
+    assert builder.q_data_type is torch.float32

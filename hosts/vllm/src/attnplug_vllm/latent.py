@@ -185,8 +185,12 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **further: Any
     ) -> None:
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl = layer.impl
+        if isinstance(layer.prefill_backend, prefill.LatentPrefill):
+            # On Blackwell vLLM would select a prefill backend once more to find out, and may have none.
+            self.determine_prefill_query_data_type: Any = lambda _config, dtype: dtype
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata, **further)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self._prefill_backend: Any = prefill.prepared(self._prefill_backend, impl, vllm_config, kv_cache_spec)
         self._inner = make_builder_class(self.choice)(kv_cache_spec, layer_names, vllm_config, device)
         self._is_local, self._dcp_rank = impl.requirements.return_lse, impl.dcp_rank

@@ -69,14 +69,21 @@ def offer(impl: Any, dtype: Any) -> None:
     Args:
         impl: The layer's implementation, before vLLM asks for a prefill backend.
         dtype: The layer's.
+
+    Raises:
+        AttnplugError: The configuration names attnplug's on a CPU, and no backend serves the layer.
     """
     attention = getattr(facts.current_config(), "attention_config", None)
-    if attention is None or attention.mla_prefill_backend is not None:
+    named = None if attention is None else attention.mla_prefill_backend
+    is_ours = named is MLAPrefillBackendEnum[SLOT]
+    if attention is None or (named is not None and not (is_ours and _is_on_cpu())):
         return
     try:
         _check_slot()
         chosen = _choose(requests(impl.num_heads, impl.qk_head_dim, impl.v_head_dim, dtype), impl.choice)
     except AttnplugError as error:
+        if is_ours:  # a GPU's selection asks `LatentPrefill` instead
+            raise
         _say(f"vLLM prefills latents on a backend of its own, not on one of attnplug: {_text_of(error)}")
     else:
         impl.prefills = True
