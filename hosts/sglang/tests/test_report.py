@@ -53,7 +53,7 @@ def test_latents_are_a_kind_of_model(installed) -> None:
 
     found = report.choose([latent], HOPPER, assume_installed=False)
 
-    assert (installed[0]["latent"], installed[0]["asymmetric"]) == (True, False)  # the latter is of K and V per head
+    assert installed[0]["latent"]
     assert (found.choices[0].ignored, found.warnings) == ((), ())
 
 
@@ -110,6 +110,8 @@ def test_the_doctor_names_what_hides_them(installed, monkeypatch) -> None:
         ((9, 0), {}, "fa3"),
         ((9, 0), {"sinks": True}, "fa3"),
         ((9, 0), {"latent": True}, "fa3"),
+        ((8, 9), {"latent": True}, "triton"),
+        ((10, 0), {"latent": True}, "flashinfer"),
         ((10, 0), {}, "trtllm_mha"),
         ((8, 9), {}, "flashinfer"),
         ((8, 9), {"sinks": True}, "triton"),

@@ -80,7 +80,7 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
     request = {
         "capability": [capability.major, capability.minor],
         "sinks": any(each.sinks for each in requirements),
-        "asymmetric": any(each.head_size_v != each.head_size and not each.latent for each in requirements),
+        "asymmetric": any(each.head_size_v != each.head_size for each in requirements),
         "latent": any(each.latent for each in requirements),
         "flashinfer": has_flashinfer or assume_installed,
     }

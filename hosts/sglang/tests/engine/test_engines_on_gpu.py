@@ -65,7 +65,7 @@ def own(errors: Errors) -> float:
 @pytest.mark.parametrize(
     ("backend", "page"),
     [
-        ("flash_attn/fa3_vllm", 1),
+        ("flash_attn/fa3_vllm", 16),  # the smallest that its kernels read
         ("flash_attn/fa3_vllm", 64),
         ("flashinfer/fa3", 1),
         ("flashinfer/fa3", 64),
