@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
+import attnplug
 from attnplug.errors import ContractError, NotNegotiatedError
 from attnplug_kit.oracle import attend
 from attnplug_vllm import facts, latent, prefill, registration, selector
@@ -540,3 +541,20 @@ def test_a_builder_does_not_select_prefills_again(monkeypatch):
         rank.layer.prefill_backend = rank.builder._prefill_backend
         builder = latent.latent_classes(CHOICE)[1](rank.spec, ["layers.0"], rank.config, CPU)
     assert builder.q_data_type is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((192, 128), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # DeepSeek, Kimi
+        ((256, 256), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # GLM
+        ((128, 128), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # Mistral 4
+        ((96, 96), {"flash_attn/fa3_vllm"}),
+    ],
+)
+def test_backends_declare_both_kinds_of_calls(sizes, names):
+    """One backend serves new tokens and cached ones on Hopper."""
+    hopper = attnplug.Device.cuda("9.0")
+    for wanted in prefill.requests(16, *sizes, torch.bfloat16):
+        verdicts = attnplug.explain(wanted, hopper, assume_installed=True).verdicts
+        assert names <= {each.id for each in verdicts if not each.reasons}

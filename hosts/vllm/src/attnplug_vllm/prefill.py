@@ -57,7 +57,7 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         "return_lse": True,
         "batch_invariant": facts.engine_fields().get("batch_invariant", False),
     }
-    return Requirements(**fields), Requirements(**fields, attn_type="encoder_decoder")
+    return Requirements(**fields), Requirements(**fields, causal=False)
 
 
 def offer(impl: Any, dtype: Any) -> None:

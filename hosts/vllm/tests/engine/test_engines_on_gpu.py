@@ -132,21 +132,22 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
 
 @pytest.mark.feature("MLA", "chunked prefill")
 @pytest.mark.parametrize(
-    ("name", "own_prefills", "mode"),
+    ("backend", "name", "own_prefills", "mode"),
     [
-        ("deepseek_long", False, "eager"),
-        ("deepseek_long", False, "compiled"),
-        ("deepseek_long", True, "eager"),
-        ("latent_96", False, "graphs"),
+        ("flash_attn/fa3_vllm", "deepseek_long", False, "eager"),
+        ("flash_attn/fa3_vllm", "deepseek_long", False, "compiled"),
+        ("flash_attn/fa3_vllm", "deepseek_long", True, "eager"),
+        ("flash_attn/fa3_vllm", "latent_96", False, "graphs"),
+        ("flashinfer/fa3", "deepseek_long", False, "eager"),
     ],
 )
 def test_prefills_of_latents_are_as_near_as_its_own(
-    name, own_prefills, mode, server, folder, own_error, record_property
+    backend, name, own_prefills, mode, server, folder, own_error, record_property
 ):
     """Prefills run on attnplug, unless vLLM's are named; of some heads vLLM has none."""
-    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": "flash_attn/fa3_vllm"}
+    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend}
     named = {"attention_config": {"mla_prefill_backend": "FLASH_ATTN"}} if own_prefills else {}
-    prefills = [] if own_prefills else ["flash_attn/fa3_vllm"]
+    prefills = [] if own_prefills else [backend]
     outputs = run(server, folder(name), "CUSTOM", mode, given, prefills=prefills, **LONG, **named)
 
     error, own = errors(folder(name), outputs, LONG["prompts"]), own_error("deepseek_long")
