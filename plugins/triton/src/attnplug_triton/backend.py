@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.contract import Backend, dummy_batch_of, warm_up
+from attnplug.contract import Backend, dummy_batch_of, torch_dtype, warm_up
 from attnplug.ops import split_bytes
 from attnplug_triton.builder import TritonBuilder
 from attnplug_triton.impl import TritonImpl
@@ -31,7 +31,6 @@ class TritonBackend(Backend):
         short: The most new tokens of a request that the kernel of short queries computes.
         decode_tiles: Its tile sizes.
         prefill_tiles: The tile sizes of the other kernel.
-        reads_bits: Whether the kernels convert e4m3 by its bits.
     """
 
     impl_class = TritonImpl
@@ -40,16 +39,25 @@ class TritonBackend(Backend):
 
     def __init__(self, agreement: Agreement, device: Device) -> None:
         super().__init__(agreement, device)
-        requested, capability = agreement.requirements, device.compute_capability
-        number = None if capability is None else capability.number
+        requested = agreement.requirements
         self._size_v = requested.head_size_v or requested.head_size
         self.short = max(1, min(requested.decode_query_len, MAX_ROWS // requested.gqa_ratio))
-        available = shared_memory(number)
-        sizes = requested.head_size, self._size_v
-        self.decode_tiles = decode_tiles(*sizes, rows=self.short * requested.gqa_ratio, shared=available)
-        self.prefill_tiles = prefill_tiles(*sizes, shared=available)
-        has_e4m3 = number is None or number >= _HAS_E4M3
-        self.reads_bits = agreement.kv_cache_dtype == "fp8_e4m3" and not has_e4m3
+        available = shared_memory(self._capability)
+        sizes, itemsize = (requested.head_size, self._size_v), torch_dtype(agreement.kv_cache_dtype).itemsize
+        rows = self.short * requested.gqa_ratio
+        self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
+        self.prefill_tiles = prefill_tiles(*sizes, itemsize=itemsize, shared=available)
+
+    @property
+    def _capability(self) -> tuple[int, int] | None:
+        capability = self.device_properties.compute_capability
+        return None if capability is None else capability.number
+
+    @property
+    def reads_bits(self) -> bool:
+        """Whether the kernels convert an FP8 KV cache by its bits, where Triton does not."""
+        has_e4m3 = self._capability is None or self._capability >= _HAS_E4M3
+        return self.agreement.kv_cache_dtype == "fp8_e4m3" and not has_e4m3
 
     def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
         """Return the splits of each request that fill the device."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import triton
-
 from attnplug.contract import AttentionImpl
 from attnplug.ops import write_kv
 from attnplug_triton.launch import Params, run
+from attnplug_triton.tiles import width_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -51,7 +50,7 @@ class TritonImpl(AttentionImpl):
             ),
             constants=(
                 self.num_kv_heads, self.num_queries_per_kv, self.head_size, self.head_size_v,
-                triton.next_power_of_2(self.head_size), triton.next_power_of_2(self.head_size_v),
+                width_of(self.head_size), width_of(self.head_size_v),
             ),
             forms=(self.causal, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi], sinks is not None),
             scale_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits),

@@ -18,20 +18,16 @@ _PROGRAMS: Final = 2
 _MIN_TILES: Final = 4
 """The fewest tiles of a split: fewer are not worth a program."""
 
-_SHARED_MEMORY: Final = {
-    (7, 5): 64,
-    (8, 0): 163,
-    (8, 7): 163,
-    (9, 0): 227,
-    (10, 0): 227,
-    (10, 1): 227,
-    (10, 3): 227,
-    (11, 0): 227,
-}
+_LARGE: Final = 227
+_SHARED_MEMORY: Final = {(8, 0): 163, (8, 7): 163} | dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), _LARGE)
 """KiB of shared memory per program (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 _MIN_SHARED_MEMORY: Final = 99
 """KiB on the other compute capabilities from 8.0 on."""
+
+_KIB: Final = 1024
+_SPARE: Final = 2
+"""KiB of shared memory for page numbers and reductions."""
 
 
 @frozen
@@ -57,24 +53,51 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
     return max(_SHARED_MEMORY.values()) if capability is None else _SHARED_MEMORY.get(capability, _MIN_SHARED_MEMORY)
 
 
-def decode_tiles(size: int, size_v: int, *, rows: int, shared: int) -> Tiles:
+def width_of(size: int) -> int:
+    """Return the power of 2 that a head is padded to in a tile."""
+    return 1 << (size - 1).bit_length()
+
+
+def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: int) -> Tiles:
     """
-    Return the tiles of short queries.
+    Return the tiles of short queries: as many keys as leave shared memory for two programs with two tiles each.
 
     Args:
         size: Size of a query and key head.
         size_v: Size of a value head.
+        itemsize: Bytes of a cached element.
         rows: Query rows of a request.
         shared: KiB of shared memory.
     """
-    del size, size_v, shared
-    return Tiles(rows=max(16, 1 << (min(rows, MAX_ROWS) - 1).bit_length()), keys=64, stages=3, warps=4)
+    key_bytes = (width_of(size) + width_of(size_v)) * itemsize
+    keys = _keys_within(128, key_bytes, (shared // 2 - _SPARE) * _KIB)
+    return Tiles(rows=max(16, width_of(min(rows, MAX_ROWS))), keys=keys, stages=5, warps=4)
 
 
-def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
-    """Return the tiles of longer queries. Arguments as for `decode_tiles`."""
-    del size, size_v, shared
-    return Tiles(rows=128, keys=64, stages=3, warps=8)
+def prefill_tiles(size: int, size_v: int, *, itemsize: int, shared: int) -> Tiles:
+    """
+    Return the tiles of longer queries: two of keys and values fit shared memory, beside the queries.
+
+    Args:
+        size: Size of a query and key head.
+        size_v: Size of a value head.
+        itemsize: Bytes of a cached element: those of fewer than 2 are kept as they are cached and as they are computed.
+        shared: KiB of shared memory.
+    """
+    width, width_v = width_of(size), width_of(size_v)
+    is_wide = max(width, width_v) > 128
+    rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
+    key_bytes = (width + width_v) * (itemsize if itemsize > 1 else 3)
+    keys = _keys_within(64, key_bytes, (shared - _SPARE) * _KIB - rows * width * 2)
+    return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
+
+
+def _keys_within(most: int, key_bytes: int, available: int) -> int:
+    """Return the keys of a tile, of which two fit the available bytes."""
+    keys = most
+    while keys > 16 and 2 * keys * key_bytes > available:
+        keys //= 2
+    return keys
 
 
 def splits(*, sequences: int, keys: int, tile: int, multiprocessors: int, most: int | None = None) -> int:
