@@ -11,7 +11,7 @@ from attnplug import Device, Requirements
 from attnplug.contract import Batch, Layer, Limits, split_kv
 from attnplug.ops import Kernel
 from attnplug_kit.oracle import attend
-from attnplug_triton import decode, prefill
+from attnplug_triton import launch
 from attnplug_triton.backend import TritonBackend
 from tests.backends import requests
 from tests.backends.requests import CANARY
@@ -237,7 +237,7 @@ def test_more_rows_than_a_tile(calls):
 
 def test_lengths_do_not_recompile(monkeypatch):
     compiled = {}
-    for kernel in (decode._kernel, prefill._kernel):
+    for kernel in (launch._decode_kernel, launch._prefill_kernel):
         monkeypatch.setattr(kernel, "_launches", compiled.setdefault(kernel.function.fn.__name__, {}))
     steps = [([1] * count, [length] * count) for count in (1, 3) for length in (1, 16, 17, 300)]
     steps += [([count], [count + 3]) for count in (2, 16, 17, 130)]

@@ -46,7 +46,7 @@ class TritonBackend(Backend):
         sizes, itemsize = (requested.head_size, self._size_v), torch_dtype(agreement.kv_cache_dtype).itemsize
         rows = self.short * requested.gqa_ratio
         self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
-        self.prefill_tiles = prefill_tiles(*sizes, itemsize=itemsize, shared=available)
+        self.prefill_tiles = prefill_tiles(*sizes, shared=available)
 
     @property
     def _capability(self) -> tuple[int, int] | None:

@@ -52,7 +52,10 @@ class TritonImpl(AttentionImpl):
                 self.num_kv_heads, self.num_queries_per_kv, self.head_size, self.head_size_v,
                 width_of(self.head_size), width_of(self.head_size_v),
             ),
-            forms=(self.causal, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi], sinks is not None),
+            forms=(
+                self.causal or self.window[1] == 0, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi],
+                sinks is not None,
+            ),
             scale_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits),
         )  # fmt: skip
 

@@ -1,13 +1,16 @@
-"""The arguments of the kernels, in their order, and the launches of a step. Imports Triton."""
+"""The launches of a step. Imports Triton."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
-from attnplug_triton import decode, prefill
+from attnplug.ops import Kernel, merge_splits, split_views
+from attnplug_triton.triton_decode import _decode
+from attnplug_triton.triton_ops import INTERPRETED
+from attnplug_triton.triton_prefill import _prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,40 +61,7 @@ class Plan:
     prefill_tiles: Tiles
 
 
-@frozen(eq=False)
-class Call:
-    """
-    Both kernels' common arguments for one layer in one step.
-
-    Attributes:
-        out: ``(tokens, num_q_heads, head_size_v)``.
-        lse: ``(tokens, num_q_heads)``, or None.
-        query_starts: ``(num_reqs + 1,)`` int32.
-        num_reqs: Requests.
-        kv_heads: KV heads.
-        group: Query heads per KV head.
-        short: As in `Plan`.
-        decode_tiles: As in `Plan`.
-        prefill_tiles: As in `Plan`.
-        tensors: ``query`` to ``table`` of the kernels.
-        strides: ``q_token`` to ``lse_head``.
-        numbers: ``table_stride`` to ``soft_cap``.
-        constants: ``kv_heads`` to ``by_bits``.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    query_starts: Tensor
-    num_reqs: int
-    kv_heads: int
-    group: int
-    short: int
-    decode_tiles: Tiles
-    prefill_tiles: Tiles
-    tensors: tuple[Tensor, ...] = field()
-    strides: tuple[int, ...]
-    numbers: tuple[float, ...]
-    constants: tuple[Any, ...]
+_decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
 
 
 def run(
@@ -109,38 +79,44 @@ def run(
         plan: The launches.
         params: The layer.
     """
-    call = _call(query, kv_cache, out, lse, batch, plan, params)
-    if plan.num_splits:
-        decode.launch(call, plan.scratch, plan.num_splits)
-    if plan.num_tokens:
-        prefill.launch(call, plan.num_tokens)
-
-
-def _call(
-    query: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None, batch: Batch, plan: Plan, params: Params
-) -> Call:
-    keys, values, table = kv_cache.k, kv_cache.v, batch.block_table
-    assert table is not None  # noqa: S101 - the agreement has pages
-    if params.scale_forms[2]:
+    keys, values, table = kv_cache.k, kv_cache.v, cast("Tensor", batch.block_table)
+    if params.scale_forms[2]:  # Triton has no e4m3 here
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    lse_strides = (0, 0) if lse is None else lse.stride()
-    kv_heads, group = params.constants[:2]
-    return Call(
-        out,
-        lse,
-        batch.query_start_loc,
-        batch.num_reqs,
-        kv_heads,
-        group,
-        plan.short,
-        plan.decode_tiles,
-        plan.prefill_tiles,
-        (
-            query, keys, values, out,
-            *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-            batch.query_start_loc, batch.seq_lens, table,
-        ),
-        (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides),
-        (table.stride(0), batch.num_reqs, *params.numbers),
-        (*params.constants, keys.shape[1], plan.short, *params.forms, lse is not None, *params.scale_forms),
+    requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
+    tensors = (
+        query, keys, values, out,
+        *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
+        batch.query_start_loc, batch.seq_lens, table,
     )  # fmt: skip
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
+    numbers = (table.stride(0), requests, *params.numbers)
+    constants = (
+        *params.constants, keys.shape[1], short, *params.forms, lse is not None, *params.scale_forms, INTERPRETED,
+    )  # fmt: skip
+    splits, tiles = plan.num_splits, plan.decode_tiles
+    if splits:
+        parts = part_lse = out  # an argument that the kernel does not read is any tensor
+        if splits > 1:
+            parts, part_lse = split_views(plan.scratch, requests * short, out.shape[1], splits, out.shape[2])
+        _decode_kernel.run(
+            requests * kv_heads * splits * -(-short * group // tiles.rows),
+            (*tensors, parts, part_lse),
+            strides,
+            (*numbers, splits),
+            (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1),
+            num_warps=tiles.warps,
+        )
+        if splits > 1:
+            merge_splits(parts, part_lse, out, lse, batch.query_start_loc, query_len=short)
+    if plan.num_tokens:
+        tiles = plan.prefill_tiles
+        num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
+        _prefill_kernel.run(
+            num_tiles * kv_heads,
+            tensors,
+            strides,
+            (*numbers, num_tiles),
+            (*constants, tiles.rows, tiles.keys, tiles.stages),
+            num_warps=tiles.warps,
+        )

@@ -74,21 +74,19 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: in
     return Tiles(rows=max(16, width_of(min(rows, MAX_ROWS))), keys=keys, stages=5, warps=4)
 
 
-def prefill_tiles(size: int, size_v: int, *, itemsize: int, shared: int) -> Tiles:
+def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
     """
-    Return the tiles of longer queries: two of keys and values fit shared memory, beside the queries.
+    Return the tiles of longer queries: two of keys and values, of 16 bits, fit shared memory beside the queries.
 
     Args:
         size: Size of a query and key head.
         size_v: Size of a value head.
-        itemsize: Bytes of a cached element: those of fewer than 2 are kept as they are cached and as they are computed.
         shared: KiB of shared memory.
     """
     width, width_v = width_of(size), width_of(size_v)
     is_wide = max(width, width_v) > 128
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
-    key_bytes = (width + width_v) * (itemsize if itemsize > 1 else 3)
-    keys = _keys_within(64, key_bytes, (shared - _SPARE) * _KIB - rows * width * 2)
+    keys = _keys_within(64, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
     return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
 
 

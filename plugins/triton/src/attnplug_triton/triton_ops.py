@@ -45,7 +45,7 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, interpreted: tl.constex
 
 
 @triton.jit
-def attend(  # noqa: PLR0912 - forms of one loop, chosen at compile time
+def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     begin: tl.int32,
     end: tl.int32,
     lowest: tl.int32,
@@ -162,12 +162,36 @@ def load_scale(
 
 
 @triton.jit
-def start_softmax(
-    head: tl.tensor, sinks: tl.tensor, row_mask: tl.tensor, rows: tl.constexpr, has_sinks: tl.constexpr
+def start_softmax(rows: tl.constexpr, width_v: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return ``(acc, row_max, row_sum)`` before the first key."""
+    return tl.zeros((rows, width_v), tl.float32), tl.full((rows,), -1e30, tl.float32), tl.zeros((rows,), tl.float32)
+
+
+@triton.jit
+def finish(
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    factor: tl.float32,
+    head: tl.tensor,
+    sinks: tl.tensor,
+    row_mask: tl.tensor,
+    is_first: tl.int1,
+    has_sinks: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return ``(row_max, row_sum)`` before the first key. A sink is a score without a value."""
+    """
+    Return outputs times a factor, and their LSEs to base 2: 0 and -inf without keys.
+
+    Sinks, scores without values, join the sum if these are the first keys. They come last, so that the largest weight
+    of a key is 1, which rounds to itself.
+    """
     if has_sinks:
-        sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
-        return sink * 1.4426950408889634, tl.full((rows,), 1.0, tl.float32)
-    else:
-        return tl.full((rows,), -1e30, tl.float32), tl.zeros((rows,), tl.float32)
+        sink = tl.load(sinks + head, mask=row_mask & is_first, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.math.exp2(row_max - new_max)
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale + tl.math.exp2(sink - new_max)
+        row_max = new_max
+    has_keys = row_sum != 0  # NaN stays NaN
+    result = acc * tl.where(has_keys, factor / row_sum, 0.0)[:, None]
+    return result, tl.where(has_keys, row_max + tl.math.log2(row_sum), float("-inf"))

@@ -1,19 +1,11 @@
-"""The kernel of short queries, with split KV, and its launch. Imports Triton."""
+"""The kernel of short queries, with split KV. Imports Triton."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from attnplug.ops import Kernel, merge_splits, split_views
-from attnplug_triton.attend import INTERPRETED, attend, first_key, load_scale, start_softmax
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnplug_triton.launch import Call
+from attnplug_triton.triton_ops import attend, finish, first_key, load_scale, start_softmax
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_splits", "left", "chunk"])
@@ -116,21 +108,16 @@ def _decode(
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
-    row_max, row_sum = start_softmax(head, sinks, row_mask, rows, has_sinks)
-    if has_sinks:  # a sink counts once
-        row_sum = tl.where(split == 0, row_sum, 0.0)
-        row_max = tl.where(split == 0, row_max, -1e30)
+    acc, row_max, row_sum = start_softmax(rows, width_v)
     acc, row_max, row_sum = attend(
-        begin, end, lowest, end - 1, q, position, first, last, slope, tl.zeros((rows, width_v), tl.float32), row_max,
-        row_sum, key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, k_page, k_token,
-        v_page, v_token, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped,
-        alibi, True, by_bits, keys, stages, interpreted,  # noqa: FBT003
+        begin, end, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key + kv_head * k_head,
+        value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page, v_token, unit, soft_cap,
+        size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped, alibi, True, by_bits, keys,  # noqa: FBT003
+        stages, interpreted,
     )  # fmt: skip
 
-    has_keys = row_sum != 0  # NaN stays NaN
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
-    result = acc * tl.where(has_keys, factor / row_sum, 0.0)[:, None]
-    log2_lse = tl.where(has_keys, row_max + tl.math.log2(row_sum), float("-inf"))
+    result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, split == 0, has_sinks)
     mask = row_mask[:, None] & (columns_v < size_v)[None, :]
     if is_split:
         part = ((request * short + token).to(tl.int64) * (kv_heads * group) + head) * num_splits + split
@@ -141,33 +128,3 @@ def _decode(
         tl.store(out_at, result.to(out.dtype.element_ty), mask=mask)
         if has_lse:
             tl.store(lse + at * lse_token + head * lse_head, log2_lse * 0.6931471805599453, mask=row_mask)
-
-
-_kernel = Kernel(_decode)
-
-
-def launch(call: Call, scratch: Tensor, num_splits: int) -> None:
-    """
-    Compute the requests with at most `Call.short` new tokens.
-
-    Args:
-        call: Tensors and constants.
-        scratch: uint8 memory of `attnplug.ops.split_bytes`, for more than one split.
-        num_splits: Splits of the keys of each request.
-    """
-    requests, tiles = call.num_reqs, call.decode_tiles
-    parts = part_lse = call.out  # an argument that the kernel does not read is any tensor
-    if num_splits > 1:
-        heads, size_v = call.out.shape[1:]
-        parts, part_lse = split_views(scratch, requests * call.short, heads, num_splits, size_v)
-    programs = requests * call.kv_heads * num_splits * -(-call.short * call.group // tiles.rows)
-    _kernel.run(
-        programs,
-        (*call.tensors, parts, part_lse),
-        call.strides,
-        (*call.numbers, num_splits),
-        (*call.constants, INTERPRETED, tiles.rows, tiles.keys, tiles.stages, num_splits > 1),
-        num_warps=tiles.warps,
-    )
-    if num_splits > 1:
-        merge_splits(parts, part_lse, call.out, call.lse, call.query_starts, query_len=call.short)

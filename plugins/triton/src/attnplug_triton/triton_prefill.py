@@ -1,17 +1,11 @@
-"""The kernel of longer queries, and its launch. Imports Triton."""
+"""The kernel of longer queries. Imports Triton."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from attnplug.ops import Kernel
-from attnplug_triton.attend import INTERPRETED, attend, first_key, load_scale, start_softmax
-
-if TYPE_CHECKING:
-    from attnplug_triton.launch import Call
+from attnplug_triton.triton_ops import attend, finish, first_key, load_scale, start_softmax
 
 
 @triton.jit
@@ -131,8 +125,7 @@ def _prefill(
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
-    row_max, row_sum = start_softmax(head, sinks, row_mask, rows, has_sinks)
-    acc = tl.zeros((rows, width_v), tl.float32)
+    acc, row_max, row_sum = start_softmax(rows, width_v)
     key_base, value_base, pages = key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride
     if has_first:
         acc, row_max, row_sum = attend(
@@ -151,34 +144,9 @@ def _prefill(
         page_size, has_first, is_capped, alibi, True, by_bits, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
-    has_keys = row_sum != 0  # NaN stays NaN
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
-    result = acc * tl.where(has_keys, factor / row_sum, 0.0)[:, None]
+    result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, True, has_sinks)  # noqa: FBT003
     out_at = out + at[:, None] * out_token + head[:, None] * size_v + columns_v[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & (columns_v < size_v)[None, :])
     if has_lse:
-        natural = tl.where(has_keys, (row_max + tl.math.log2(row_sum)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse + at * lse_token + head * lse_head, natural, mask=row_mask)
-
-
-_kernel = Kernel(_prefill)
-
-
-def launch(call: Call, num_tokens: int) -> None:
-    """
-    Compute the requests with more than `Call.short` new tokens.
-
-    Args:
-        call: Tensors and constants.
-        num_tokens: New tokens of all requests, or an upper bound.
-    """
-    tiles = call.prefill_tiles
-    num_tiles = num_tokens * call.group // tiles.rows + call.num_reqs
-    _kernel.run(
-        num_tiles * call.kv_heads,
-        call.tensors,
-        call.strides,
-        (*call.numbers, num_tiles),
-        (*call.constants, INTERPRETED, tiles.rows, tiles.keys, tiles.stages),
-        num_warps=tiles.warps,
-    )
+        tl.store(lse + at * lse_token + head * lse_head, log2_lse * 0.6931471805599453, mask=row_mask)
