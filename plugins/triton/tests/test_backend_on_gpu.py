@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import Batch, Layer, Limits, split_kv
+from attnplug.contract import Batch, GraphShape, Layer, Limits, split_kv
 from attnplug.ops import Kernel
 from attnplug_kit.oracle import attend
 from attnplug_triton import launch
@@ -248,6 +248,22 @@ def test_lengths_do_not_recompile(monkeypatch):
         check(step.run(step.builder.build(step.batch())), step.case)
 
     assert {name: len(forms) for name, forms in compiled.items()} == {"_decode": 1, "_prefill": 1}
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        (("prefill", "decode"), ["_decode", "_decode", "_merge", "_prefill"]),
+        (("decode",), ["_decode", "_decode", "_merge"]),
+        (("prefill",), ["_prefill"]),
+    ],
+)
+def test_a_warm_up_runs_each_kernel(calls, phases, expected):
+    step = Step(Requests([1], [1], size=32), phases=phases)
+
+    step.backend.warmup([GraphShape(1, 1, 1)])
+
+    assert calls == expected
 
 
 def test_e4m3_by_bits(monkeypatch):

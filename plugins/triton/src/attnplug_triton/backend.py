@@ -91,7 +91,11 @@ class TritonBackend(Backend):
             warm_up(loaded, self._batches())
 
     def _batches(self) -> Iterator[Batch]:
-        """Return a short query, one over keys that are split, and a longer one."""
-        long = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
-        for query_len, seq_len in ((1, 1), (1, long), (self.short + 1, self.short + 1)):
+        """Return a short query, one over keys that are split, and a longer one, as far as they were requested."""
+        requested, long = self.agreement.requirements, self.short + 1
+        many = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
+        steps = [(1, 1), (1, many)] if "decode" in requested.phases else []
+        if "prefill" in requested.phases or long <= requested.decode_query_len:
+            steps.append((long, long))
+        for query_len, seq_len in steps:
             yield dummy_batch_of(self.agreement, self.device, [query_len], [seq_len])

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnplug.contract import MetadataBuilder
+from attnplug.ops import split_views
 from attnplug_triton.launch import Plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug.contract import Batch, BatchSplit, GraphBuffers
     from attnplug_triton.backend import TritonBackend
 
@@ -35,18 +38,21 @@ class TritonBuilder(MetadataBuilder):
             query_len = graph.key.query_len
             has_short = query_len is None or query_len <= short
             has_long = query_len is None or query_len > short
+        splits = self.backend.splits(batch.num_reqs, batch.max_seq_len, self.limits.max_num_splits) if has_short else 0
         plan = Plan(
             short=short,
-            num_splits=self._splits(batch) if has_short else 0,
+            num_splits=splits,
             num_tokens=batch.num_actual_tokens if has_long else 0,
-            scratch=self.state.workspace,
+            parts=self._parts(batch.num_reqs * short, splits) if splits > 1 else None,
             decode_tiles=self.backend.decode_tiles,
             prefill_tiles=self.backend.prefill_tiles,
         )
         return {"plans": dict.fromkeys(self.plan_groups, plan)}
 
-    def _splits(self, batch: Batch) -> int:
-        return self.backend.splits(batch.num_reqs, batch.max_seq_len, self.limits.max_num_splits)
+    def _parts(self, rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        requested = self.agreement.requirements
+        size_v = requested.head_size_v or requested.head_size
+        return split_views(self.state.workspace, rows, requested.num_q_heads, splits, size_v)
 
 
 def _kinds(batch: Batch, short: int) -> tuple[bool, bool]:

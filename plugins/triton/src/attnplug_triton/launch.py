@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import frozen
 
-from attnplug.ops import Kernel, merge_splits, split_views
+from attnplug.ops import Kernel, merge_splits
 from attnplug_triton.triton_decode import _decode
 from attnplug_triton.triton_ops import INTERPRETED
 from attnplug_triton.triton_prefill import _prefill
@@ -48,7 +48,7 @@ class Plan:
         short: The most new tokens of a request that the kernel of short queries computes.
         num_splits: Its splits of each request; 0 where no request is short.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
-        scratch: Memory of partial outputs, uint8.
+        parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
         decode_tiles: Tile sizes of the kernel of short queries.
         prefill_tiles: Tile sizes of the kernel of longer ones.
     """
@@ -56,7 +56,7 @@ class Plan:
     short: int
     num_splits: int
     num_tokens: int
-    scratch: Tensor
+    parts: tuple[Tensor, Tensor] | None
     decode_tiles: Tiles
     prefill_tiles: Tiles
 
@@ -96,19 +96,17 @@ def run(
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:
-        parts = part_lse = out  # an argument that the kernel does not read is any tensor
-        if splits > 1:
-            parts, part_lse = split_views(plan.scratch, requests * short, out.shape[1], splits, out.shape[2])
+        parts = (out, out) if plan.parts is None else plan.parts  # the kernel does not read those of a single split
         _decode_kernel.run(
             requests * kv_heads * splits * -(-short * group // tiles.rows),
-            (*tensors, parts, part_lse),
+            (*tensors, *parts),
             strides,
             (*numbers, splits),
             (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1),
             num_warps=tiles.warps,
         )
         if splits > 1:
-            merge_splits(parts, part_lse, out, lse, batch.query_start_loc, query_len=short)
+            merge_splits(*parts, out, lse, batch.query_start_loc, query_len=short)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
         num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
