@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.ops import write_pages
 from attnplug_flashinfer.routes import uses_tensor_cores
 
 if TYPE_CHECKING:
@@ -235,14 +236,20 @@ def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
 
 
 def _latent_calls(rig: Rig) -> Callable[[], Tensor]:
-    """Return the append of latents and the wrapper's run, over views of the packed cache."""
+    """
+    Return the append of latents and the wrapper's run, over views of the packed cache.
+
+    The library appends rows of the cache's dtype only: `attnplug.ops.write_pages` writes latents in FP8.
+    """
     from flashinfer import BatchMLAPagedAttentionWrapper, append_paged_mla_kv_cache, mla  # noqa: PLC0415 - as above
 
     step, tables = rig.step, _Tables.of(rig)
     pages, sizes, dtype = tables.whole(), [step.size_v, step.head_size - step.size_v], _dtype(rig)
-    parts, halves, new = (
-        torch.split(each, sizes, -1) for each in (rig.query, rig.direct_cache().k.squeeze(2), rig.key.squeeze(1))
-    )
+    is_fp8 = rig.backend.agreement.kv_cache_dtype == "fp8_e4m3"
+    cache = rig.cache if is_fp8 else rig.direct_cache()
+    latents, key, slots = cache.k, rig.key, rig.slots  # type: ignore[union-attr] # latents are paged
+    parts, halves, new = (torch.split(each, sizes, -1) for each in (rig.query, latents.squeeze(2), key.squeeze(1)))
+    unit = torch.ones(1, device=key.device)
     indices, output = _append_indices(rig, tables), rig.query.new_empty(*rig.query.shape[:2], step.size_v)
     wrapper = BatchMLAPagedAttentionWrapper(_workspace(rig), backend=rig.backend.variant)
     values = {
@@ -253,21 +260,26 @@ def _latent_calls(rig: Rig) -> Callable[[], Tensor]:
         "causal": max(step.query_lens) > 1,
         "sm_scale": step.scale,
         "q_data_type": dtype,
-        "kv_data_type": dtype,
+        "kv_data_type": latents.dtype,
     }
     arrays = (_starts(step.query_lens), pages.indptr, pages.indices, tables.seq_lens)
     structural = getattr(mla, "MLAPlanMetadata", None)  # from 0.7 on
     if structural is None:
         wrapper.plan(*arrays, **values)
     else:
-        wrapper.plan(metadata=structural.csr(*arrays), query_layout="split", kv_cache_layout="split", **values)
+        modes = {"scale_mode": "kv-per-tensor"} if is_fp8 else {}
+        wrapper.plan(metadata=structural.csr(*arrays), query_layout="split", kv_cache_layout="split", **modes, **values)
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_fp8 else {}
 
     def call() -> Tensor:
-        append_paged_mla_kv_cache(*new, *indices[:2], *halves, *indices[2:])
+        if is_fp8:
+            write_pages(key, latents, slots, unit, padded=False)
+        else:
+            append_paged_mla_kv_cache(*new, *indices[:2], *halves, *indices[2:])
         if structural is None:
             wrapper.run(*parts, *halves, out=output)
         else:
-            wrapper.run(query=parts, kv_cache=halves, out=output)
+            wrapper.run(query=parts, kv_cache=halves, out=output, **scales)
         return output.flatten(1)
 
     return call

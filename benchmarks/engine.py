@@ -1,10 +1,11 @@
 """
 Compares the paged engine with transformers' own continuous batching: same model, same machine, same run.
 
-    python benchmarks/engine.py [--preset small|1b] [--device cuda] [--backend NAME[/variant]] [--rounds 3] [--json]
+    python benchmarks/engine.py [--preset NAME] [--device cuda] [--backend NAME[/variant]] [--rounds 3] [--json]
     python benchmarks/engine.py --requests 1 4 32 --prompt 64 --new 200 --layers 2 --threads 1
     python benchmarks/engine.py --preset 1b --backend flashinfer --also torch --out DIR
     python benchmarks/engine.py --preset 1b --backend flashinfer --through flashinfer --through sdpa
+    python benchmarks/engine.py --preset mla --absorbed --out DIR
 
 All configurations decode greedily from the same random prompts, in turns. The time is that from the first request to
 the last token; models, KV caches, graphs and a warm-up generation come before. The output has medians, their spread and
@@ -14,7 +15,8 @@ of a small model the time is host time. A failure of one configuration is report
 On a GPU each configuration generates once more, under torch's profiler: `busy` is the share of its decode steps in
 which the GPU works. What is missing from 1 is host time that no kernel hides.
 
-With --also the engine runs on another backend too, in the same turns; with --serial without async scheduling, too. With
+With --also the engine runs on another backend too, in the same turns; with --serial without async scheduling, too; with
+--absorbed all prefills of latents run absorbed, too. The preset mla has the attention layers of DeepSeek-V3. With
 --through transformers' continuous batching runs on a backend of attnplug too, or on an attention of transformers (sdpa,
 paged|eager, flash_attention_3). With --out the result is written into that folder after each comparison, as engine.json
 and engine.md.
@@ -37,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from attrs import asdict, evolve, frozen
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import attnplug
 from attnplug_transformers import continuous_batching as on_attnplug
@@ -54,7 +56,7 @@ _OWN = ("sdpa", "paged|eager", "paged|sdpa")
 
 @frozen
 class Preset:
-    """A model and its requests."""
+    """A model and its requests; one with latents of `latent` elements has heads of DeepSeek-V3's proportions."""
 
     hidden: int
     intermediate: int
@@ -67,25 +69,33 @@ class Preset:
     prompt: int
     new: int
     dtype: str
+    latent: int | None = None
 
-    def model(self, device: str) -> LlamaForCausalLM:
+    def model(self, device: str) -> Any:
         """Return the model with random weights."""
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_size,
-            max_position_embeddings=8192,
-            bos_token_id=None,
-            eos_token_id=None,
-            dtype=self.dtype,
-        )
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 32768,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "dtype": self.dtype,
+        }
         torch.manual_seed(0)
         with torch.device(device):
-            return LlamaForCausalLM(config).to(getattr(torch, self.dtype)).eval()
+            if self.latent is None:
+                made: Any = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=self.head_size))
+            else:
+                sizes |= {"qk_nope_head_dim": self.head_size, "v_head_dim": self.head_size}
+                sizes |= {"kv_lora_rank": self.latent, "q_lora_rank": 3 * self.latent}
+                sizes |= {"qk_rope_head_dim": self.head_size // 2, "head_dim": self.head_size // 2}
+                # All layers are dense: the experts are not measured.
+                made = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, first_k_dense_replace=self.layers))
+            return made.to(getattr(torch, self.dtype)).eval()
 
     def prompts(self) -> list[list[int]]:
         """Return random prompts without a common prefix."""
@@ -96,6 +106,8 @@ class Preset:
 PRESETS = {
     "small": Preset(256, 512, 4, 8, 2, 32, 1024, 32, 64, 32, "float32"),
     "1b": Preset(2048, 8192, 16, 32, 8, 64, 128256, 64, 512, 128, "bfloat16"),
+    "small-mla": Preset(256, 512, 2, 8, 8, 128, 1024, 2, 2048, 2, "float32", latent=512),
+    "mla": Preset(7168, 18432, 4, 128, 128, 128, 32000, 8, 8192, 32, "bfloat16", latent=512),
 }
 
 
@@ -172,7 +184,13 @@ def main() -> int:
 
 @contextmanager
 def attnplug_engine(
-    options: Any, preset: Preset, device: str, backend: list[str] | None, *, serial: bool = False
+    options: Any,
+    preset: Preset,
+    device: str,
+    backend: list[str] | None,
+    *,
+    serial: bool = False,
+    absorbed: bool = False,
 ) -> Iterator[Configuration]:
     """Yield a generation through the engine."""
     engine = Engine(
@@ -187,6 +205,11 @@ def attnplug_engine(
     )
     ids = sorted({selection.id for selection in engine.selections.values()})
     about = {"backends": ids, "graphs": engine.num_graphs, "why_eager": engine.why_eager}
+    if preset.latent is not None:
+        found = sorted({selection.id for selection in engine.prefill_selections.values()})
+        about["prefills"] = "absorbed" if absorbed else found or engine.why_absorbed
+    if absorbed:
+        engine._runner._is_long = None  # noqa: SLF001 - no option of the engine
 
     def generate() -> list[list[int]]:
         return engine.generate(preset.prompts(), max_new_tokens=preset.new, stop_tokens=())
@@ -199,7 +222,7 @@ def attnplug_engine(
 
 @contextmanager
 def transformers_engine(
-    options: Any, preset: Preset, model: LlamaForCausalLM, through: str | None = None
+    options: Any, preset: Preset, model: Any, through: str | None = None
 ) -> Iterator[Configuration]:
     """Yield a generation through transformers' continuous batching, on `through`: its attention, or a backend."""
     about = {"version": transformers.__version__}
@@ -243,6 +266,8 @@ def _configurations(options: Any, preset: Preset, device: str) -> dict[str, Abst
     found = {"attnplug": attnplug_engine(options, preset, device, options.backend)}
     if options.serial:
         found["attnplug, serial"] = attnplug_engine(options, preset, device, options.backend, serial=True)
+    if options.absorbed:
+        found["attnplug, absorbed"] = attnplug_engine(options, preset, device, options.backend, absorbed=True)
     for name in options.also:
         found[f"attnplug {name}"] = attnplug_engine(options, preset, device, [name])
     # All models are made before a manager runs: its thread draws from the generator that weights come from.
@@ -359,6 +384,7 @@ def _options() -> Any:
         help="run transformers' continuous batching on this backend of attnplug, or on this attention, too; repeatable",
     )
     parser.add_argument("--serial", action="store_true", help="run the engine without async scheduling too")
+    parser.add_argument("--absorbed", action="store_true", help="run the engine with all prefills absorbed too")
     parser.add_argument("--out", type=Path, help="folder to write the results into")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, for all configurations")

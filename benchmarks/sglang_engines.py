@@ -5,10 +5,12 @@ a backend of SGLang, and through attnplug.
 
     python benchmarks/sglang_engines.py --pair triton=flash_attn/fa3_vllm --size 1b --out FILE [--rounds 5]
     python benchmarks/sglang_engines.py --pair flashinfer=flashinfer/fa2 --size 8b --load "8 x (8192 + 128)" --out FILE
+    python benchmarks/sglang_engines.py --pair triton=flashmla/sgl --size mla --page-size 64 --out FILE
     python benchmarks/sglang_engines.py --pair torch_native=torch/sdpa --size tiny --device cpu --rounds 1 --out FILE
 
-Both engines of a pair live at once and take turns: what disturbs one disturbs the other. Models are Llama-like with
-random weights, in bfloat16 on a GPU. The exit status is 3 where SGLang or the GPU is missing.
+Both engines of a pair live at once and take turns: what disturbs one disturbs the other. Models are Llama-like, or
+DeepSeek-like with dense layers, with random weights, in bfloat16 on a GPU. The exit status is 3 where SGLang or the GPU
+is missing.
 """
 
 from __future__ import annotations
@@ -31,17 +33,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ON_CPU = "SGLANG_HOST_ON_CPU"
-if __name__ != "sglang_engines" and os.environ.get(ON_CPU):  # this program, or a process of its engine
+if __name__ != "sglang_engines":  # this program, or a process of its engine
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from hosts.sglang.tests import stand_ins
 
-    stand_ins.install_for_engines()
+    if os.environ.get(ON_CPU):
+        stand_ins.install_for_engines()
+    else:
+        stand_ins.install_for_latents()
 
 NOT_HERE = 3
 LONGEST = 600
 """Seconds that an engine may take."""
 
 TINY = dict(zip(SIZES["1b"], (64, 128, 2, 4, 2, 16), strict=True))
+LATENT = {  # beside sizes of latents
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": None,  # as DeepSeek-V2-Lite
+    "moe_layer_freq": 1,  # SGLang reads it, and no layer has experts
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 LOADS = {
     "64 x (512 + 128)": (64, 512, 128),
     "8 x (8192 + 128)": (8, 8192, 128),
@@ -295,12 +313,15 @@ def _paired_engine(options: argparse.Namespace, folder: Path) -> Any:
     import transformers  # noqa: PLC0415 - likewise
 
     sizes: dict[str, Any] = dict(TINY if options.size == "tiny" else SIZES[options.size])
-    transformers.LlamaConfig(
+    kind, further = transformers.LlamaConfig, {"architectures": ["LlamaForCausalLM"]}
+    if "kv_lora_rank" in sizes:
+        kind, further = transformers.DeepseekV3Config, LATENT
+    kind(
         vocab_size=512 if options.size == "tiny" else 128256,
         max_position_embeddings=16384,
-        architectures=["LlamaForCausalLM"],
         torch_dtype="float32" if options.device == "cpu" else "bfloat16",
         **sizes,
+        **further,
     ).save_pretrained(folder)
     loads = [LOADS[load] for load in options.load]
     tokens = max(count * (length + new + options.page_size) for count, length, new in loads)

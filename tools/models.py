@@ -47,6 +47,7 @@ _WORDS: Final = {
     "attn_bias": "additive bias",
     "kv_sharing": "shared KV cache",
     "latent": "latent",
+    "topk": "top {}",
     "block_sparse": "block-sparse",
 }
 _KINDS: Final = {"encoder": "encoder", "encoder_only": "encoder", "encoder_decoder": "cross attention"}

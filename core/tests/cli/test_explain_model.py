@@ -210,14 +210,16 @@ def test_the_other_layers_of_a_hybrid_model_are_named(run, tmp_path: Path) -> No
 
 def test_attention_that_is_not_expressed_is_not_served(run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "deepseek_v32", "dtype": "bfloat16"}))
+    file.write_text(
+        json.dumps({"model_type": "mistral_large4", "index_topk": 2048, "num_hidden_layers": 2, "dtype": "bfloat16"})
+    )
 
     done = run("explain", "--config", str(file), "--json")
     partial = run("explain", "--config", str(file), "--partial")
 
     assert done.code == partial.code == 1
     assert done.json["error"]["type"] == "NoBackendError"
-    assert "sparse selection is not served yet" in done.json["error"]["expected"]
+    assert "a learned indexer chooses the keys" in done.json["error"]["expected"]
 
 
 def test_latents_have_a_decision_for_each_form(run, site, tmp_path: Path) -> None:

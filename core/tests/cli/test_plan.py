@@ -203,14 +203,12 @@ def test_a_person_reads_who_runs_the_uncompressed_prefill(plan, site, monkeypatc
     assert "uncompressed" not in plan(GPT_OSS, *ON_HOPPER).out
 
 
-@pytest.mark.parametrize("options", [(), ("--json",)])
-def test_sparse_selection_is_not_served(plan, no_plugins, options) -> None:
-    done = plan({"model_type": "deepseek_v32", "dtype": "bfloat16"}, "--device", "cpu", *options)
+def test_sparse_selection_is_served(plan, no_plugins) -> None:
+    done = plan({"model_type": "deepseek_v32", "dtype": "bfloat16"}, "--device", "cpu", "--json")
 
-    assert done.code == 1
-    assert "sparse selection is not served yet" in " ".join(done.out.split())
-    if options:
-        assert done.json["plans"][0]["serves"] is False
+    assert done.code == 0
+    assert done.json["plans"][0]["serves"] is True
+    assert "uncompressed_prefills" not in done.json["plans"][0]
 
 
 def test_several_devices(plan, site) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from attnplug.errors import LayerError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import make_backend, make_layer, refused
 
@@ -95,6 +95,17 @@ def test_scales_without_values_pass_as_they_are():
 
 def test_a_scale_of_one_needs_no_cache_that_scales():
     assert make_layer(make_backend(), k_scale=1.0, q_scale=1.0).layer.k_scale == 1.0
+
+
+@pytest.mark.parametrize("quantizes", [{"static_scales": frozenset("qkv")}, {"query_quantization": "host"}])
+def test_a_class_that_quantizes_queries_is_refused_where_they_stay_as_they_are(quantizes):
+    kind = type("Quantizing", (ToyBackend,), {"impl_class": type("Impl", (ToyImpl,), quantizes)})
+
+    make_layer(make_backend(kind, unquantized_queries=True))
+    make_layer(make_backend(kind, kv_cache_dtype="fp8_e4m3"))
+    make_layer(fp8(unquantized_queries=True))
+    with refused(PluginContractError, problem="Impl quantizes queries", fix="refuse it in the manifest, by a rule"):
+        make_layer(make_backend(kind, kv_cache_dtype="fp8_e4m3", unquantized_queries=True))
 
 
 NOT_NORMAL = [0, 0.0, -1.0, 1e-46, 1e-39, 5e-324, 3.5e38, 10**400, float("inf"), float("nan"), True, "1"]

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch
-from attnplug.dense import latent_prefill
+from attnplug.dense import latent, latent_prefill
 from attnplug.dense.latent import prefix_chunks
 from attnplug.errors import BatchError, LimitsError, TensorError
+from attnplug.ops import dequantize_latents, quantize_latents, write_latents
 from tests.examples import examples
 
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 6, 2, 8, 5
@@ -127,6 +128,27 @@ def test_fp8_latents_have_their_scale():
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
+def test_records_are_widened():
+    rows = torch.randn(7, 1, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages, batch = (
+        torch.full((3, 4, 1, 656), 255, dtype=torch.uint8),
+        Batch.from_lengths([2], [7], block_table=torch.tensor([[2, 1]], dtype=torch.int32)),
+    )
+    write_latents(rows[:5], pages, torch.tensor([8, 9, 10, 11, 4]))
+    seen: list[torch.Tensor] = []
+
+    def expand(latents):
+        seen.append(latents.clone())
+        return latents[:, None, 512:], latents[:, None, :8]
+
+    key, value = rows[5:, :, 512:], rows[5:, :, :8]
+    out, _ = latent_prefill(key, key, value, pages, batch, expand, scale=SCALE)
+
+    (latents,) = seen
+    assert torch.equal(latents, dequantize_latents(quantize_latents(rows[:5]), rows[:5].clone())[:, 0])
+    assert bool(out.isfinite().all())
+
+
 def test_padded_requests_are_left_out():
     """Their rows of the block table have no latents, and their lengths no keys."""
     scene = Scene([3, 2, 0], [5, 4, 0], dtype=torch.float32)
@@ -136,17 +158,33 @@ def test_padded_requests_are_left_out():
     assert scene.rows == [4, 4, 1]
 
 
+def test_chunks_are_planned_once_for_a_batch(monkeypatch):
+    scene = Scene([3, 2], [5, 4], dtype=torch.float32)
+    plan, planned = latent.prefix_chunks, []
+    monkeypatch.setattr(latent, "prefix_chunks", lambda *given: planned.append(given) or plan(*given))
+
+    first, _ = scene.run(max_rows=4)
+    second, _ = scene.run(max_rows=4)
+
+    assert planned == [([5, 4], 4)]
+    assert torch.equal(first, second)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(("cache_dtype", "scale"), [(None, None), (torch.float8_e4m3fn, 2.0)])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_nothing_waits_for_the_device():
-    scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32)
+def test_nothing_waits_for_the_device(cache_dtype, scale):
+    scene = Scene([300, 5, 70], [700, 0, 90], 16, torch.float32, cache_dtype)
+    scene.latents = [(scale or 1) * rows for rows in scene.latents]
     expected, _ = scene.expected()
     scene.to("cuda")
-    scene.run(max_rows=256)  # decides, and compiles
+    how = {"max_rows": 256, "k_scale": None if scale is None else torch.tensor([scale], device="cuda")}
+    scene.run(**how)  # decides, and compiles
+    scene.batch.derived.clear()  # chunks are planned again
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, _ = scene.run(max_rows=256)
+        out, _ = scene.run(**how)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -158,9 +196,9 @@ def test_what_does_not_fit_is_refused():
 
     with pytest.raises(LimitsError, match="max_rows=0 was given"):
         scene.run(max_rows=0)
-    scene.pages = scene.pages.expand(-1, -1, 2, -1)
-    with pytest.raises(TensorError, match=r"\(3, 4, 2, 10\) was given"):
-        scene.run()
-    scene.batch = Batch.from_lengths([3], [3])
+    batch, scene.batch = scene.batch, Batch.from_lengths([3], [3])
     with pytest.raises(BatchError, match="without block_table"):
+        scene.run()
+    scene.batch, scene.pages = batch, scene.pages.expand(-1, -1, 2, -1)
+    with pytest.raises(TensorError, match=r"\(3, 4, 2, 10\) was given"):
         scene.run()

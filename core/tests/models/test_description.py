@@ -163,23 +163,66 @@ def test_a_searched_architecture_leaves_attention_out() -> None:
 # Attention that no requirements express
 
 
-def test_sparse_selection_is_named_with_what_it_needs() -> None:
-    config = MLA | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
-
-    found = describe_model(config)
-
-    (other,) = found.unserved
-    assert (found.layers, other.kind, other.indices) == ((), "indexed_attention", (0, 1, 2))
-    for fact in ("sparse selection is not served yet", "a learned indexer of 64 heads of 128", "2048 keys", "top-k"):
-        assert fact in other.why
+INDEXED = MLA | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 
 
 @pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
-def test_types_with_an_indexer_are_not_described_without(model_type: str) -> None:
+def test_an_indexer_selects_paged_latents(model_type: str) -> None:
+    found = describe_model(INDEXED | {"model_type": model_type})
+
+    assert (len(found.layers), found.others) == (3, ())
+    for layer in found.layers:
+        wanted = layer.requirements
+        assert (wanted.latent, wanted.topk, wanted.num_kv_heads, layer.uncompressed) == (True, 2048, 1, None)
+        assert wanted.sinks == (model_type == "hy_v4")
+    with pytest.raises(RequirementsError, match="names no 'index_topk'"):
+        describe_model(MLA | {"model_type": model_type, "index_topk": None})
+
+
+def test_the_engine_keeps_the_keys_of_indexers() -> None:
+    (note,) = (one for one in describe_model(INDEXED | {"model_type": "hy_v4"}).notes if "indexer" in one)
+
+    for fact in ("2 layers have an indexer; 1 reuse", "64 heads of 128", "128 per token and layer, 256 bytes"):
+        assert fact in note
+
+
+INDEXERS: list[tuple[str, dict[str, object], list[int]]] = [
+    ("axk2", {}, [0, 1, 2, 3, 4, 5, 6]),
+    ("hy_v4", {}, [0, 1, 1, 1, 1, 5, 5]),
+    ("hy_v4", {"indexer_types": ["full", "shared", "shared", "full", "shared", "full", "full"]}, [0, 0, 0, 3, 3, 5, 6]),
+    ("glm_moe_dsa", {}, [0, 1, 2, 3, 4, 5, 6]),
+    ("glm_moe_dsa", {"index_topk_freq": 3}, [0, 1, 1, 1, 4, 4, 4]),
+    ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 4}, [0, 1, 2, 3, 3, 5, 5]),
+    ("glm_moe_dsa", {"index_topk_pattern": "FSSFSFS"}, [0, 0, 0, 3, 3, 5, 5]),
+    ("glm_moe_dsa", {"indexer_types": ["full", *["shared"] * 6], "index_topk_freq": 2}, [0] * 7),
+]
+
+
+@pytest.mark.parametrize(("model_type", "more", "sources"), INDEXERS)
+def test_layers_reuse_the_selection_of_an_earlier_one(
+    model_type: str, more: dict[str, object], sources: list[int]
+) -> None:
+    found = describe_model(INDEXED | {"model_type": model_type, "num_hidden_layers": 7, **more})
+
+    assert [layer.indexer for layer in found.layers] == [f"layers.{index}.self_attn" for index in sources]
+    assert not any("not known to leave attention" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full"]])
+def test_indexers_that_leave_a_layer_without_selection_are_refused(types: list[str]) -> None:
+    with pytest.raises(RequirementsError, match=r"indexer types of \d layers for 3"):
+        describe_model(INDEXED | {"model_type": "hy_v4", "indexer_types": types})
+
+
+def test_sparse_selection_without_pages_is_named_with_what_it_needs() -> None:
+    found = describe_model(INDEXED | {"model_type": "deepseek_v32"}, paged=False)
+
+    (other,) = found.unserved
+    assert (found.layers, other.kind, other.indices) == ((), "indexed_attention", (0, 1, 2))
+    for fact in ("served in paged KV caches only", "a learned indexer of 64 heads of 128", "2048 keys", "top-k"):
+        assert fact in other.why
     with pytest.raises(RequirementsError, match="sparse selection"):
-        requirements(MLA | {"model_type": model_type}, paged=True)
-    with pytest.raises(RequirementsError, match="sparse selection"):
-        requirements(MLA | {"model_type": model_type}, paged=False)
+        requirements(INDEXED | {"model_type": "deepseek_v32"}, paged=False)
 
 
 def test_an_indexer_of_another_type_is_refused_too() -> None:
@@ -503,7 +546,7 @@ def test_vision_layers_of_mllama_attend_to_the_image() -> None:
 
 
 def test_a_description_is_plain_data() -> None:
-    data = json.loads(json.dumps(describe_model(MLA | {"model_type": "deepseek_v32"}).to_dict()))
+    data = json.loads(json.dumps(describe_model(INDEXED | {"model_type": "deepseek_v32"}, paged=False).to_dict()))
 
     assert data["model_type"] == "deepseek_v32"
     assert data["others"][0]["indices"] == [0, 1, 2]

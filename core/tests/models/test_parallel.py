@@ -83,6 +83,7 @@ def test_values_of_latents_are_parts_of_their_keys() -> None:
 
     assert cache_bytes(latent) == 1152  # as published
     assert cache_bytes(latent.evolve(kv_cache_dtype="fp8_e4m3")) == 576
+    assert cache_bytes(latent.evolve(kv_cache_dtype="fp8_ds_mla")) == 656
     for size in (2, 8, 128):  # the latents are on every device
         found = shard(latent, size)
         assert (found.requirements.num_q_heads, found.requirements.num_kv_heads) == (128 // size, 1)

@@ -156,12 +156,13 @@ def test_options_of_the_kv_cache_are_not_of_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_selection_is_named(name: str) -> None:
-    found = describe_model(BY_NAME[name])
+def test_sparse_selection_is_described_with_pages_and_named_without(name: str) -> None:
+    paged, dense = describe_model(BY_NAME[name]), describe_model(BY_NAME[name], paged=False)
 
-    assert found.layers == ()
-    assert [(other.kind, len(other.indices)) for other in found.unserved] == [("indexed_attention", SPARSE[name])]
-    assert "2048 keys of each query (top-k)" in found.unserved[0].why
+    assert [layer.requirements.topk for layer in paged.layers] == [2048] * SPARSE[name]
+    assert dense.layers == paged.others == ()
+    assert [(other.kind, len(other.indices)) for other in dense.unserved] == [("indexed_attention", SPARSE[name])]
+    assert "2048 keys of each query (top-k)" in dense.unserved[0].why
 
 
 @pytest.mark.parametrize(

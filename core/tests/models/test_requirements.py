@@ -180,7 +180,7 @@ def test_heads_and_sizes_of_single_layers():
     ("config", "message"),
     [
         (LLAMA | {"model_type": "made_up"}, "known model types are in"),
-        (LLAMA | {"model_type": "deepseek_v32", "kv_lora_rank": 512}, "sparse selection is not served yet"),
+        (LLAMA | {"model_type": "deepseek_v32", "kv_lora_rank": 512}, "served in paged KV caches only"),
         (LLAMA | {"kv_lora_rank": 512}, "multi-head latent attention (MLA) is not known of this model type"),
         (LLAMA | {"model_type": "t5"}, "learned bias of relative position"),
         (LLAMA | {"model_type": "mamba"}, "recurrence over a state"),

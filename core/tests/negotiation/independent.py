@@ -23,6 +23,7 @@ FLAGS = {
     "return_lse",
     "batch_invariant",
     "per_head_scales",
+    "unquantized_queries",
 }
 NUMBERS = {
     "head_size",
@@ -31,6 +32,7 @@ NUMBERS = {
     "head_size_v",
     "sliding_window",
     "attention_chunk",
+    "topk",
     "block_size",
     "decode_query_len",
     "dcp_size",
@@ -38,7 +40,15 @@ NUMBERS = {
     "gqa_ratio",
 }
 SETS = {"phases", "features"}
-OPEN = {"num_q_heads", "num_kv_heads", "device_name", "num_multiprocessors", "gqa_ratio", "query_lens_cpu_kind"}
+OPEN = {
+    "num_q_heads",
+    "num_kv_heads",
+    "device_name",
+    "num_multiprocessors",
+    "gqa_ratio",
+    "query_lens_cpu_kind",
+    "unquantized_queries",
+}
 NEUTRAL = {
     **dict.fromkeys(FLAGS, False),
     "attn_type": "decoder",

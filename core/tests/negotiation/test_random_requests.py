@@ -44,6 +44,7 @@ SPACES = {
     "head_size_v": [None, 8, 15, 64, 128, 136, 256, 512],
     "sliding_window": [None, 1, 128, 2**31 - 1],
     "attention_chunk": [None, 64, 8192],
+    "topk": [None, 64, 2048],
     "causal": [None, False, True],
     "block_sparse": [None, PATTERN],
     "paged": [True, False],

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.ops import dequantize, quantize, quantize_queries, write_pages
+from attnplug.errors import CacheError, TensorError
+from attnplug.ops import (
+    dequantize,
+    dequantize_latents,
+    quantize,
+    quantize_latents,
+    quantize_queries,
+    write_latents,
+    write_pages,
+)
 from attnplug_kit.oracle import nearest
 from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, compile_kernel, run_interpreted
 
@@ -96,6 +105,57 @@ def test_queries_of_a_fused_projection_need_no_copy() -> None:
     assert quantize_queries(fused[:0], torch.ones(2)).shape == (0, 8, 64)
 
 
+# --- records of latents ---
+
+
+def test_a_record_is_laid_out_as_engines_have_it() -> None:
+    """By hand: the bytes that FlashMLA's tests/quant.py describes."""
+    row = torch.zeros(1, 1, 576, dtype=torch.bfloat16)
+    row[0, 0, 0], row[0, 0, 1], row[0, 0, 130], row[0, 0, 513] = 896.0, -2.0, 1.75, -3.5
+
+    record = quantize_latents(row)[0, 0]
+
+    codes, scales = record[:512].view(torch.float8_e4m3fn).float(), record[512:528].view(torch.float32)
+    assert record.shape == (656,)
+    assert scales[:2].tolist() == [2.0, 1.75 / 448]
+    assert (codes[0], codes[1], codes[130]) == (448.0, -1.0, 448.0)
+    assert codes.count_nonzero() == 3
+    assert torch.equal(record[528:].view(torch.bfloat16), row[0, 0, 512:])
+
+
+@given(seed=st.integers(0, 99), exponent=st.integers(-30, 30))
+def test_latents_come_back_within_their_rounding(seed: int, exponent: int) -> None:
+    rows = torch.randn(3, 1, 576, generator=torch.Generator().manual_seed(seed)).mul(2.0**exponent).bfloat16()
+
+    back = dequantize_latents(quantize_latents(rows), torch.empty_like(rows))
+
+    largest = rows[..., :512].float().unflatten(-1, (4, 128)).abs().amax(-1, keepdim=True)
+    exact, found = (one[..., :512].float().unflatten(-1, (4, 128)) for one in (rows, back))
+    # Half a unit of 3 bits, or of the smallest numbers; then a rounding to bfloat16.
+    assert bool(((exact - found).abs() <= exact.abs() * (2**-4 + 2**-8) + largest / 448 * 2**-10).all())
+    assert torch.equal(back[..., 512:], rows[..., 512:])
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_records_are_written_into_their_slots(padded: bool) -> None:
+    rows, pages = torch.randn(3, 1, 576).bfloat16(), torch.full((4, 5, 1, 656), 7, dtype=torch.uint8)
+
+    write_latents(rows, pages, torch.tensor([6, -1 if padded else 9]), padded=padded)
+
+    flat, written = pages.view(20, 656), {6: 0} if padded else {6: 0, 9: 1}
+    assert [slot for slot in range(20) if bool((flat[slot] != 7).any())] == [*written]
+    for slot, row in written.items():
+        assert torch.equal(flat[slot], quantize_latents(rows)[row, 0])
+
+
+def test_records_of_other_pages_are_refused() -> None:
+    rows, pages = torch.randn(2, 1, 576).bfloat16(), torch.zeros(2, 4, 1, 576, dtype=torch.uint8)
+    with pytest.raises(TensorError, match="with the heads of the pages"):
+        write_latents(rows, pages, torch.tensor([4, 5]))
+    with pytest.raises(CacheError, match="slots 0 to 7"):
+        write_latents(rows, torch.zeros(2, 4, 1, 656, dtype=torch.uint8), torch.tensor([4, 8]))
+
+
 @pytest.mark.slow
 def test_the_kernel_interpreted() -> None:
     run_interpreted(Path(__file__).with_name("test_quantize_queries_on_gpu.py"))
@@ -116,3 +176,17 @@ def test_the_kernel_compiles(dtype: str, scales: int) -> None:
     assert "ld.global.v4" in code  # 16 bytes at a time
     assert DIVISION in code
     assert ".ftz" not in code.replace(DIVISION, "")
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+def test_the_kernel_of_records_compiles() -> None:
+    from attnplug.ops.triton_quantize import _latents  # noqa: PLC0415 - needs Triton
+
+    kinds = {"rows": "*bf16", "pages": "*u8", "slots": "*i64"}
+    code = compile_kernel(
+        _latents, kinds, {"block_size": 64, "of_block": 41984, "unit": 8}, unaligned=["of_token"], num_warps=1
+    ).asm["ptx"]
+
+    assert "st.global.b32" in code or "st.global.v" in code  # codes of neighbors are stored together
+    assert DIVISION in code

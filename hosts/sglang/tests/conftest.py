@@ -20,6 +20,7 @@ _NEED_SGLANG = [
     "test_fp8*",
     "test_schedules*",
     "test_kit*",
+    "test_latent*",
 ]
 collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else [*_NEED_SGLANG, "engine/*"]
 

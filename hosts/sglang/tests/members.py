@@ -26,6 +26,7 @@ _SWA: Final = f"{_SRT}.mem_cache.swa_memory_pool:SWAKVPool"
 _BATCH: Final = f"{_SRT}.model_executor.forward_batch_info"
 _ARGS: Final = f"{_SRT}.server_args"
 _CHOICES: Final = f"{_SRT}.arg_groups.choices"
+_HANDLERS: Final = f"{_SRT}.models.deepseek_common.attention_backend_handler"
 _HOOKS: Final = f"{_SRT}.plugins.hook_registry"
 _CALL: Final = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")
 
@@ -77,11 +78,30 @@ MEMBERS: Final[tuple[Member, ...]] = (
     *called(f"{_SWA}.get_key_buffer", "layer_id"),
     *called(f"{_SWA}.get_value_buffer", "layer_id"),
     *called(f"{_SWA}.translate_loc_from_full_to_swa", "kv_indices"),
+    *read(
+        f"{_POOL}:MLATokenToKVPool",
+        "size",
+        "dtype",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "use_dsa",
+        "layer_transfer_counter",
+    ),
+    *called(f"{_POOL}:MLATokenToKVPool.get_key_buffer", "layer_id"),
+    # latents
+    *read(f"{_ARGS}:CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS", versions=">=0.5.20"),
+    *read(f"{_SRT}.model_executor.model_runner:CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS", versions="<0.5.20"),
+    *called(f"{_HANDLERS}:AttentionBackendRegistry.register", "backend_name", "handler_func"),
+    *called(f"{_HANDLERS}:handle_attention_fa3", "attn", "forward_batch"),
+    *called(f"{_HANDLERS}:_dispatch_mla_subtype", "attn", "forward_batch"),
+    *read(f"{_HANDLERS}:AttnForwardMethod", "MHA_ONE_SHOT", "MHA_CHUNKED_KV"),
     # steps
     *read(
         f"{_BATCH}:ForwardBatch",
         *("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
         *("extend_seq_lens", "extend_seq_lens_cpu", "spec_info", "_original_forward_mode", "global_num_tokens_cpu"),
+        *("extend_prefix_lens_cpu", "mha_return_lse", "mha_one_shot", "attn_attend_prefix_cache", "prefix_chunk_idx"),
+        "prefix_chunk_seq_lens_cpu",
     ),
     *(
         member

@@ -12,7 +12,7 @@ stand_ins.install()
 
 import torch  # noqa: E402 - SGLang imports torchvision
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
@@ -45,7 +45,8 @@ class World:
         swa: Whether layers with a window have a pool for themselves.
         options: ``dtype``, ``kv_dtype``, ``heads``, ``kv_heads``, ``size``, ``size_v``, ``cap``, ``scaling``,
             ``sinks``, ``seed``, ``scales`` (of keys and of values), ``backend``, ``attn_type``, ``server`` (further
-            options of SGLang), ``rows`` (of the table of slots), ``slots`` (of the pool).
+            options of SGLang), ``rows`` (of the table of slots), ``slots`` (of the pool), ``latent`` (whether values
+            are the first elements of the one key head).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class World:
         self.cap, self.has_sinks = options.get("cap", 0.0), options.get("sinks", False)
         self.scales = options.get("scales")
         self.slots = options.get("slots", POOL)
+        self.latent = options.get("latent", False)
         self.layers = [self._layer(i, window, options) for i, window in enumerate(windows)]
         self.table = ReqToTokenPool(options.get("rows", ROWS), MAX_LEN, "cpu", enable_memory_saver=False)
         kv_dtype = options.get("kv_dtype", self.dtype)
@@ -99,7 +101,12 @@ class World:
             attn.k_scale_float, attn.v_scale_float = self.scales
         return Block(attn, self.randn(self.heads) if self.has_sinks else None)
 
-    def _pool(self, layers: int, dtype: torch.dtype) -> MHATokenToKVPool:
+    def _pool(self, layers: int, dtype: torch.dtype) -> MHATokenToKVPool | MLATokenToKVPool:
+        if self.latent:
+            sizes = {"kv_lora_rank": self.size_v, "qk_rope_head_dim": self.size - self.size_v}
+            return MLATokenToKVPool(
+                self.slots, self.page, dtype, **sizes, layer_num=layers, device="cpu", enable_memory_saver=False
+            )
         return MHATokenToKVPool(
             self.slots, self.page, dtype, self.kv_heads, self.size, layers, "cpu", False, v_head_dim=self.size_v
         )
@@ -187,7 +194,8 @@ class World:
     def qkv(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return queries, keys and values of each layer."""
         shapes = ((self.heads, self.size), (self.kv_heads, self.size), (self.kv_heads, self.size_v))
-        return [tuple(self.randn(tokens, *shape).to(self.dtype) for shape in shapes) for _ in self.layers]  # type: ignore[misc]
+        found = [tuple(self.randn(tokens, *shape).to(self.dtype) for shape in shapes) for _ in self.layers]
+        return [(q, k, k[..., : self.size_v]) for q, k, _ in found] if self.latent else found  # type: ignore[misc]
 
     def run(self, backend: Any, step: ForwardBatch, data: Any, *, save: bool = True) -> list[torch.Tensor]:
         """Return the attention of each layer, called as SGLang's models do."""

@@ -5,6 +5,7 @@ What stands in for libraries that SGLang imports and that have no build here.
   without them it imports, and nothing here calls them.
 - vLLM's ``rotary_embedding``, which SGLang calls on devices for which it has no kernel itself.
 - torchaudio, which only models of sound call.
+- a kernel of sparse attention, which SGLang 0.5.15 imports with DeepSeek's models, and which imports CUTLASS.
 
 Processes that an engine starts import the main module again, and with it what it has installed.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -69,3 +71,11 @@ def install_for_engines() -> None:
     _module("vllm._custom_ops", rotary_embedding=rotary_embedding)
     sys.modules["vllm"]._custom_ops = sys.modules["vllm._custom_ops"]  # type: ignore[attr-defined]
     _module("torchaudio", __version__="0")
+    install_for_latents()
+
+
+def install_for_latents() -> None:
+    """Stand in for what models with latent attention import besides, on a GPU too."""
+    if find_spec("cutlass") is None:
+        absent = dict.fromkeys(("CuteDSLPagedMQALogitsRunner", "pick_dsl_expand"))
+        _module("sglang.jit_kernel.dsa.cutedsl_paged_mqa_logits", **absent)

@@ -42,21 +42,25 @@ def test_a_model_without_attention() -> None:
         world.backend()
 
 
-@pytest.mark.parametrize("name", ["MLATokenToKVPool", "UnifiedMHATokenToKVPool", "HybridLinearKVPool"])
-def test_pools(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("DSATokenToKVPool", "sparse latent attention"),
+        ("MLATokenToKVPoolFP4", ""),
+        ("UnifiedMHATokenToKVPool", "translated at each step"),
+        ("HybridLinearKVPool", ""),
+    ],
+)
+def test_pools(name: str, named: str) -> None:
     world = World(1)
     world.runner.token_to_kv_pool = type(name, (), {})()
-    with pytest.raises(NotNegotiatedError, match=f"SGLang's pool is {name}"):
+    with pytest.raises(NotNegotiatedError, match=f"SGLang's pool is {name}.*{named}"):
         world.backend()
 
 
 def test_options_of_sglang() -> None:
     with pytest.raises(NotNegotiatedError, match="unified memory pool"):
         World(1, server={"enable_unified_memory": True}).backend()
-    world = World(1)
-    world.runner.use_mla_backend = True
-    with pytest.raises(NotNegotiatedError, match="multi-head latent attention"):
-        world.backend()
 
 
 @pytest.mark.parametrize(

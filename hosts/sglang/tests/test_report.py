@@ -48,13 +48,13 @@ def test_one_backend_is_chosen_for_all_layers(installed) -> None:
     assert [each.ignored for each in found.choices] == [(), ("sliding_window",)]
 
 
-def test_latents_are_for_sglangs_own_backends(installed) -> None:
+def test_latents_are_a_kind_of_model(installed) -> None:
     latent = LAYER.evolve(latent=True, head_size=576, head_size_v=512, num_kv_heads=1)
 
     found = report.choose([latent], HOPPER, assume_installed=False)
 
     assert installed[0]["latent"]
-    assert (found.choices[0].ignored, found.warnings) == ((), (report.NO_LATENTS,))
+    assert (found.choices[0].ignored, found.warnings) == ((), ())
 
 
 def test_flashinfer_is_supposed_where_libraries_are(installed) -> None:
@@ -110,6 +110,8 @@ def test_the_doctor_names_what_hides_them(installed, monkeypatch) -> None:
         ((9, 0), {}, "fa3"),
         ((9, 0), {"sinks": True}, "fa3"),
         ((9, 0), {"latent": True}, "fa3"),
+        ((8, 9), {"latent": True}, "triton"),
+        ((10, 0), {"latent": True}, "flashinfer"),
         ((10, 0), {}, "trtllm_mha"),
         ((8, 9), {}, "flashinfer"),
         ((8, 9), {"sinks": True}, "triton"),

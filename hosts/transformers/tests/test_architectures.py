@@ -69,7 +69,12 @@ _THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
 _YARN |= {"llama_4_scaling_beta": 0.5, "partial_rotary_factor": 1.0}
 _ROUTED = {"num_key_value_heads": 4, "head_dim": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_INDEXED = _ROUTED | {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 8}
 MORE = {
+    "axk2": _INDEXED,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED | {"indexer_types": ["full", "shared", "full", "shared"]},
+    "hy_v4": _INDEXED | {"indexer_types": ["full", "shared", "full", "shared"]},
     "axk1": _ROUTED,
     "deepseek_v2": _ROUTED | {"first_k_dense_replace": 1},
     "deepseek_v3": _ROUTED | {"first_k_dense_replace": 1},

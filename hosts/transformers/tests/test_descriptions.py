@@ -78,6 +78,17 @@ def module_of(by_name, layer):
     return module
 
 
+def compare_heads(same, module, wanted):
+    size = first(module, HEAD_SIZES)
+    same("head size", wanted.head_size, size if isinstance(size, int) else None)
+    if not getattr(module, "is_kv_shared_layer", False):
+        same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted))
+    same("query heads", wanted.num_q_heads, getattr(module, "n_head", None))
+    same("size of values", wanted.head_size_v, getattr(module, "v_head_dim", None))
+    groups = getattr(module, "num_key_value_groups", None)
+    same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+
+
 def compare(config, description):
     """Compare every described layer with its module; return the names of what was compared."""
     by_name = dict(built(config).named_modules())
@@ -90,15 +101,12 @@ def compare(config, description):
 
     for layer in description.layers:
         module, wanted = module_of(by_name, layer), layer.uncompressed or layer.requirements
-        size, scale = first(module, HEAD_SIZES), first(module, SCALES)
-        same("head size", wanted.head_size, size if isinstance(size, int) else None)
-        if not getattr(module, "is_kv_shared_layer", False):
-            same("heads", (wanted.num_q_heads, wanted.num_kv_heads), shape_of(module, wanted))
-        same("query heads", wanted.num_q_heads, getattr(module, "n_head", None))
-        values = getattr(module, "v_head_dim", None)
-        same("size of values", wanted.head_size_v, values)
-        groups = getattr(module, "num_key_value_groups", None)
-        same("group", wanted.gqa_ratio, groups if isinstance(groups, int) else None)
+        scale = first(module, SCALES)
+        if wanted.topk is None:
+            compare_heads(same, module, wanted)
+        else:  # absorbed, and no request for the heads of the module
+            same("indexer", layer.indexer == layer.name, module.indexer is not None)
+            same("topk", wanted.topk, getattr(module.indexer, "index_topk", None))
         if layer.requirements.latent:  # as the module caches them, and the part of them that is normalized
             cached, latent = module.kv_a_proj_with_mqa.out_features, module.kv_b_proj.in_features
             same("latents", (layer.requirements.head_size, layer.requirements.head_size_v), (cached, latent))
@@ -110,8 +118,8 @@ def compare(config, description):
     return compared
 
 
-INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"}
-"""Types whose attention layers have an indexer, and are named instead of described."""
+INDEXED = {"qwen4_exp_text"}
+"""Types whose attention layers have an indexer and no latents, and are named instead of described."""
 KNOWN = (set(ARCHITECTURES) | set(BIASED)) & set(CONFIG_MAPPING)
 TYPES = sorted(KNOWN - INDEXED)
 LATENT = sorted(name for name in TYPES if name in ARCHITECTURES and ARCHITECTURES[name].latent)
@@ -166,6 +174,23 @@ def test_layer_types_are_derived_as_the_library_derives_them(model_type):
     old = {name: value for name, value in config.to_dict().items() if name not in derived} | fields
 
     assert describe_model(old, dtype="float32").layers == describe_model(config, dtype="float32").layers
+
+
+SHARED = [
+    {"index_topk_freq": 4},
+    {"index_topk_freq": 3, "index_skip_topk_offset": 5},
+    {"index_topk_pattern": "FSSFFSFS"},
+]
+
+
+@pytest.mark.parametrize("more", SHARED)
+def test_layers_share_indexers_as_in_the_library(more):
+    config = CONFIG_MAPPING["glm_moe_dsa"](num_hidden_layers=8, **more)
+
+    described = describe_model({"model_type": "glm_moe_dsa", "num_hidden_layers": 8, **more}, dtype="float32")
+
+    assert described.layers == describe_model(config, dtype="float32").layers
+    assert compare(config, described) >= {"indexer", "topk"}
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))

@@ -45,6 +45,8 @@ _SELECTION: Final = (
 # Further fields of a request, each with the first version that has it. One that attnplug-vllm does not know is refused.
 _FURTHER: Final = {"use_adaptive_verification": "0.28", "use_dcp": "0.29", "use_rswa": "0.30"}
 
+_PREFILL: Final = "vllm.v1.attention.backends.mla.prefill"
+
 _REGISTRATION: Final = (
     *read(f"{_REGISTRY}:AttentionBackendEnum", "CUSTOM", "CPU_ATTN"),
     *read(f"{_REGISTRY}:AttentionBackendEnum", "CPU_MLA", "AMX_MLA", versions=">=0.32"),
@@ -53,6 +55,10 @@ _REGISTRATION: Final = (
     *called(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
     *called(f"{_REGISTRY}:AttentionBackendEnum.register", "name", "value", versions=">=0.32"),
     *called(f"{_REGISTRY}:register_backend", "backend", "class_path"),
+    *read(f"{_PREFILL}.registry:MLAPrefillBackendEnum", "CUSTOM"),
+    *called(f"{_PREFILL}.registry:MLAPrefillBackendEnum.get_path"),
+    *called(f"{_PREFILL}.registry:MLAPrefillBackendEnum.is_overridden"),
+    *called(f"{_PREFILL}.registry:register_mla_prefill_backend", "backend", "class_path"),
     *called("vllm.plugins:load_general_plugins"),
 )
 
@@ -159,6 +165,20 @@ _LATENT: Final = (
     *overridden(f"{_MLA}:MLACommonMetadataBuilder.build", "common_prefix_len", "common_attn_metadata", "fast_build"),
     *overridden(f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture", "common_attn_metadata"),
     *read(f"{_MLA}:QueryLenSupport", "VARLEN"),
+    *called("vllm.v1.attention.backends.utils:get_dcp_local_seq_lens", "seq_lens", "dcp_size", "dcp_rank"),
+    *read("vllm.config.attention:AttentionConfig", "mla_prefill_backend", "use_prefill_query_quantization"),
+    *overridden(f"{_PREFILL}.base:MLAPrefillBackend.get_name"),
+    *overridden(f"{_PREFILL}.base:MLAPrefillBackend.validate_configuration", "device_capability", "selector_config"),
+    *overridden(
+        f"{_PREFILL}.base:MLAPrefillBackend.run_prefill_new_tokens",
+        *("q", "k", "v", "return_softmax_lse", "out", "output_scale"),
+    ),
+    *overridden(
+        f"{_PREFILL}.base:MLAPrefillBackend.run_prefill_context_chunk", "chunk_idx", "q", "k", "v", versions="<0.32"
+    ),
+    *overridden(
+        f"{_PREFILL}.base:MLAPrefillBackend.run_prefill_context_chunk", "chunk", "q", "k", "v", "out", versions=">=0.32"
+    ),
 )
 
 _CACHES: Final = (

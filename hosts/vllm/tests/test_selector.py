@@ -119,8 +119,46 @@ def test_a_class_answers_for_its_kind_of_attention(hopper: Any) -> None:
     assert selector.validate({**asked, "use_mla": False}, ("torch/sdpa",), latent=True) == mixed
     (reason,) = selector.validate({**asked, "use_mla": True}, ("torch/flex",), latent=True)
     assert "latent" in reason
-    (reason,) = selector.validate({**asked, "use_mla": True, "use_dcp": True}, ("torch/sdpa",), latent=True)
-    assert "DCP" in reason
+
+
+@pytest.mark.feature("MLA", "DCP", kind="selection")
+def test_ranks_of_latents_are_requests_with_all_their_heads(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True}
+    model_config = SimpleNamespace(
+        get_num_attention_heads=lambda _: 16,
+        hf_text_config=SimpleNamespace(kv_lora_rank=512),
+        is_mm_prefix_lm=False,
+        rswa_window=None,
+    )
+    current = SimpleNamespace(
+        model_config=model_config,
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
+    )
+    engine = {"dcp_size": 4, "decode_query_len": 1}
+    monkeypatch.setattr(facts, "current_config", lambda: current)
+    monkeypatch.setattr(facts, "engine_fields", lambda: dict(engine))
+
+    (request,) = selector.layers(asked)
+
+    assert (request.num_q_heads, request.dcp_size, request.return_lse) == (64, 1, True)
+    assert selector.validate(asked, ("torch/sdpa",), latent=True) == []
+    assert backend.backend_class(("torch/sdpa",), latent=True).supports_dcp()
+    engine["decode_query_len"] = 3
+    (reason,) = selector.validate(asked, ("torch/sdpa",), latent=True)
+    assert "speculative decoding" in reason
+    assert "--decode-context-parallel-size 1" in reason
+
+
+@pytest.mark.feature("MLA", "DCP", kind="selection")
+def test_a_request_for_ranks_alone_needs_lses(hopper: Any) -> None:
+    asked = {"head_size": 576, "dtype": torch.bfloat16, "use_mla": True}
+
+    (request,) = selector.layers({**asked, "use_dcp": True})
+    (other,) = selector.layers(asked)
+
+    assert (request.return_lse, other.return_lse) == (True, False)
 
 
 def test_cross_attention_is_refused_by_name(hopper: Any) -> None:

@@ -28,6 +28,18 @@ WORDS: Final = MappingProxyType(
 )
 """The tests that a field may be in."""
 
+OF_RECORDS: Final = MappingProxyType(
+    {
+        "kv_cache_dtype": "fp8_ds_mla",
+        "latent": True,
+        "dtype": "bfloat16",
+        "head_size": 576,
+        "head_size_v": 512,
+        "num_kv_heads": 1,
+    }
+)
+"""What a layer with a KV cache of records requests."""
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -143,6 +155,14 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
             compiled="value",
             wrong="writes_rope_first",
         ),
+        "topk": Row(
+            tests="plain scores effect long splits steps layers graphs",
+            samples=(5, 64, 2048),
+            odd=(7,),
+            drawn=(None, 5, 64),
+            compiled="presence",
+            wrong="selects_causally",
+        ),
         "kv_sharing": Row(drawn=(False, True), wrong="clears_shared_slots"),
         "decode_query_len": Row(samples=(2, 5), odd=(2, 64), drawn=(1, 2, 5), wrong="non_causal_decodes"),
         "kv_cache_dtype": Row(
@@ -167,6 +187,9 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         "seq_lens_cpu_kind": Row(tests="elsewhere", wrong="trusts_seq_lens_cpu"),
         "query_lens_cpu_kind": Row(wrong="averages_queries"),
         "kv_in_cache": Row(wrong="writes_zero_rows"),
+        "unquantized_queries": Row(
+            unreachable="it changes nothing where queries are not quantized; making a layer refuses other classes"
+        ),
         "output_quant": Row(unreachable="the oracle's outputs are not quantized"),
         "features": Row(odd=(("kit.nobody_has_this",),), wrong="wrong_with_feature"),
     }

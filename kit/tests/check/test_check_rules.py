@@ -130,10 +130,15 @@ def test_conditions_that_never_hold_are_found(when) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", ["latent = true", "latent = true, head_size_v = 512", "latent = true, dtype = 'float16'"]
+    "when",
+    [
+        *("latent = true", "latent = true, head_size_v = 512", "latent = true, dtype = 'float16'"),
+        *("topk = true", "topk = true, dtype = 'float16'", "kv_cache_dtype = 'fp8_ds_mla'"),
+    ],
 )
 def test_rules_about_latents_fire(when) -> None:
-    text = TEXT.format(when=when, need="").replace('"alibi"]', '"alibi", "latent", "head_size_v"]')
+    text = TEXT.format(when=when, need="").replace('"alibi"]', '"alibi", "latent", "head_size_v", "topk"]')
+    text = text.replace("max = 128", "max = 1024").replace('["auto", "int8"]', '["auto", "fp8_ds_mla"]')
     manifest = parse_manifest(text, path="attnplug.toml")
 
     assert not list(check_rules(manifest, text))

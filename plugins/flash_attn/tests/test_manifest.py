@@ -137,6 +137,8 @@ def in_short(reason: Reason) -> str:
         pytest.param(GEMMA_2, AMPERE, "fa2_vllm fa2", id="Gemma 2 on Ampere"),
         pytest.param(FP8, HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="an FP8 KV cache on Hopper"),
         pytest.param(FP8.evolve(per_head_scales=True), HOPPER, "fa3_vllm fa3 fa3_tokenspeed", id="scales per head"),
+        pytest.param(FP8.evolve(unquantized_queries=True), HOPPER, NONE, id="queries as they are beside FP8"),
+        pytest.param(LLAMA.evolve(unquantized_queries=True), HOPPER, ON_HOPPER, id="queries as they are"),
         pytest.param(FP8, BLACKWELL, NONE, id="an FP8 KV cache on Blackwell"),
         pytest.param(LLAMA.evolve(kv_cache_dtype="fp8_e5m2"), HOPPER, NONE, id="fp8_e5m2"),
         pytest.param(LLAMA.evolve(kv_cache_dtype="int8"), HOPPER, NONE, id="an int8 cache"),

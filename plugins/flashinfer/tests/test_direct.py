@@ -115,10 +115,11 @@ def test_latents_are_compared_with_direct_calls(library, monkeypatch, variant, q
     assert len(found.measurements) == 6
 
 
-def test_latents_are_planned_as_from_0_7(library, library_at) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_latents_are_planned_as_from_0_7(library, library_at, dtype) -> None:
     step = decodes(3, 33, num_q_heads=4, num_kv_heads=1, head_size=576, head_size_v=512, latent=True)
     with library_at("0.7.2"):
-        rig = make_rig(step, CHOICE)
+        rig = make_rig(step, Target("flashinfer_fake/fa3", "cpu"), kv_cache_dtype=dtype)
         torch.testing.assert_close(DirectFlashInfer().layer(rig)(), rig.forward()())
 
 

@@ -26,3 +26,20 @@ def test_replays_are_compared_with_them(
     assert not found.failures
     assert len(found.measurements) == 3
     assert (3, query_len) in {(call.requests, call.query_len) for call in journal.calls}  # others fill the KV cache
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [4, 64])
+def test_replays_with_selected_tokens_are_compared(
+    journal: Any, monkeypatch: pytest.MonkeyPatch, heads: int, dtype: str
+) -> None:
+    use_baseline(monkeypatch, DirectFlashMLA, "flashmla_fake")
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
+    sizes = {"num_q_heads": heads, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "latent": True}
+    step = Step("latents", (1,) * 2, (20, 3), topk=128, **sizes)
+
+    found = forwarding.measure_replay(step, Target("flashmla_fake/sgl", "cpu"), 1, kv_cache_dtype=dtype)
+
+    assert not found.failures
+    assert len(found.measurements) == 3
+    assert (2, 64, 128) in journal.sparse

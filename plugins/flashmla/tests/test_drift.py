@@ -21,9 +21,11 @@ POSITIONAL = {
         "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata",
     ],
 }  # fmt: skip
+POSITIONAL["flash_mla_sparse_fwd"] = ["q", "kv", "indices", "sm_scale", "d_v"]
 KEYWORDS = {
+    "flash_mla_sparse_fwd": {"topk_length", "use_legacy"},
     "get_mla_decoding_metadata": {"is_fp8_kvcache", "use_legacy"},
-    "flash_mla_with_kvcache": {"softmax_scale", "causal", "is_fp8_kvcache", "use_legacy"},
+    "flash_mla_with_kvcache": {"softmax_scale", "causal", "is_fp8_kvcache", "indices", "use_legacy"},
 }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from attrs import evolve
 
 from attnplug_flashmla.builder import MOST_ROWS, PIECE, spans_of
-from attnplug_kit.oracle import Case, check, check_replays, materialize, padded_for
+from attnplug_kit.oracle import Case, SceneRunner, check, check_replays, materialize, padded_for
 from plugins.flashmla.tests.real import FLASHMLA
 
 pytestmark = pytest.mark.gpu
@@ -64,3 +66,73 @@ def test_replays_with_other_lengths(load_real, query_len: int, cache: dict[str, 
 
     scenes = [materialize(padded_for(case, spare=2)) for case in cases]
     check_replays(backend, scenes, num_reqs=4, max_seq_len=4096)
+
+
+RECORDS = {"kv_cache_dtype": "fp8_ds_mla"}
+
+
+@pytest.mark.parametrize("has_lens", [False, True])
+@pytest.mark.parametrize("topk", [64, 200, 2048])
+@pytest.mark.parametrize("heads", [16, 64, 100, 128])
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_selected_tokens(load_real, cache: dict[str, Any], heads: int, topk: int, has_lens: bool) -> None:
+    """Few tokens whose entries are split over the GPU, and rows without a token."""
+    case = case_of(heads, (1, 1, 40), (2999, 100, 70), topk=topk, index_lens=has_lens, **cache)
+
+    check(load_real(case.requirements(return_lse=True), "sgl"), materialize(case))
+
+
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_selected_tokens_of_several_calls(load_real, cache: dict[str, Any]) -> None:
+    """More tokens than one call over records has."""
+    assert MOST_ROWS < 700 * 128
+    case = case_of(128, (700, 1), (0, 900), topk=128, **cache)
+
+    check(load_real(case.requirements(return_lse=True), "sgl"), materialize(case))
+
+
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_wild_slots_are_not_read(load_real, cache: dict[str, Any]) -> None:
+    """The decode kernel would load from their addresses; slots on a device are not checked by the contract."""
+    case = case_of(16, (1, 5), (100, 0), topk=64, **cache)
+    scene = materialize(case)
+    backend = load_real(case.requirements(return_lse=True), "sgl")
+    runner = SceneRunner(backend, scene)
+    call = runner.call(scene)
+    assert call.indices is not None
+    unused = call.indices < 0
+    wild = torch.tensor([2**31 - 1, -(2**31), -2, call.cache.num_blocks * 64], dtype=torch.int32, device="cuda")
+    places = torch.arange(call.indices.numel(), device="cuda").view(call.indices.shape) % 4
+    call.indices.copy_(torch.where(unused, wild[places], call.indices))
+
+    runner.forward(call, runner.builder.build(call.batch))
+    runner.compare(call, scene, "wild slots")
+
+
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_replays_with_other_selections(load_real, cache: dict[str, Any]) -> None:
+    cases = [
+        case_of(16, (1, 1), lens, topk=256, seed=seed, **cache) for seed, lens in enumerate([(3, 60), (3000, 2000)])
+    ]
+    backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), "sgl")
+
+    scenes = [materialize(padded_for(case, spare=2)) for case in cases]
+    check_replays(backend, scenes, num_reqs=4, max_seq_len=4096)
+
+
+@pytest.mark.parametrize("gap", [64, 8])
+def test_latents_of_blocks_that_are_apart(load_real, gap: int) -> None:
+    """The prefill kernel reads rows of one stride, which overlap here."""
+    case = case_of(16, (1, 30), (200, 0), topk=128)
+    scene = materialize(case)
+    backend = load_real(case.requirements(return_lse=True), "sgl")
+    runner = SceneRunner(backend, scene)
+    call = runner.call(scene)
+    blocks = call.cache.num_blocks
+    pool = torch.zeros(blocks, 64 * 576 + gap, dtype=torch.bfloat16, device="cuda")
+    pages = pool[:, : 64 * 576].view(blocks, 64, 1, 576)
+    pages.copy_(call.cache.k)
+    apart = evolve(call, cache=backend.bind_cache({"k": pages, "v": pages[..., :512]}))
+
+    runner.forward(apart, runner.builder.build(apart.batch))
+    runner.compare(apart, scene, f"blocks {gap} elements apart")

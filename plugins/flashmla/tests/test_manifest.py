@@ -50,6 +50,9 @@ def verdict(requirements: Requirements, device: Device = HOPPER) -> Verdict:
         pytest.param({"dtype": "float16"}, id="float16"),
         pytest.param({"cudagraph": "uniform_batch", "decode_query_len": 4}, id="graphs of decodes of four tokens"),
         pytest.param({"kv_cache_dtype": "fp8", "cudagraph": "uniform_batch"}, id="an FP8 KV cache"),
+        pytest.param({"topk": 2048, "cudagraph": "uniform_batch"}, id="DeepSeek-V3.2"),
+        pytest.param({"topk": 2048, "kv_cache_dtype": "fp8_ds_mla", "cudagraph": "uniform_batch"}, id="its records"),
+        pytest.param({"topk": 5, "head_size": 512, "num_q_heads": 64}, id="selected tokens without a rotary part"),
         pytest.param({"return_lse": True, "kv_in_cache": True, "causal": False}, id="a part of a sequence, its LSE"),
     ],
 )
@@ -69,6 +72,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Mistral-4": ({"head_size": 320, "head_size_v": 256}, ["supported: 576, 512", "supported: 512"]),
     "values as wide as keys": ({"head_size_v": None}, ["the value is the first 512 elements of a latent"]),
     "keys and values per head": ({"latent": False, "num_kv_heads": 8}, ["the kernels read latents: one key per token"]),
+    "queries as they are, beside FP8": (
+        {"kv_cache_dtype": "fp8", "unquantized_queries": True},
+        ["the FP8 kernels quantize queries"],
+    ),
     "pages of 16 tokens": ({"block_size": 16}, ["block_size=16; supported: 64"]),
     "FP8 without a rotary part": (
         {"kv_cache_dtype": "fp8", "head_size": 512, "dtype": "float16"},
@@ -78,7 +85,16 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"kv_cache_dtype": "fp8", "num_q_heads": 256, "decode_query_len": 64},
         ["num_q_heads=256", "decode_query_len=64"],
     ),
-    "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype=fp8_e5m2; supported: auto, fp8_e4m3"]),
+    "all tokens of records": ({"kv_cache_dtype": "fp8_ds_mla"}, ["the dense kernels read no records"]),
+    "selected tokens of an FP8 cache": (
+        {"topk": 2048, "kv_cache_dtype": "fp8"},
+        ["the sparse kernels read bfloat16 latents, or the records of fp8_ds_mla"],
+    ),
+    "selected tokens for more heads": (
+        {"topk": 2048, "num_q_heads": 256, "dtype": "float16"},
+        ["dtype=float16", "num_q_heads=256"],
+    ),
+    "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype=fp8_e5m2; supported: auto, fp8_e4m3, fp8_ds_mla"]),
     "graphs of any batch": ({"cudagraph": "always"}, ["cudagraph=always; supported: <= uniform_batch"]),
     "a window": ({"sliding_window": 4096}, ["does not support sliding_window=4096"]),
 }

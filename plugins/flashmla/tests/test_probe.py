@@ -22,6 +22,7 @@ LATENT = Requirements(
 )
 AGREED = Agreement("flashmla", "sgl", LATENT, 64, "NHD", "latent", "bfloat16", "never", {})
 INTERFACE = "def flash_mla_with_kvcache(q, use_legacy=False): ...\ndef get_mla_decoding_metadata(): ...\n"
+INTERFACE += "def flash_mla_sparse_fwd(): ...\n"
 FOLDER = "site/flash_mla"
 
 
@@ -64,7 +65,11 @@ def test_other_builds_of_torch_are_refused(machine: FakeMachine, torch: str, pro
             "flash_mla has no _C_legacy library, which has the kernels for Hopper of sgl-flash",
         ),
         ("__init__.py", None, "sgl-flash-mla 1.0.0 is installed, and the package flash_mla is missing"),
-        ("flash_mla_interface.py", None, "has no flash_mla_with_kvcache, get_mla_decoding_metadata, use_legacy"),
+        (
+            "flash_mla_interface.py",
+            None,
+            "has no flash_mla_with_kvcache, flash_mla_sparse_fwd, get_mla_decoding_metadata, use_legacy",
+        ),
         ("flash_mla_interface.py", INTERFACE.replace("get_mla", "old_mla"), "py has no get_mla_decoding_metadata: "),
         (
             "flash_mla_interface.py",

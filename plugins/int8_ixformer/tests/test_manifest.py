@@ -87,6 +87,7 @@ def test_it_supports(level, changed) -> None:
         ({"custom_mask": True}, "custom_mask"),
         ({"block_sparse": {"block_size": 64}}, "block_sparse"),
         ({"batch_invariant": True}, "batch_invariant"),
+        ({"unquantized_queries": True}, "queries are quantized to int8"),
         ({"cudagraph": "always"}, "cudagraph"),
     ],
     ids=str,

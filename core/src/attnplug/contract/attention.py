@@ -12,12 +12,13 @@ from attnplug.contract.calls.op import cache_arguments, enlist
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import check_call_sinks
 from attnplug.contract.guards.scales import replace_scales
+from attnplug.contract.guards.selection import SelectionGuard
 from attnplug.contract.inputs.kv_cache import autocast_type_of, outside_autocast
 from attnplug.contract.vendor import AttentionImpl
 from attnplug.errors import LayerError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from torch import Tensor
 
@@ -99,6 +100,8 @@ class Attention(InProcess):
             kept=backend.kept_forms((self.query_dtype, self.output_dtype, self.output_width)),
         )
         self._guard = ForwardGuard(impl.layer, form, self.agreement, self.device)
+        self._is_sparse = requested.topk is not None
+        self._selection = SelectionGuard(layer.name, requested.topk, self.agreement.block_size)
         self._autocast_type = autocast_type_of(self.device)
         self._call_sinks: object = _NO_SINKS_YET if impl.layer.sinks_with_call else None
         self._builders: WeakSet[Captured] = WeakSet()
@@ -114,7 +117,7 @@ class Attention(InProcess):
         """The completed layer, with the scales and sinks of now."""
         return self.wrapped.layer
 
-    def forward(
+    def forward(  # noqa: PLR0913 - the tensors of a call, and those of few layers by name
         self,
         query: Tensor,
         key: Tensor | None,
@@ -125,6 +128,8 @@ class Attention(InProcess):
         *,
         lse: Tensor | None = None,
         sinks: Tensor | None = None,
+        indices: Tensor | None = None,
+        index_lens: Tensor | None = None,
     ) -> None:
         """
         Attend, and write the result into `output`. ``torch.autocast`` does not affect it.
@@ -148,6 +153,14 @@ class Attention(InProcess):
             sinks: ``(num_q_heads,)``, as `Layer.sinks`; exactly where the layer has `sinks_with_call`. They are checked
                 and taken over when they are another tensor than in the last call, which waits for the device; after a
                 change in place, call `parameters_changed`.
+            indices: ``(tokens, topk)`` int32, exactly where `topk` was negotiated: the slots of the cached tokens that
+                each token attends to, ``block * block_size + offset``, each once and in any order; -1 is no token, at
+                any place. The selection is all that hides tokens: causality is not applied to it. Slots may be those
+                that this call writes; with `dcp_size` they are the rank's. Rows of padding have no token. A captured
+                graph reads the tensor at its address: write each step's selection into it. Slots on a device are not
+                checked, and kernels may read at addresses beyond the KV cache for others: see `check_indices`. A
+                profiling run may have none.
+            index_lens: ``(tokens,)`` int32: entries of a row from there on are not read. None reads all.
 
         A profiling run has to succeed and measures memory: its output is not attention.
 
@@ -156,17 +169,22 @@ class Attention(InProcess):
                 shares memory with another tensor of the call, requires a gradient where gradients are recorded, or is
                 an inference tensor outside of inference mode.
             CacheError: The cache is not bound, bound to another agreement, or smaller than the blocks in use.
-            NotNegotiatedError: LSE or sinks are given and were not negotiated.
+            NotNegotiatedError: LSE, sinks or indices are given and were not negotiated.
             LayerError: Sinks are absent, not finite, or others than those that a captured graph has.
             BatchError: The metadata is not from a builder of this layer's agreement, or a later build has overwritten
                 the graph buffers that it reads.
         """
         # The hot path: the guard reads attributes of the tensors only, and nothing else runs before the kernels.
         is_profiling = self._guard.check_call(query, key, value, kv_cache, metadata, output, lse)
+        if self._is_sparse or indices is not None or index_lens is not None:
+            self._check_selection(indices, index_lens, query, kv_cache, metadata, (output, lse))
         if sinks is not self._call_sinks:
             self._take_sinks(sinks)
         if is_profiling:
             self.wrapped.run_profile(query, key, value, output, lse)
+        elif indices is not None:
+            with outside_autocast(self.device):
+                self.wrapped.run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
         elif _is_autocast_enabled(self._autocast_type):
             with outside_autocast(self.device):  # it would change the dtypes that were negotiated
                 self.wrapped.run(query, key, value, kv_cache, metadata, output, lse)
@@ -194,7 +212,23 @@ class Attention(InProcess):
                 value = key[..., : self.head_size_v]
             self.wrapped.update_kv_cache(key, value, kv_cache, slot_mapping)
 
-    def forward_op(
+    def check_indices(self, indices: Tensor, kv_cache: KVCache, index_lens: Tensor | None = None) -> None:
+        """
+        Check the slots of selected tokens, which waits for the device: for tests of a host, and to find a wild read.
+
+        `forward` does so itself where they are on the CPU.
+
+        Args:
+            indices: As of `forward`.
+            kv_cache: The latents.
+            index_lens: As of `forward`.
+
+        Raises:
+            CacheError: A slot is outside the KV cache.
+        """
+        self._selection.check_slots(indices, index_lens, kv_cache.num_blocks)
+
+    def forward_op(  # noqa: PLR0913 - as `forward`
         self,
         query: Tensor,
         key: Tensor | None,
@@ -204,6 +238,8 @@ class Attention(InProcess):
         *,
         lse: Tensor | None = None,
         sinks: Tensor | None = None,
+        indices: Tensor | None = None,
+        index_lens: Tensor | None = None,
     ) -> None:
         """
         Do what `forward` does, as one opaque op that ``torch.compile(fullgraph=True)`` takes into its graph.
@@ -212,7 +248,9 @@ class Attention(InProcess):
         step. Arguments and errors are those of `forward`.
         """
         # An op takes tensors and numbers, no objects: the number names this layer inside the graph.
-        torch.ops.attnplug.forward(query, key, value, *cache_arguments(kv_cache), output, lse, self._number, sinks)
+        cache = cache_arguments(kv_cache)
+        more = (self._number, sinks, indices, index_lens)
+        torch.ops.attnplug.forward(query, key, value, *cache, output, lse, *more)
 
     def write_kv_op(self, key: Tensor, value: Tensor | None, kv_cache: KVCache | None) -> None:
         """
@@ -292,6 +330,26 @@ class Attention(InProcess):
     def served_by(self, builder: Captured) -> None:
         """Register a builder that serves this layer. Called by `LoadedBackend.make_builder`."""
         self._builders.add(builder)
+
+    def _check_selection(
+        self,
+        indices: Tensor | None,
+        index_lens: Tensor | None,
+        query: Tensor,
+        kv_cache: KVCache | None,
+        metadata: Metadata | None,
+        written: Sequence[Tensor | None],
+    ) -> None:
+        if metadata is None and indices is None and index_lens is None:
+            return
+        tensors = [(name, one) for name, one in zip(("output", "lse"), written, strict=True) if one is not None]
+        if kv_cache is not None and self.forward_writes:
+            tensors += [("the KV cache", one) for one in kv_cache.tensors.values()]
+        self._selection.check_call(indices, index_lens, query, tensors)
+        if indices is not None and indices.is_cpu and metadata is not None and kv_cache is not None:
+            rows = slice(0, metadata.batch.num_actual_tokens)
+            lens = None if index_lens is None else index_lens[rows]
+            self._selection.check_slots(indices[rows], lens, kv_cache.num_blocks)
 
     def _take_sinks(self, sinks: Tensor | None) -> None:
         """Bind the sinks of a call. torch.compile may pass an alias of the bound tensor: it counts as the same."""

@@ -13,6 +13,7 @@ from attnplug.contract.captures import Captures
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.memory import check_cache_writable
+from attnplug.contract.guards.scales import SCALELESS
 from attnplug.contract.inputs.cache_form import allocate_kv
 from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.step_builder import StepBuilder, check_supports_graphs
@@ -261,6 +262,8 @@ class LoadedBackend:
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
+        self._check_run_sparse()
+        self._check_queries()
         if completed.sinks_with_call:
             self._check_late_parameters(layer)
         # The layer is complete before the plugin sees it, so that no plugin has to resolve defaults.
@@ -360,6 +363,27 @@ class LoadedBackend:
                 f"{self.impl_class.__name__} serves sinks and LSE, and does not say whether its LSE counts the sink",
                 "lse_includes_sink is True or False where both are served: merging counts a sink once",
                 f"declare lse_includes_sink on {self.impl_class.__name__}",
+            )
+
+    def _check_run_sparse(self) -> None:
+        """Refuse a class that serves no selection before its first call does."""
+        if self.agreement.requirements.topk is not None and self.impl_class.run_sparse is AttentionImpl.run_sparse:
+            raise PluginContractError(
+                f"{self.impl_class.__name__} serves topk, and does not override run_sparse",
+                "calls of a layer with topk have the slots of selected tokens, which run is not given",
+                f"write run_sparse in {self.impl_class.__name__}, or leave topk out of the manifest",
+            )
+
+    def _check_queries(self) -> None:
+        """Refuse a class that quantizes queries where its manifest says that they are not."""
+        kind = self.impl_class
+        if not self.agreement.requirements.unquantized_queries or self.agreement.kv_cache_dtype in SCALELESS:
+            return
+        if "q" in kind.static_scales or kind.query_quantization == "host":
+            raise PluginContractError(
+                f"{kind.__name__} quantizes queries, and unquantized_queries was agreed",
+                f"with kv_cache_dtype={self.agreement.kv_cache_dtype!r} such a variant refuses unquantized_queries",
+                "refuse it in the manifest, by a rule",
             )
 
     def _check_late_parameters(self, layer: Layer) -> None:

@@ -20,11 +20,12 @@ from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.graphs.shape import graph_level
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.cache import cache_writers
-from attnplug.contract.guards.scales import UNQUANTIZED
+from attnplug.contract.guards.scales import SCALELESS
 from attnplug.contract.inputs.kv_cache import CacheTensor, outside_inference_mode, torch_dtype
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.contract.inputs.phase import BatchSplit
 from attnplug.errors import LayerError, NotNegotiatedError, PluginContractError
+from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -88,7 +89,8 @@ class Backend(ABC):
         The default is keys ``(num_blocks, block_size, num_kv_heads, head_size)`` and values
         ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
         the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says: the values of a latent
-        cache are the first elements of its keys. Further roles are in memory as described. Dense agreements have no
+        cache are the first elements of its keys. A key of fp8_ds_mla is a record of 656 bytes, and its value the 512
+        codes at its beginning. Further roles are in memory as described. Dense agreements have no
         cache.
 
         Args:
@@ -101,6 +103,8 @@ class Backend(ABC):
         size = self.agreement.block_size or 1  # an agreement with pages always has a block size
         order = (0, 2, 1, 3) if self.agreement.kv_layout == "HND" else (0, 1, 2, 3)
         widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
+        if self.agreement.kv_cache_dtype == FP8_DS_MLA:
+            widths["k"] = FP8_DS_MLA_BYTES
         return {
             role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order, alignment=self.cache_alignment)
             for role, width in widths.items()
@@ -286,6 +290,43 @@ class AttentionImpl(ABC):
         in the call and in the cache, where ``v`` is a part of ``k``. Queries and keys have the latent part first.
         """
 
+    def run_sparse(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        kv_cache: Any,
+        metadata: Any,
+        indices: Tensor,
+        index_lens: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """
+        Attend to selected tokens, in place of `run`. Needed where the variant declares `topk`.
+
+        What `run` says holds, but for which keys a row attends to: the cached latents in the slots of its row of
+        `indices`, and no other. Write `key` before they are read, since its slots may be selected. Neither causality
+        nor the lengths of the batch are applied to the selection.
+
+        Args:
+            query: As of `run`, as are the arguments that are not here.
+            key: As of `run`; there is no value.
+            kv_cache: The latents.
+            metadata: What the builder returned.
+            indices: ``(tokens, topk)`` int32 slots, ``block * block_size + offset``, in any order; -1 is no token, at
+                any place. The last axis is contiguous. On a device they are not checked.
+            index_lens: ``(tokens,)`` int32: entries of a row from there on are not read, and may be anything. None
+                reads all.
+            output: Written.
+            lse: Written.
+        """
+        del query, key, kv_cache, metadata, indices, index_lens, output, lse
+        raise PluginContractError(
+            f"{type(self).__name__} has no run_sparse",
+            "topk was negotiated: calls have the slots of selected tokens",
+            "override run_sparse, or leave topk out of the manifest",
+        )
+
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """
         Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either.
@@ -340,7 +381,7 @@ class AttentionImpl(ABC):
     @property
     def query_dtype(self) -> torch.dtype:
         """Dtype of the queries: the layer's, or the cache's where the engine quantizes them."""
-        quantized = self.query_quantization == "host" and self.agreement.kv_cache_dtype not in UNQUANTIZED
+        quantized = self.query_quantization == "host" and self.agreement.kv_cache_dtype not in SCALELESS
         return torch_dtype(self.agreement.kv_cache_dtype if quantized else self.agreement.requirements.dtype)
 
     @property

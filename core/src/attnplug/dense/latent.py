@@ -11,7 +11,7 @@ from attrs import frozen
 from attnplug.contract import upload
 from attnplug.dense.functions import attention_varlen
 from attnplug.errors import BatchError, LimitsError, TensorError
-from attnplug.ops import dequantize, gather_slots, merge_into
+from attnplug.ops import dequantize, dequantize_latents, gather_slots, merge_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _MAX_ROWS: Final = 65_536
 """As in vLLM 0.33, `mla_attention.py`: 72 MiB of latents, and 3 GiB expanded to 128 heads of 192 and 128."""
+
+
+_OF_RECORD: Final = 576
+"""Elements of a latent in a record of fp8_ds_mla."""
 
 
 @frozen
@@ -91,7 +95,7 @@ def latent_prefill(  # noqa: PLR0913 - as for `attention_varlen`
 
     New tokens attend causally. Cached latents are gathered and expanded in chunks of at most `max_rows`, new tokens
     attend to each chunk, and the partial outputs are merged by their LSEs: memory does not depend on the prefix.
-    Nothing waits for the device.
+    Nothing waits for the device. Chunks are planned once for a batch, and shared by the layers of its step.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the chunks are those of vLLM's `mla_attention.py`.
 
@@ -99,7 +103,8 @@ def latent_prefill(  # noqa: PLR0913 - as for `attention_varlen`
         query: ``(tokens, num_q_heads, nope + rope)``.
         key: As `query`, of the new tokens.
         value: ``(tokens, num_q_heads, head_size_v)``, of the new tokens.
-        pages: ``(num_blocks, block_size, 1, kv_lora_rank + rope)`` KV cache of latents, of any strides.
+        pages: ``(num_blocks, block_size, 1, kv_lora_rank + rope)`` KV cache of latents, of any strides; or
+            records of fp8_ds_mla, ``(num_blocks, block_size, 1, 656)`` uint8.
         batch: The step: block table, and exact lengths on the CPU. Its new tokens may be in the KV cache already.
         expand: Returns keys ``(rows, num_q_heads, nope + rope)`` and values ``(rows, num_q_heads, head_size_v)`` of
             latents ``(rows, kv_lora_rank + rope)``, which are overwritten after the call.
@@ -118,30 +123,66 @@ def latent_prefill(  # noqa: PLR0913 - as for `attention_varlen`
         TensorError: The KV cache is not one of latents, or tensors do not fit together.
         NoBackendError: Nothing can serve the dense calls.
     """
-    table, starts, context_lens = _lengths_of(batch)
     _check(pages, max_rows)
+    # Of the batch, not of the layer: the layers of a step share them.
+    sizes = (pages.shape[1], max_rows)
+    chunks = batch.cached(("latent_prefill", *sizes), lambda: tuple(_gathered_chunks(batch, *sizes)))
     how: dict[str, Any] = {"scale": scale, "return_lse": True, "backend": backend, "options": options}
     locations, cpu = batch.query_start_loc, batch.query_start_loc_cpu
     out, lse = attention_varlen(query, key, value, locations, query_start_loc_cpu=cpu, causal=True, **how)
-    chunks = tuple(prefix_chunks(context_lens, max_rows))
-    workspace = pages.new_empty(max((sum(one.lengths) for one in chunks), default=0), *pages.shape[2:])
+    workspace = pages.new_empty(max((len(one.slots) for one in chunks), default=0), *pages.shape[2:])
     for chunk in chunks:
-        last = chunk.first + len(chunk.lengths)
-        rows = slice(starts[chunk.first], starts[last])
-        narrow = gather_slots(pages, _slots_of(chunk, table, pages.shape[1]), out=workspace[: sum(chunk.lengths)])
+        narrow = gather_slots(pages, chunk.slots, out=workspace[: len(chunk.slots)])
         keys, values = expand(_widen(narrow, query.dtype, k_scale).flatten(1))
         part, part_lse = attention_varlen(
-            query[rows],
+            query[chunk.rows],
             keys,
             values,
-            locations[chunk.first : last + 1] - starts[chunk.first],
-            upload(_cumulative(chunk.lengths), query.device),
-            query_start_loc_cpu=_int32([one - starts[chunk.first] for one in starts[chunk.first : last + 1]]),
-            key_start_loc_cpu=_cumulative(chunk.lengths),
+            chunk.query_start_loc,
+            chunk.key_start_loc,
+            query_start_loc_cpu=chunk.query_start_loc_cpu,
+            key_start_loc_cpu=chunk.key_start_loc_cpu,
             **how,
         )
-        merge_into(out[rows], lse[rows], part, part_lse)
+        merge_into(out[chunk.rows], lse[chunk.rows], part, part_lse)
     return out, lse
+
+
+@frozen(eq=False)
+class _GatheredChunk:
+    """
+    A chunk as the calls of each layer take it.
+
+    Attributes:
+        rows: The query tokens of its requests.
+        slots: ``(cached tokens,)`` int64.
+        query_start_loc: As for `attention_varlen`, and so are the others.
+        key_start_loc: Likewise.
+        query_start_loc_cpu: Likewise.
+        key_start_loc_cpu: Likewise.
+    """
+
+    rows: slice
+    slots: Tensor
+    query_start_loc: Tensor
+    key_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    key_start_loc_cpu: Tensor
+
+
+def _gathered_chunks(batch: Batch, block_size: int, max_rows: int) -> Iterator[_GatheredChunk]:
+    table, starts, context_lens = _lengths_of(batch)
+    for chunk in prefix_chunks(context_lens, max_rows):
+        last = chunk.first + len(chunk.lengths)
+        first_row, keys = starts[chunk.first], _cumulative(chunk.lengths)
+        yield _GatheredChunk(
+            slice(first_row, starts[last]),
+            _slots_of(chunk, table, block_size),
+            batch.query_start_loc[chunk.first : last + 1] - first_row,
+            upload(keys, table.device),
+            _int32([one - first_row for one in starts[chunk.first : last + 1]]),
+            keys,
+        )
 
 
 def _lengths_of(batch: Batch) -> tuple[Tensor, list[int], list[int]]:
@@ -186,6 +227,8 @@ def _widen(narrow: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Return latents in the dtype of the call."""
     if narrow.dtype == dtype:
         return narrow
+    if narrow.dtype == torch.uint8:  # records
+        return dequantize_latents(narrow, narrow.new_empty(*narrow.shape[:2], _OF_RECORD, dtype=dtype))
     wide = dequantize(narrow, torch.empty_like(narrow, dtype=dtype))
     return wide if scale is None else wide.mul_(scale)
 

@@ -10,6 +10,7 @@ from attrs import frozen
 from attnplug.models.patterns import (
     CROSS,
     FULL,
+    INDEXED,
     LINEAR,
     SLIDING,
     KvHeads,
@@ -29,6 +30,8 @@ from attnplug.models.patterns import (
     first_of,
     flint,
     full,
+    glm_indexers,
+    hy_indexers,
     indexed,
     jamba,
     kimi_linear,
@@ -98,6 +101,8 @@ class Architecture:
         pattern: The rule that says which layers are windowed, chunked or full.
         scale: The factor of the scores.
         latent: Whether attention is multi-head latent attention (MLA) where the configuration has a `kv_lora_rank`.
+        indexers: Where tokens of such layers are selected from a paged KV cache, the rule that says which layers have
+            an indexer, and which are ``"shared"``: they reuse the selection of an earlier layer.
         per_layer: The attention modules of one layer.
         layer: What a single layer has instead of the model's fields.
         soft_cap: The field that holds the soft cap of the scores.
@@ -119,6 +124,7 @@ class Architecture:
     pattern: Pattern = full
     scale: Scale = inverse_root
     latent: bool = False
+    indexers: Pattern | None = None
     per_layer: int = 1
     layer: LayerFields = own
     soft_cap: str = ""
@@ -310,8 +316,13 @@ _LATENT: Final = (
         "bailing_hybrid",
         _decoder(listed(every(6, field="layer_group_size", other=LINEAR)), scale=yarn, latent=True),
     )
-    # An indexer chooses the keys of each query: all of their attention layers are named, and not described.
-    | _each("axk2 deepseek_v32 glm_moe_dsa hy_v4", _decoder(indexed(every_layer), scale=yarn, latent=True))
+    # An indexer chooses the keys of each query: without pages their layers are named, and not described.
+    | _each("axk2 deepseek_v32", _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=every_layer))
+    | _each("glm_moe_dsa", _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=glm_indexers))
+    | _each(
+        "hy_v4",
+        _decoder(indexed(every_layer), scale=yarn, latent=True, indexers=hy_indexers, sinks=frozenset({INDEXED})),
+    )
     | _each("qwen4_exp_text", _decoder(indexed(listed(every(4, field="full_attention_interval", other=LINEAR)))))
 )
 

@@ -11,7 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import ARCHITECTURES, BIASED, REFUSED, STATE, Architecture
 from attnplug.models.fields import LIBRARY, read_fields
 from attnplug.models.known_fields import dropped, unknown
-from attnplug.models.latent import sparse_selection
+from attnplug.models.latent import indexer_note, sparse_selection
 from attnplug.models.layers import (
     LAYERS,
     ModelLayer,
@@ -248,7 +248,7 @@ def _describe(
     kinds = () if architecture.family == "encoder_decoder" else kinds_of(fields, architecture)
     others = _others(fields, kinds, layers, why)
     said = [*_of_parts(whole, fields), note, _of_defaults(fields), *_of_layers(architecture, name, paged=paged)]
-    said.append(_of_unknown(fields))
+    said += [indexer_note(fields, layers), _of_unknown(fields)]
     said += notes((whole, fields), engine.get("kv_cache_dtype"), paged=paged)
     described = ModelDescription(whole.origin, fields.model_type, layers, others, tuple(text for text in said if text))
     return described, architecture
@@ -319,7 +319,7 @@ def _other(fields: Fields, kind: str, indices: list[int], why: str | None) -> Ot
     if kind in _WHY:
         return OtherLayers(kind, tuple(indices), _WHY[kind], is_attention=False)
     if kind == INDEXED:
-        why = sparse_selection(fields)
+        why = sparse_selection(fields, ARCHITECTURES.get(fields.model_type))
     if why is not None:
         return OtherLayers(kind, tuple(indices), why, is_attention=True)
     unknown = "a kind of layer that is not known here, and that no backend is asked to serve"

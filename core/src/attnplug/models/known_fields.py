@@ -31,11 +31,11 @@ DECIDING: Final = frozenset(_DECIDING.split())
 
 _SHAPES: Final = """
 attention_head_dim attention_heads attention_hidden_size d_kv decoder_attention_heads encoder_attention_heads head_dim
-head_size hybrid_layer_ids index_head_dim index_n_heads indexer_compress_ratio indexer_head_dim indexer_kv_heads
-indexer_types kv_channels kv_lora_rank logits_soft_cap max_window_layers n_head n_heads no_rope_layer_interval
-no_rope_layers num_attention_heads num_heads num_layers q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim
-relative_attention_max_distance relative_attention_num_buckets scale_attn_weights use_bidirectional_attention use_mla
-use_sliding_window
+head_size hybrid_layer_ids index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern
+indexer_compress_ratio indexer_head_dim indexer_kv_heads indexer_types kv_channels kv_lora_rank logits_soft_cap
+max_window_layers n_head n_heads no_rope_layer_interval no_rope_layers num_attention_heads num_heads num_layers
+q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance
+relative_attention_num_buckets scale_attn_weights use_bidirectional_attention use_mla use_sliding_window
 """
 # Fields with a word of `_TOPICS` that change nothing that a backend is requested, and fields without any known word.
 _HARMLESS: Final = """

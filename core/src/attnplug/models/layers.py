@@ -11,8 +11,8 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import TEXT_TYPES
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
-from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents
-from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, SLIDING
+from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents, indexing_layers
+from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, INDEXED, SLIDING
 from attnplug.models.quantization import cache_scheme
 from attnplug.models.refusals import inexpressible
 from attnplug.request.requirements import Requirements
@@ -44,7 +44,10 @@ class ModelLayer:
         requirements: What it requests of a backend.
         scale: Factor of the scores, which `Layer` has; None where it is not known.
         uncompressed: Where keys are latents, what an engine requests that expands them to the keys and values of every
-            query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None.
+            query head in a prefill: contiguous K/V, with the log-sum-exp, since it merges chunks. Otherwise None, as
+            where an indexer selects latents.
+        indexer: Where tokens are selected (`topk`), the name of the layer whose indexer selects them: its own, or an
+            earlier one whose selection it reuses. Otherwise None.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ModelLayer:
     requirements: Requirements
     scale: float | None = None
     uncompressed: Requirements | None = None
+    indexer: str | None = None
 
 
 def decide(
@@ -116,8 +120,12 @@ def attention_layers(
     causal = _is_causal(fields, architecture)
     # A layer of another kind, such as a convolution, has no requirements, and keeps its number.
     kinds = kinds_of(fields, architecture)
+    # Tokens are selected by their slots: without pages there are none.
+    is_sparse = architecture.indexers is not None and wanted["paged"]
+    described = (*_ATTENTION, INDEXED) if is_sparse else _ATTENTION
+    sources = indexing_layers(fields, architecture, len(kinds)) if is_sparse else ()
     for index, kind in enumerate(kinds):
-        if kind in _ATTENTION:
+        if kind in described:
             one = architecture.layer(fields, index, kind)
             is_latent = has_latents(one, architecture)
             shape = expanded_heads(one) if is_latent else _heads(one, architecture)
@@ -128,10 +136,13 @@ def attention_layers(
             scale = architecture.scale(one, shape["head_size"], index)
             # Without pages there is nothing to absorb for: each call has keys and values.
             if is_latent and wanted["paged"] and masked["attn_type"] == "decoder":
-                own, uncompressed = {**shape, **absorbed_heads(one)}, _uncompressed(wanted, shape)
+                own = {**shape, **absorbed_heads(one, is_indexed=kind == INDEXED)}
+                uncompressed = None if kind == INDEXED else _uncompressed(wanted, shape)
             else:
                 own, uncompressed = shape, None
-            yield ModelLayer(name, index, _require(wanted, {**own, **masked, **shared}), scale, uncompressed)
+            request = _require(wanted, {**own, **masked, **shared})
+            indexer = None if request.topk is None else path.format(*divmod(sources[index], architecture.per_layer))
+            yield ModelLayer(name, index, request, scale, uncompressed, indexer)
 
 
 def _is_causal(fields: Fields, architecture: Architecture) -> bool:

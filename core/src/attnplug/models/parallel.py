@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
+from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES
 
 if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
@@ -92,6 +93,8 @@ def cache_bytes(requirements: Requirements) -> int | None:
     """
     if not requirements.paged or requirements.kv_sharing:
         return 0
+    if requirements.kv_cache_dtype == FP8_DS_MLA:
+        return FP8_DS_MLA_BYTES
     bits = _BITS.get(requirements.kv_cache_dtype)
     if bits is None:
         return None

@@ -225,6 +225,23 @@ def indexed(pattern: Pattern) -> Pattern:
     return found
 
 
+def glm_indexers(fields: Fields, count: int) -> Sequence[str]:
+    """`indexer_types`, or a pattern of letters, or after a few layers with an indexer every so many-th one has it."""
+    pattern = fields.get("indexer_types", "index_topk_pattern")
+    if pattern is not None:
+        return [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    every = fields.integer("index_topk_freq", least=0) or 1
+    offset = fields.integer("index_skip_topk_offset", least=0)
+    offset = 2 if offset is None else offset
+    return ["shared" if max(index - offset + 1, 0) % every else "full" for index in range(count)]
+
+
+def hy_indexers(fields: Fields, count: int) -> Sequence[str]:
+    """`indexer_types`; by default the first layer has an indexer, and the second and each fourth one after it."""
+    found = fields.get("indexer_types")
+    return found or ["shared" if index and (index - 1) % 4 else "full" for index in range(count)]
+
+
 def repeated(field: str, kinds: Mapping[str, str], default: Sequence[str]) -> Pattern:
     """A field lists the kinds of the first layers in words of its own, and the list repeats."""
 

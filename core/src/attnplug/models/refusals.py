@@ -52,7 +52,9 @@ def forbidden(fields: Fields, name: str) -> str | None:
         "use_bidirectional_attention": ("vision", *([True] if known and known.both_sides else []))
     }  # text is causal there
     # Another attention than MLA would ignore latents; a type that is not known is refused by its name.
-    passed = {"kv_lora_rank"} if known is None or has_latents(fields, known) else ()
+    passed = {"kv_lora_rank"} if known is None or has_latents(fields, known) else set()
+    if known is not None and known.indexers is not None:
+        passed.add("index_topk")  # described, or its layers are named
     for field, why in FORBIDDEN_FIELDS.items():
         value = fields.data.get(field)
         if value and field not in passed and value not in served.get(field, ()):

@@ -2,14 +2,15 @@
 
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, gather_slots
 from attnplug.ops.merge import merge_attention_states, merge_into
-from attnplug.ops.quantize import dequantize, quantize, quantize_queries
+from attnplug.ops.quantize import dequantize, dequantize_latents, quantize, quantize_latents, quantize_queries
 from attnplug.ops.splits import merge_splits, split_bytes, split_views
 from attnplug.ops.triton import Kernel
-from attnplug.ops.write import write_kv, write_pages
+from attnplug.ops.write import write_kv, write_latents, write_pages
 
 __all__ = [
     "Kernel",
     "dequantize",
+    "dequantize_latents",
     "gather_blocks",
     "gather_dense",
     "gather_packed",
@@ -18,9 +19,11 @@ __all__ = [
     "merge_into",
     "merge_splits",
     "quantize",
+    "quantize_latents",
     "quantize_queries",
     "split_bytes",
     "split_views",
     "write_kv",
+    "write_latents",
     "write_pages",
 ]

@@ -1,4 +1,4 @@
-"""Rounds rows to FP8 and back: ``x ~ scale * quantized``."""
+"""Rounds rows to FP8 and back, ``x ~ scale * quantized``, and latents to records of fp8_ds_mla."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from attnplug.ops.triton import triton_function
+from attnplug.request.domains import FP8_DS_MLA_BYTES
+
+_TILE: Final = 128
+"""Elements of a latent that have one scale in a record."""
+
+_CODES: Final = 512
+_SCALES_END: Final = _CODES + _CODES // _TILE * 4
+"""The first byte of the rotary elements of a record, behind its codes and scales."""
 
 _WIDE: Final = {2: torch.int32, 4: torch.int64}
 
@@ -66,6 +74,45 @@ def dequantize(narrow: Tensor, out: Tensor) -> Tensor:
     table = _pairs(narrow.dtype, out.dtype)
     codes = narrow.view(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
     torch.index_select(table, 0, codes, out=out.view(-1).view(table.dtype))
+    return out
+
+
+def quantize_latents(rows: Tensor) -> Tensor:
+    """
+    Return latents as records of fp8_ds_mla.
+
+    The scale of 128 elements is their largest magnitude divided by 448, and at least the smallest normal float32.
+
+    Source: ``concat_and_cache_ds_mla`` of vLLM 0.26.
+
+    Args:
+        rows: ``(tokens, 1, 576)`` bfloat16: 512 elements and 64 rotary ones.
+
+    Returns:
+        ``(tokens, 1, 656)`` uint8.
+    """
+    tokens = rows.shape[0]
+    tiles = torch.unflatten(rows[..., :_CODES].float(), -1, (-1, _TILE))
+    scales = tiles.abs().amax(-1) / torch.full((), 448.0, device=rows.device)
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (tiles / scales.unsqueeze(-1)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    parts = (codes.flatten(2), scales, rows[..., _CODES:])
+    return torch.cat([one.contiguous().view(torch.uint8).view(tokens, 1, -1) for one in parts], dim=-1)
+
+
+def dequantize_latents(records: Tensor, out: Tensor) -> Tensor:
+    """
+    Write the latents of records of fp8_ds_mla into `out`, rounded once, and return it.
+
+    Args:
+        records: uint8, contiguous, ``(..., 656)``, at an address that 4 divides.
+        out: ``(..., 576)`` bfloat16, contiguous.
+    """
+    rows, wide = records.view(-1, FP8_DS_MLA_BYTES), out.view(-1, out.shape[-1])
+    scales = rows[:, _CODES:_SCALES_END].view(torch.float32)
+    tiles = torch.unflatten(rows[:, :_CODES].view(torch.float8_e4m3fn).float(), 1, (-1, _TILE))
+    torch.unflatten(wide[:, :_CODES], 1, (-1, _TILE)).copy_(tiles.mul_(scales.unsqueeze(-1)))
+    wide[:, _CODES:].copy_(rows[:, _SCALES_END:].view(torch.bfloat16))
     return out
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnplug.contract.inputs.kv_cache import is_narrow_float
 from attnplug.errors import CacheError, TensorError
 from attnplug.ops.gather import slots_view
-from attnplug.ops.quantize import quantize
+from attnplug.ops.quantize import quantize, quantize_latents
 from attnplug.ops.triton import triton_function
 
 
@@ -80,6 +80,25 @@ def write_pages(
     _check_shapes(rows, pages, slot_mapping.shape[0])
     _check_slots(pages, slot_mapping)
     _write(rows, pages, slot_mapping, scale, padded=padded)
+
+
+def write_latents(rows: Tensor, pages: Tensor, slot_mapping: Tensor, *, padded: bool = True) -> None:
+    """
+    Write latents into their slots as records of fp8_ds_mla, see `quantize_latents`. One launch where Triton works.
+
+    Args:
+        rows: ``(tokens, 1, 576)`` bfloat16; rows beyond the slot mapping are not read.
+        pages: ``(num_blocks, block_size, 1, 656)`` uint8, each block contiguous; written in place.
+        slot_mapping: ``(n,)`` int64, see `write_pages`.
+        padded: Whether a slot may be negative, see `write_pages`.
+
+    Raises:
+        TensorError: As of `write_pages`.
+        CacheError: As of `write_pages`.
+    """
+    write = triton_function("attnplug.ops.triton_quantize", "write_latents") if slot_mapping.is_cuda else None
+    if write is None or not write(rows, pages, slot_mapping):
+        write_pages(quantize_latents(rows[: slot_mapping.shape[0]]), pages, slot_mapping, padded=padded)
 
 
 def _write(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None, *, padded: bool) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnplug.errors import RequirementsError
-from attnplug.request.domains import ENCODERS, LATENT
+from attnplug.request.domains import ENCODERS, FP8_DS_MLA, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,13 @@ def refuse_contradictions(r: Requirements) -> None:
     for holds, given, allowed, fix in _CONTRADICTIONS:
         if holds(r):
             raise RequirementsError(given(r), allowed, fix)
+
+
+_BY_POSITION: Final = ("sliding_window", "attention_chunk", "alibi", "block_sparse", "custom_mask", "cascade")
+
+
+def _is_given(r: Requirements, name: str) -> bool:
+    return getattr(r, name) not in (None, False)
 
 
 _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
@@ -124,6 +131,30 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"latent={r.latent} and per_head_scales={r.per_head_scales} were given",
         "there is one latent per token, and so one scale",
         "leave per_head_scales out",
+    ),
+    (
+        lambda r: (
+            r.kv_cache_dtype == FP8_DS_MLA
+            and (r.latent, r.dtype, r.head_size, r.head_size_v) != (True, "bfloat16", 576, 512)
+        ),
+        lambda r: (
+            f"kv_cache_dtype={r.kv_cache_dtype!r}, latent={r.latent}, dtype={r.dtype!r}, head_size={r.head_size} and "
+            f"head_size_v={r.head_size_v} were given"
+        ),
+        "its records of 656 bytes hold latents of 512 elements with 64 rotary ones, of bfloat16 layers",
+        "pass latent=True, dtype='bfloat16', head_size=576 and head_size_v=512, or another kv_cache_dtype",
+    ),
+    (
+        lambda r: r.topk is not None and not r.latent,
+        lambda r: f"topk={r.topk} and latent={r.latent} were given",
+        "tokens are selected from a KV cache of latents",
+        "request latent=True, or leave topk out",
+    ),
+    (
+        lambda r: r.topk is not None and any(_is_given(r, name) for name in _BY_POSITION),
+        lambda r: f"topk={r.topk} and {' and '.join(n for n in _BY_POSITION if _is_given(r, n))} were given",
+        "selected tokens are slots, whose positions no backend is told: the selection alone hides tokens",
+        "leave the others out, and select tokens that they let through",
     ),
     (
         lambda r: r.decode_query_len > 1 and "decode" not in r.phases,

@@ -307,8 +307,17 @@ _FLOAT_ALIASES: Final = read_only(
     }
 )
 DTYPE: Final = Name(values=("float64", "float32", "bfloat16", "float16"), aliases=_FLOAT_ALIASES)
+FP8_DS_MLA: Final = "fp8_ds_mla"
+"""
+DeepSeek-V3.2's record of a latent, the dtype of a KV cache: 512 float8_e4m3 codes, the float32 scale of each 128 of
+them, then 64 bfloat16 rotary elements.
+"""
+
+FP8_DS_MLA_BYTES: Final = 656
+"""Bytes of a record."""
+
 CACHE_DTYPE: Final = Name(
-    values=("auto", *DTYPE.values, "fp8_e4m3", "fp8_e5m2", "int8", "int8_k", "int4", "nvfp4"),
+    values=("auto", *DTYPE.values, "fp8_e4m3", "fp8_e5m2", FP8_DS_MLA, "int8", "int8_k", "int4", "nvfp4"),
     aliases=_FLOAT_ALIASES,
     open=True,
 )

@@ -171,6 +171,13 @@ class Requirements:
         "and head_size - head_size_v rotary ones",
         default=False,
     )
+    topk: int | None = model(
+        Integer(),
+        "sparse attention over latents: each token attends to at most so many cached tokens, whose slots come with "
+        "the call",
+        in_layer=True,
+        has_ranges=True,
+    )
     kv_sharing: bool = model(Flag(), "the layer reads the KV cache of an earlier layer", default=False)
 
     paged: bool | None = engine(
@@ -234,6 +241,12 @@ class Requirements:
         Flag(), "a call may come without K/V: those of its rows are in the KV cache already", default=False
     )
     per_head_scales: bool = engine(Flag(), "quantization scales are per head", default=False)
+    unquantized_queries: bool = engine(
+        Flag(),
+        "queries keep the dtype beside a quantized KV cache: no backend that quantizes them is chosen",
+        default=False,
+        open=True,
+    )
     output_quant: str | None = engine(
         QUANTIZED, "the output is quantized to this dtype", converter=optional(dtype_text)
     )

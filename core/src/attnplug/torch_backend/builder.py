@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.contract.vendor import MetadataBuilder
+from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES
 from attnplug.torch_backend.captured import CapturedPlan
 from attnplug.torch_backend.masks import Visibility
 from attnplug.torch_backend.plan import Budget, make_plan
@@ -41,11 +42,14 @@ class TorchBuilder(MetadataBuilder):
         self._params: dict[Hashable, PlanParams] = {
             key: plan_params_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
+            if self.agreement.requirements.topk is None  # selected tokens come with the call: nothing is planned
         }
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
         """Doubling lengths: a captured forward gathers and masks as many keys as its longest sequence may have."""
+        if not self._params:
+            return super().graph_lengths
         most = min(self.limits.max_seq_len, max(_SHORTEST, _CAPTURED_KEYS // self.limits.max_num_reqs))
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)
@@ -116,6 +120,8 @@ def sizes_on(device_type: str) -> Sizes:
 def bytes_per_key(agreement: Agreement) -> int:
     """Return the bytes of a gathered key and value of all heads, decoded copies included where the cache is FP8."""
     requested, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
+    if agreement.kv_cache_dtype == FP8_DS_MLA:
+        return FP8_DS_MLA_BYTES + requested.head_size * torch_dtype(requested.dtype).itemsize
     width = requested.num_kv_heads * (requested.head_size + (requested.head_size_v or requested.head_size))
     return width * (cached.itemsize + (torch_dtype(requested.dtype).itemsize if is_narrow_float(cached) else 0))
 

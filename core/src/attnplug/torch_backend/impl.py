@@ -12,10 +12,11 @@ from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.vendor import AttentionImpl
 from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.write import write_kv, write_pages
-from attnplug.torch_backend.builder import plan_params_of
+from attnplug.torch_backend.builder import plan_params_of, sizes_on
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.plan import make_plan
 from attnplug.torch_backend.sdpa import ScoreParams
+from attnplug.torch_backend.selected import attend_selected
 from attnplug.torch_backend.sources import Sources, narrow
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         """Write K/V, quantized where the KV cache is FP8; `padded` is False if no slot is negative."""
         if self._size_of_latents is not None:
-            scale = None if self._codec is None else self._codec.key_scale
-            write_pages(key, kv_cache.k, slot_mapping, scale, padded=padded)
+            if self._codec is not None and key.dtype != self._codec.narrow:
+                key, _ = self._codec.encode(key, key[..., : self._size_of_latents])
+            write_pages(key, kv_cache.k, slot_mapping, padded=padded)
             return
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
@@ -105,6 +107,35 @@ class TorchImpl(AttentionImpl):
             self._size_of_latents,
         )
         self._run(plan, query, sources, self._results(output, lse))
+
+    def run_sparse(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        kv_cache: KVCache,
+        metadata: Metadata,
+        indices: Tensor,
+        index_lens: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Write latents of the call where this layer does, then attend to the selected ones; no plan is read."""
+        batch, size = metadata.batch, self.head_size_v
+        if self.forward_writes and key is not None and batch.slot_mapping is not None:
+            self.update_kv_cache(key, key[..., :size], kv_cache, batch.slot_mapping, padded=_may_be_padded(metadata))
+        rows = slice(0, batch.num_actual_tokens)
+        results = self._results(output, lse)
+        target = Results(results.output[None], None if results.lse is None else results.lse[None], self._sinks)
+        most = sizes_on(query.device.type).gathered
+        lens = None if index_lens is None else index_lens[rows]
+        chosen, params, codec = indices[rows], self._score_params, self._codec
+        parts = attend_selected(query[rows], kv_cache.k, chosen, lens, params, size, most, codec)
+        for first, last, out, found, nothing in parts:
+            heads = (1, last - first, *self._heads)
+            clean = _without(nothing[None, :, None, None], out.view(*heads, size), found.view(heads))
+            if self._codec is not None and self._codec.output_factor is not None:
+                clean = (clean[0] * self._codec.output_factor, clean[1])
+            target.write_tile(first, last, *clean)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None

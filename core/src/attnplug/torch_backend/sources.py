@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnplug.contract.inputs.upload import upload
 from attnplug.ops.gather import gather_blocks, gather_slots, slots_view
-from attnplug.ops.quantize import dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,15 +229,18 @@ class Sources:
     ) -> list[Tensor]:
         """Gather bytes, since not every device can gather FP8, and decode them into the memory before them."""
         memory, source = cast("Tensor", self.workspace), cast("SlotKeys | BlockKeys", group.source)
-        count, size = sum(sizes), codec.dtype.itemsize
-        decoded = torch.split(memory[: count * size].view(codec.dtype), sizes)
-        encoded = torch.split(memory[count * size : count * (size + 1)], sizes)
+        widths = [(one.shape[3], codec.width(one.shape[3])) for one in pages]
+        wide_sizes = [size // narrow * wide for size, (narrow, wide) in zip(sizes, widths, strict=True)]
+        start = sum(wide_sizes) * codec.dtype.itemsize
+        decoded = torch.split(memory[:start].view(codec.dtype), wide_sizes)
+        encoded = torch.split(memory[start : start + sum(sizes)], sizes)
         found = []
-        for one, part, wide in zip(pages, encoded, decoded, strict=True):
+        for one, part, wide, (size, width) in zip(pages, encoded, decoded, widths, strict=True):
             rows = source.gather(one.view(torch.uint8), group.keys, members, part)
-            dequantize(part.view(codec.narrow), wide)
-            offset = rows.storage_offset() - part.storage_offset()
-            found.append(wide[offset:].as_strided(rows.shape, rows.stride()))
+            codec.widen(part, wide)
+            # Rows are wider than their records: all but the last stride are of whole rows.
+            steps = [step // size * width for step in (rows.storage_offset() - part.storage_offset(), *rows.stride())]
+            found.append(wide[steps[0] :].as_strided((*rows.shape[:3], width), (*steps[1:4], 1)))
         if codec.key_factor is not None:
             found[0].mul_(codec.key_factor.unsqueeze(-1))
         return found

@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from attnplug.errors import NoBackendError, NotNegotiatedError
 from attnplug_sglang.batches import check_decode, check_verify, has_tree, lengths_of
+from attnplug_sglang.latent import Sequences, expanded_layers, joined, split
 from attnplug_sglang.layers import OWN, HostLayer, check_layer, layers_of
 from attnplug_sglang.options import check_options, limits_of, options_of
 from attnplug_sglang.pools import pools_of
@@ -43,6 +44,9 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         model_runner: SGLang's model runner, with its weights and its pools.
         backend: The candidate that was named, such as ``"flashinfer/fa3"``; None lets attnplug decide.
 
+    Attributes:
+        has_latents: Whether the model has multi-head latent attention (MLA).
+
     Raises:
         NoBackendError: No backend serves a layer of the model.
         NotNegotiatedError: The model, a pool or an option of SGLang has what is not served.
@@ -55,8 +59,10 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         pools = pools_of(model_runner)
+        self.has_latents = pools.latent_sizes is not None
+        layers, expanded = split(layers_of(model_runner.model), pools.latent_sizes)
         self._engine = Engine(
-            layers=layers_of(model_runner.model),
+            layers=layers,
             pools=pools,
             table=self.req_to_token_pool.req_to_token,
             dtype=model_runner.dtype,
@@ -75,10 +81,17 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._pending: Callable[[], Step] | None = None  # builds the step in which late layers may be called first
         if not self._is_late:
             self._kind(_EXTEND)
+        self._expanded = expanded_layers(expanded, self._engine)
+        self._sequences: Sequences | None = None  # of a step that may be expanded
+        self._unbuilt: Callable[[], Step] | None = None  # builds such a step for its first call that is absorbed
 
     def explain(self) -> str:
         """Return the decisions of the kinds of steps that there were, as text."""
-        return "\n\n".join(f"{name}:\n{kind.plan}" for (name, _), kind in self._kinds.items())
+        found = [f"{name}:\n{kind.plan}" for (name, _), kind in self._kinds.items()]
+        if self.has_latents:
+            chosen = dict.fromkeys(each for layer in self._expanded.values() for each in layer.chosen)
+            found.append(f"prefills with keys and values per head: {', '.join(chosen) or 'none, all are absorbed'}")
+        return "\n\n".join(found)
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -131,6 +144,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: Its mode is not served.
             BatchError: A sequence is longer than SGLang's table of slots has room for.
         """
+        self._sequences = self._unbuilt = None
         if _is_idle(forward_batch):
             self.forward_metadata = self._pending = None
             return
@@ -143,14 +157,18 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         attends = lengths.queries and not self._is_made_up(forward_batch, lengths)
         build = partial(self._build, forward_batch, lengths)
         self._pending = build if attends and self._is_late else None
-        self.forward_metadata = build() if attends and self._engine.layers else None
+        self.forward_metadata = None
+        if attends and self._expanded and lengths.custom_mask is None and not lengths.drafts:
+            self._sequences, self._unbuilt = Sequences.of(lengths), build
+        elif attends and self._engine.layers:
+            self.forward_metadata = build()
 
     def _build(self, step: Any, lengths: Lengths) -> Step:
         return self._kind_of(lengths).build(step, lengths)
 
     def _bind_late(self, layer: Any, build: Callable[[], Step], *, has_sinks: bool) -> None:
         """Decide again, with a layer that is called for the first time, and build the step for it too."""
-        found = HostLayer(f"layers.{len(self._engine.layers)}", layer, has_sinks)
+        found = HostLayer(f"layers.{len(self._engine.layers)}", layer, has_sinks, self.has_latents)
         check_layer(found)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._refuse_absent()
@@ -185,33 +203,43 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         forward_batch: Any,
         save_kv_cache: bool = True,  # noqa: FBT001, FBT002 - likewise
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
         """
         Return the attention of one layer, ``(tokens, num_q_heads * head_size_v)``; rows of padding are 0.
+
+        With keys and values that were expanded from latents: as `ExpandedLayer.attend` returns it.
 
         Args:
             q: ``(tokens, num_q_heads * head_size)``.
             k: ``(tokens, num_kv_heads, head_size)``; None where it is in the pool.
-            v: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `k` is.
+            v: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `k` is. Of latents it is in `k`.
             layer: SGLang's layer.
             forward_batch: SGLang's step.
             save_kv_cache: Whether K/V are to be written; otherwise they are in the pool.
-            kwargs: ``sinks``, ``(num_q_heads,)``. Others are refused.
+            kwargs: ``sinks``, ``(num_q_heads,)``; of latents ``q_rope`` and ``k_rope``, the rotary parts of `q` and
+                `k`, where these have none. Others are refused.
 
         Raises:
             NotNegotiatedError: The call has what was not negotiated.
         """
-        del forward_batch
+        expanded = self._expanded.get(id(layer))
+        if expanded is not None and not save_kv_cache and k is not None and v is not None:
+            _check_call(expanded.host, kwargs.pop("sinks", None), kwargs)
+            return expanded.attend(q, k, v, forward_batch, self._sequences)
         sinks = kwargs.pop("sinks", None)
         if self._pending is not None and all(known.module is not layer for known in self._engine.layers):
             self._bind_late(layer, self._pending, has_sinks=sinks is not None)
+        if self._unbuilt is not None and self.forward_metadata is None:
+            self.forward_metadata = self._unbuilt()
         step = self.forward_metadata
+        if self.has_latents:
+            q, k = joined(q, k, layer, kwargs.pop("q_rope", None), kwargs.pop("k_rope", None))
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         width = layer.tp_q_head_num * layer.v_head_dim
         if step is None:
             return q.new_zeros(len(rows), width)
         bound = _bound(step, layer)
-        _check_call(bound, sinks, kwargs)
+        _check_call(bound.host, sinks, kwargs)
         is_exact = len(rows) == step.num_tokens and not step.is_captured
         output = q.new_empty(len(rows), width) if is_exact else q.new_zeros(len(rows), width)
         metadata, cache = step.metadata[bound.builder], step.kind.cache_of(bound)
@@ -223,7 +251,9 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
                     "turn off the fusion that writes K/V ahead of attention, or let another backend serve",
                 )
             k = v = None
-        elif bound.impl.host_writes:
+        elif bound.host.latent:
+            v = None
+        if k is not None and bound.impl.host_writes:
             _write(bound, k, v, cache, metadata)
         extra = {} if sinks is None else {"sinks": bound.sinks_of(sinks, q.dtype)}
         bound.impl.forward(rows, k, v, cache, metadata, output, **extra)
@@ -274,6 +304,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
                 "attnplug-sglang has graphs of decodes, and of drafts that are verified",
                 "start SGLang with --cuda-graph-backend-prefill breakable, or disabled",
             )
+        self._sequences = self._unbuilt = None
         size, capture = forward_batch.seq_lens.shape[0], partial(self._capture, name, drafts, forward_batch)
         self._pending = capture if in_capture and self._is_late else None
         if in_capture and not self._engine.layers:
@@ -354,18 +385,18 @@ def _bound(step: Step, layer: Any) -> BoundLayer:
         ) from None
 
 
-def _check_call(bound: BoundLayer, sinks: Tensor | None, others: dict[str, Any]) -> None:
+def _check_call(host: HostLayer, sinks: Tensor | None, others: dict[str, Any]) -> None:
     """Check that nothing of a call is dropped."""
     unserved = [name for name, value in others.items() if value is not None and value is not False]
     if unserved:
         raise NotNegotiatedError(
-            f"the layer {bound.host.name!r} was called with {', '.join(unserved)}",
+            f"the layer {host.name!r} was called with {', '.join(unserved)}",
             "attnplug-sglang serves q, k, v and sinks",
             OWN,
         )
-    if (sinks is not None) != bound.host.has_sinks:
+    if (sinks is not None) != host.has_sinks:
         raise NotNegotiatedError(
-            f"the layer {bound.host.name!r} was called {'without' if sinks is None else 'with'} sinks",
+            f"the layer {host.name!r} was called {'without' if sinks is None else 'with'} sinks",
             "the module around a layer has an attribute `sinks` or `attention_sink_bias` exactly where it passes them",
             OWN,
         )
@@ -373,7 +404,7 @@ def _check_call(bound: BoundLayer, sinks: Tensor | None, others: dict[str, Any])
 
 def _write(bound: BoundLayer, k: Tensor, v: Tensor | None, cache: Any, metadata: Any) -> None:
     """Write the K/V of the phases in which the implementation leaves it to its host."""
-    assert v is not None  # noqa: S101 - K comes with V
     for name, phase in (("decode", metadata.decodes), ("prefill", metadata.prefills)):
         if phase is not None and name in bound.impl.host_writes:
-            bound.impl.write_kv(k[phase.rows], v[phase.rows], cache, metadata.batch.slot_mapping[phase.rows])
+            values = None if v is None else v[phase.rows]
+            bound.impl.write_kv(k[phase.rows], values, cache, metadata.batch.slot_mapping[phase.rows])

@@ -29,11 +29,13 @@ class HostLayer:
         name: Its path in the model.
         module: The layer.
         has_sinks: Whether the module around it has sinks, which it passes with each call.
+        latent: Whether it attends to latents, with absorbed queries.
     """
 
     name: str
     module: Any
     has_sinks: bool
+    latent: bool = False
 
 
 def layers_of(model: nn.Module) -> tuple[HostLayer, ...]:
@@ -118,6 +120,7 @@ def requirements_of(layer: HostLayer, *, dtype: Any, kv_cache_dtype: Any, **engi
         logits_soft_cap=module.logit_cap or None,
         causal=module.attn_type.value != "encoder_only",
         sinks=layer.has_sinks,
+        latent=layer.latent,
         paged=True,
         **engine,
     )
@@ -140,7 +143,7 @@ def contract_layer(layer: HostLayer, *, quantized: bool) -> Layer:
         scale=layer.module.scaling,
         sinks_with_call=layer.has_sinks,
         k_scale=scale_of(layer, "k_scale") if quantized else None,
-        v_scale=scale_of(layer, "v_scale") if quantized else None,
+        v_scale=scale_of(layer, "v_scale") if quantized and not layer.latent else None,  # values are in the keys
     )
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug import Limits
 from attnplug.errors import NotNegotiatedError
-from attnplug_sglang.layers import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,8 +62,6 @@ def _problems(runner: Any, options: Any) -> Iterator[tuple[str, str, str]]:
             "its slots are translated at each step, which is not served",
             "leave --enable-unified-memory out",
         )
-    if getattr(runner, "use_mla_backend", False):
-        yield "the model has multi-head latent attention (MLA)", "it has another KV cache and another contract", OWN
     if getattr(options, "dcp_size", 1) > 1:
         yield "SGLang was started with decode context parallelism", "it is not served here", "leave --dcp-size out"
     if getattr(options, "enable_prefill_cp", False) or getattr(options, "attn_cp_size", 1) > 1:

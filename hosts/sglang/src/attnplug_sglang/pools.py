@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FULL: Final = "full"
 SWA: Final = "swa"
 _LAYOUTS: Final = (None, "nhd", "hnd")
+_LATENTS: Final = "MLATokenToKVPool"
 
 
 @frozen(eq=False)
@@ -38,6 +39,12 @@ class Pools:
         return SWA if SWA in self.parts and self.pool.layers_mapping[layer_id][1] else FULL
 
     @property
+    def latent_sizes(self) -> tuple[int, int] | None:
+        """The sizes of a latent and of its rotary part; None where the pool has keys and values per head."""
+        full = self.parts[FULL]
+        return (full.kv_lora_rank, full.qk_rope_head_dim) if type(full).__name__ == _LATENTS else None
+
+    @property
     def dtype(self) -> Any:
         """The dtype of keys and values."""
         return self.parts[FULL].dtype
@@ -58,8 +65,10 @@ class Pools:
 
         Where K/V come back from the CPU layer by layer, it waits until this layer's have arrived.
         """
-        keys, values = self.pool.get_key_buffer(layer_id), self.pool.get_value_buffer(layer_id)
-        return {"k": self._paged(keys), "v": self._paged(values)}
+        keys = self._paged(self.pool.get_key_buffer(layer_id))
+        if self.latent_sizes is not None:
+            return {"k": keys, "v": keys[..., : self.latent_sizes[0]]}
+        return {"k": keys, "v": self._paged(self.pool.get_value_buffer(layer_id))}
 
     def _paged(self, rows: Tensor) -> Tensor:
         if self.kv_layout == "HND":
@@ -69,6 +78,8 @@ class Pools:
 
     def forms(self, layer_id: int) -> tuple[str, ...]:
         """Return the forms that the pool of a layer has, as `kv_cache_form`, the closest first."""
+        if self.latent_sizes is not None:
+            return ("latent",)
         views = self.views(layer_id)
         keys, values = views["k"], views["v"]
         shared = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
@@ -109,8 +120,8 @@ def pools_of(runner: Any) -> Pools:
         for problem in _problems(part):
             raise NotNegotiatedError(
                 f"SGLang's pool is {problem}",
-                "attnplug-sglang serves MHATokenToKVPool, and SWAKVPool made of two of them: K and V of each layer in "
-                "rows of heads, with one id for each slot",
+                "attnplug-sglang serves MHATokenToKVPool, SWAKVPool made of two of them, and MLATokenToKVPool: K and V "
+                "of each layer in rows of heads, or its latents in rows, with one id for each slot",
                 "serve this model with one of SGLang's own backends, or leave out what chooses this pool",
             )
     return Pools(pool, parts, runner.page_size)
@@ -120,11 +131,11 @@ def _problems(part: Any) -> list[str]:
     """Return what a pool is that is not served."""
     name = type(part).__name__
     found = []
-    if "MLA" in name or "DSA" in name:
-        found.append(f"{name}: multi-head latent attention (MLA) has another KV cache")
+    if "DSA" in name or getattr(part, "use_dsa", False):
+        found.append(f"{name}: sparse latent attention (DSA), whose tokens attend to those that an indexer selects")
     elif "Unified" in name:
         found.append(f"{name}: slots of a unified pool are translated at each step")
-    elif name != "MHATokenToKVPool":
+    elif name not in {"MHATokenToKVPool", _LATENTS}:
         found.append(name)
     if getattr(part, "is_quantized_kv_cache", False):
         found.append(f"{name} with blocks of scales (FP4 KV cache)")

@@ -33,6 +33,8 @@ _LISTS: Final = (
     ("DRAFT_ATTENTION_BACKEND_CHOICES", "add_draft_attention_backend_choices"),
 )
 """SGLang's lists of names, each with the function that extends it."""
+_EXPANDED: Final = "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS"
+"""SGLang's list of names with which models may expand cached latents to keys and values per head."""
 
 
 def register() -> None:
@@ -55,6 +57,10 @@ def register() -> None:
     for listed, extend in _LISTS:
         if hasattr(server_args, listed):
             _extend(getattr(server_args, listed), _adder(server_args, extend), list(own))
+    # 0.5.15 has this list where it runs models.
+    module = server_args if hasattr(server_args, _EXPANDED) else import_module("sglang.srt.model_executor.model_runner")
+    expanded: list[str] = getattr(module, _EXPANDED)
+    _extend(expanded, expanded.extend, list(own))
     page_size.hook()
 
 
@@ -86,8 +92,11 @@ def create(model_runner: Any, *, backend: str | None) -> Any:
         AttnplugError: No backend of attnplug serves the model here, or it needs what the adapter refuses.
     """
     from attnplug_sglang.backend import AttnplugAttnBackend  # noqa: PLC0415 - imports SGLang's layers
+    from attnplug_sglang.latent import register_handler  # noqa: PLC0415 - imports torch
 
     made = AttnplugAttnBackend(model_runner, backend=backend)
+    if made.has_latents:
+        register_handler(AUTO if backend is None else name_of(backend))
     _log.info("attention by attnplug\n%s", made.explain())
     return made
 

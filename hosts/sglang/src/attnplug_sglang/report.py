@@ -25,6 +25,7 @@ SAME_KERNELS: Final[dict[str, tuple[str, ...]]] = {
     "fa3": ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa3_tokenspeed"),
     "fa4": ("flash_attn/fa4",),
     "flashinfer": ("flashinfer/fa2", "flashinfer/fa3"),
+    "flashmla": ("flashmla/sgl",),
     "torch_native": ("torch/sdpa",),
 }
 """SGLang's backend -> the candidates of attnplug that run its kernels."""
@@ -45,10 +46,6 @@ _CONSIDERED: Final = frozenset(
     }
 )
 """The fields of requirements that its choice considers, or that say nothing about it."""
-NO_LATENTS: Final = (
-    "attnplug-sglang does not serve multi-head latent attention (MLA) yet: it refuses such a model, and backends of "
-    "SGLang run it"
-)
 _LONGEST: Final = 300  # seconds; importing SGLang takes 5 to 30
 _GROUP: Final = "sglang.srt.plugins"
 _RESTRICTS: Final = "SGLANG_PLUGINS"
@@ -93,7 +90,6 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
         f"SGLang {found['version']}",
         [_choice(found["chosen"], each) for each in requirements],
         ["SGLang is started without speculative decoding, and names no attention backend", *assumed],
-        [NO_LATENTS] if request["latent"] else [],
     )
 
 

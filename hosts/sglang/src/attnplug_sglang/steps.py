@@ -91,6 +91,8 @@ class BoundLayer:
         if all(new is old for new, old in zip(found, self.scales, strict=True)):
             return
         k_scale, v_scale = (scale_of(self.host, name) for name in ("k_scale", "v_scale"))
+        if self.host.latent:
+            v_scale = k_scale  # values are in the keys
         self.impl.update_scales(
             k_scale=1.0 if k_scale is None else k_scale, v_scale=1.0 if v_scale is None else v_scale
         )

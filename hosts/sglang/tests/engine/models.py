@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,14 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "initializer_range": 0.2,
+}
+_YARN = {  # on a CPU SGLang has no rotation of latents without it
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
 }
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -60,8 +69,50 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "deepseek": (  # latents; prefills with keys and values per head
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 2,  # no layer has experts
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_layer_freq": 1,  # SGLang reads it, as published configurations have it
+            "rope_parameters": _YARN,
+        },
+    ),
 }
-NAMES = tuple(_CONFIGS)
+LATENT = "deepseek"
+NAMES = tuple(name for name in _CONFIGS if name != LATENT)
+# The sizes of DeepSeek-V3's latents and heads, which libraries have kernels for.
+WIDE = "deepseek_wide"
+_CONFIGS[WIDE] = (
+    "DeepseekV3Config",
+    _CONFIGS[LATENT][1]
+    | {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 2048,
+        "rope_parameters": _YARN | {"original_max_position_embeddings": 512},
+        "initializer_range": 0.08,
+    },
+)
 
 
 def make(name: str, folder: Path) -> Any:
@@ -75,7 +126,30 @@ def make(name: str, folder: Path) -> Any:
         for path, parameter in made.named_parameters():
             if path.endswith("sinks"):
                 parameter.copy_(torch.randn_like(parameter).add(1).bfloat16())  # SGLang keeps them so
+            elif name == WIDE:
+                parameter.copy_(parameter.bfloat16())  # engines have it in this dtype
     made.eval().save_pretrained(folder)
+    return made
+
+
+def errors(model: Any, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
+    """Return the differences of the logprobs of an engine's tokens from those of transformers."""
+    tokens = torch.tensor(answer["tokens"], device=model.device)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer["tokens"]], device=model.device)).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu()
+    return (expected - torch.tensor(answer["logprobs"])).abs()
+
+
+def with_projections_apart(model: Any) -> Any:
+    """Return a copy as an engine has it that takes all keys of `kv_b_proj` first, and not those of each head."""
+    made = copy.deepcopy(model)
+    for layer in made.model.layers:
+        attn = layer.self_attn
+        weight = attn.kv_b_proj.weight.data
+        parts = weight.split((attn.num_heads * attn.qk_nope_head_dim, attn.num_heads * attn.v_head_dim))
+        per_head = [part.view(attn.num_heads, -1, weight.shape[1]) for part in parts]
+        attn.kv_b_proj.weight.data = torch.cat(per_head, 1).flatten(0, 1)
     return made
 
 

@@ -74,6 +74,38 @@ def test_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     assert found[1][0]["cached"] >= 32, "the prefix of the first round was not found"
 
 
+@pytest.mark.parametrize(
+    ("page", "threshold", "capacity", "forms"),
+    [
+        (1, 100, 131072, {"MLA", "MHA_ONE_SHOT"}),
+        (64, 1, 96, {"MLA", "MHA_ONE_SHOT", "MHA_CHUNKED_KV"}),
+    ],
+)
+def test_latents_absorbed_and_per_head(
+    page: int, threshold: int, capacity: int, forms: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # SGLang's kernels that list the slots of prefixes, and that merge
+    monkeypatch.setenv("SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD", str(threshold))
+    monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", str(capacity))
+    model = models.make(models.LATENT, tmp_path / "model")
+    shared = tokens(140, 1)
+    rounds = [
+        {"prompts": [shared, tokens(5, 2), tokens(23, 3)], "max_new_tokens": 24},
+        {"prompts": [shared + tokens(6, 4), shared[:130] + tokens(3, 5), tokens(150, 6)], "max_new_tokens": 16},
+    ]
+    options = {"page_size": page, "chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_total_tokens": 2048}
+    found, log = run(tmp_path, tmp_path / "model", rounds, **options)
+    assert "kv_cache_form=latent" in log
+    assert set(re.findall(r"the form is (\w+)", log)) == forms
+    assert [one["cached"] for one in found[1]] == ([140, 130, 0] if page == 1 else [128, 128, 0])
+    check(model, rounds, found)
+    prompts = [prompt for asked in rounds for prompt in asked["prompts"]]
+    pairs = list(zip(prompts, [one for each in found for one in each], strict=True))
+    assert max(float(models.errors(model, *pair).max()) for pair in pairs) < 1e-3
+    wrong = models.with_projections_apart(model)
+    assert min(float(models.errors(wrong, *pair).max()) for pair in pairs) > 0.1
+
+
 def test_requests_are_retracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")  # as if the pool were full, every few steps
     model = models.make("llama", tmp_path / "model")

@@ -230,6 +230,7 @@ class AttentionCall:
         sinks: ``(num_q_heads,)``.
         signature: What of the call is not a tensor.
         positions: ``(1, queries)`` positions of a call of one row and several queries; None for other calls.
+        indices: ``(queries, topk)`` int32 slots of the cached tokens that an indexer has selected; None for all.
     """
 
     module: nn.Module
@@ -241,6 +242,7 @@ class AttentionCall:
     sinks: Tensor | None
     signature: CallSignature
     positions: Tensor | None = None
+    indices: Tensor | None = None
 
     @classmethod
     def of(  # noqa: PLR0913, PLR0917 - the library's signature of an attention function

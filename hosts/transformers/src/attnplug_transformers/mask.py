@@ -125,9 +125,14 @@ class LazyMask:
     def _refuse(self, *_: object) -> NoReturn:
         raise _not_a_tensor()
 
-    def __getitem__(self, index: Any) -> LazyMask:
-        """Return the mask of a slice of the queries, ``mask[:, :, start:stop, :]``: Gemma 4 takes no other."""
+    def __getitem__(self, index: Any) -> LazyMask | Tensor:
+        """
+        Return the mask of a slice of the queries, ``mask[:, :, start:stop, :]``, as Gemma 4 takes it. Or its values
+        ``mask[:, 0, :, :]``, ``(batch, queries, keys)`` bool, which the indexer of a sparse layer computes with.
+        """
         whole = slice(None)
+        if index == (whole, 0, whole, whole):
+            return torch.cat([rows for _, rows in self.rows()], 1)
         sliced = isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)
         if not sliced or (index[0], index[1], index[3]) != (whole,) * 3 or index[2].step not in (None, 1):
             raise _not_a_tensor()

@@ -441,9 +441,10 @@ def test_fp8_kv_caches_use_the_scales_of_a_checkpoint(open_engine, caplog, k_sca
     assert not caplog.records
 
 
-def test_fp8_latents_use_the_scale_of_keys(open_engine, caplog):
+@pytest.mark.parametrize("how", [{}, {"max_num_tokens": 16, "max_num_reqs": 4}], ids=["whole", "chunked"])
+def test_fp8_latents_use_the_scale_of_keys(open_engine, caplog, how):
     _, prompts, _ = reference("deepseek_v3")
-    expected = open_engine(model("deepseek_v3"), kv_cache_dtype="fp8").generate(prompts, max_new_tokens=NEW)
+    expected = open_engine(model("deepseek_v3"), kv_cache_dtype="fp8", **how).generate(prompts, max_new_tokens=NEW)
     made = model("deepseek_v3")
     with torch.no_grad():
         for layer in made.model.layers:
@@ -454,7 +455,7 @@ def test_fp8_latents_use_the_scale_of_keys(open_engine, caplog):
             attention.q_b_proj.weight.view(4, 12, 12)[:, 8:].div_(4096)
             attention.k_scale, attention.v_scale = torch.tensor(4096.0), torch.tensor(3.0)
 
-    engine = open_engine(made, kv_cache_dtype="fp8")
+    engine = open_engine(made, kv_cache_dtype="fp8", **how)
 
     assert engine.generate(prompts, max_new_tokens=NEW) == expected  # powers of two change no rounding
     assert not caplog.records

@@ -6,10 +6,12 @@ import pytest
 import torch
 import transformers
 from transformers import masking_utils
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 
 from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
+from attnplug.models import describe_model
 from attnplug_transformers.engine import Engine, latent
 from attnplug_transformers.engine.model_attention import serving
 from core.tests.models import published
@@ -63,11 +65,27 @@ def test_recurrent_layers():
     assert "not attention over keys" in refusal(made)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_an_indexer_of_latents(model_type):
-    made = transformers.AutoModelForCausalLM.from_config(tiny(model_type), attn_implementation="eager").eval()
+def test_indexers_of_other_seams():
+    """Mistral Large 4 shares latents between layers besides, and GLM-5.3-Flash selects pools of tokens."""
+    for model_type in ("mistral_large4", "glm5_next"):
+        found = describe_model(CONFIG_MAPPING[model_type](), dtype="float32")
 
-    assert "indexer" in refusal(made, max_seq_len=32)
+        assert not found.layers
+        assert "a learned indexer" in found.unserved[0].why
+
+
+def test_graphs_of_a_model_with_indexers():
+    made = transformers.AutoModelForCausalLM.from_config(tiny("deepseek_v32"), attn_implementation="eager").eval()
+
+    assert "score as many keys as the requests of a step have" in refusal(made, max_seq_len=32, graphs=True)
+
+
+def test_an_indexer_whose_selection_is_not_passed(monkeypatch):
+    made = transformers.AutoModelForCausalLM.from_config(tiny("deepseek_v32"), attn_implementation="eager").eval()
+    run = latent.LatentCache.absorb
+    monkeypatch.setattr(latent.LatentCache, "absorb", lambda cache, call, chosen: run(cache, call))
+
+    assert "the call has no tokens that an indexer selects" in refusal(made, max_seq_len=32)
 
 
 class Scaled(torch.nn.Linear):
@@ -101,8 +119,8 @@ def _int8(weight):
 
 
 def _by_kind(module):
-    """Return the up-projections of all heads' keys, then of all values, as no module has them."""
-    return tuple(part.view(4, -1, 16) for part in module.kv_b_proj.weight.split([4 * module.qk_nope_head_dim, 4 * 6]))
+    """Read the weight as the keys of all heads, then all values, as no module has it."""
+    return torch.cat([part.view(4, -1, 16) for part in module.kv_b_proj.weight.split([4 * 8, 4 * 6])], 1)
 
 
 def _before_the_norm(cache, latent, rotated, layer_idx, **_):
@@ -112,7 +130,7 @@ def _before_the_norm(cache, latent, rotated, layer_idx, **_):
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
-    [(latent, "up_projections", _by_kind), (latent.LatentCache, "update", _before_the_norm)],
+    [(latent, "up_projection", _by_kind), (latent.LatentCache, "update", _before_the_norm)],
     ids=["up-projections that are not split per head", "latents that are not normalized"],
 )
 def test_wrong_adapters_of_latents(monkeypatch, where, name, wrong):

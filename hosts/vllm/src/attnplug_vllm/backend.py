@@ -140,7 +140,7 @@ class Answers:
     @classmethod
     def supports_dcp(cls) -> bool:
         """Whether a candidate has decode context parallelism."""
-        return not cls.latent and facts.serves(cls.choice, dcp_size=2)
+        return facts.serves(cls.choice, **({"latent": True, "return_lse": True} if cls.latent else {"dcp_size": 2}))
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -352,7 +352,9 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             max_encoder_seq_len=None,
             key_start_loc_cpu=None,
             # A dummy run of vLLM names no slot. On the CPU its pages are looked at: they may be of requests that ended.
-            dummy=dummy or (is_host and local is None and tokens > 0 and not bool((slots >= 0).any())),
+            # With ranks that share a context, another one may write all of a step.
+            dummy=dummy
+            or (is_host and common.dcp_local_seq_lens is None and tokens > 0 and not bool((slots >= 0).any())),
         )
 
     def _seq_lens_cpu(self, common: Any, reqs: int) -> Tensor | None:

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import attnplug
-from attnplug.errors import NoBackendError, PluginError, RequirementsError
+from attnplug.errors import NoBackendError, NotNegotiatedError, PluginError, RequirementsError
 from attnplug.negotiation import AUTO
 from attnplug.request import FIELDS
 from attnplug_vllm import advice, int8
@@ -124,15 +124,31 @@ def is_latent() -> bool:
     return bool(getattr(getattr(current_config(), "model_config", None), "use_mla", False))
 
 
-def latent_fields(rank: int) -> dict[str, Any]:
+def latent_fields(rank: int, num_heads: int | None) -> dict[str, Any]:
     """
     Return the fields of layers with latent attention that vLLM's current configuration decides.
 
+    With decode context parallelism vLLM gathers the query heads of all ranks, and merges the ranks' outputs by LSE: a
+    backend gets an ordinary request with more heads.
+
     Args:
         rank: Elements of a latent.
+        num_heads: Query heads of one rank of tensor parallelism; None where nobody has said.
+
+    Raises:
+        NotNegotiatedError: Decodes of several tokens are configured, with decode context parallelism.
     """
     fields = engine_fields() | {"latent": True, "head_size_v": rank, "num_kv_heads": 1, "kv_in_cache": True}
-    return {name: value for name, value in fields.items() if name != "kv_cache_form"}  # it has its own
+    fields.pop("kv_cache_form", None)  # it has its own
+    ranks = fields.pop("dcp_size", 1)
+    if ranks > 1 and fields["decode_query_len"] > 1:
+        # The keys of a rank do not say which of several new tokens they come before.
+        raise NotNegotiatedError(
+            "speculative decoding was configured in vLLM, and decode context parallelism (DCP) of latent attention",
+            "ranks attend from one new token of a request to their parts of its KV cache",
+            "leave --speculative-config out, or pass --decode-context-parallel-size 1",
+        )
+    return fields | {"return_lse": ranks > 1, "num_q_heads": num_heads and num_heads * ranks}
 
 
 def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirements:

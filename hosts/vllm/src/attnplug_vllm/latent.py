@@ -19,11 +19,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attnplug.contract import torch_dtype
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import write_pages
-from attnplug_vllm import advice, facts
+from attnplug_vllm import advice, facts, prefill
 from attnplug_vllm.builder import make_builder_class
 from attnplug_vllm.impl import BoundLayer
 
@@ -34,10 +35,18 @@ _ON_CPU = facts.platform_name() == "cpu"
 
 
 class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
-    """One layer with a latent per token."""
+    """
+    One layer with a latent per token.
 
-    can_return_lse_for_decode = False
-    supports_dcp = False
+    Attributes:
+        prefills: Whether attnplug prefills where vLLM's configuration names no other backend.
+    """
+
+    prefills = False
+
+    # With decode context parallelism vLLM gathers the heads of the ranks, and merges their outputs by LSE.
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -82,40 +91,46 @@ class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no
             facts.layer_requirements(
                 head_size=head_size,
                 dtype=torch.get_default_dtype(),
-                num_q_heads=num_heads,
                 kv_cache_dtype=kv_cache_dtype,
                 attn_type=attn_type,
-                **facts.latent_fields(latent["kv_lora_rank"]),
+                **facts.latent_fields(latent["kv_lora_rank"], num_heads),
             )
         )
+        prefill.offer(self, torch.get_default_dtype())
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Attend to the latents with absorbed queries.
 
         Args:
-            q: ``(tokens, num_heads, kv_lora_rank + qk_rope_head_dim)``, or its two parts.
+            q: ``(tokens, heads, kv_lora_rank + qk_rope_head_dim)``, or its two parts; the heads of all ranks with
+                decode context parallelism.
             kv_c_and_k_pe_cache: The layer's pool, ``(blocks, block_size, kv_lora_rank + qk_rope_head_dim)``.
             attn_metadata: What the builder returned.
             layer: vLLM's layer, with the quantization scales.
 
         Returns:
-            ``(tokens, num_heads, kv_lora_rank)``, and no LSE.
+            ``(tokens, heads, kv_lora_rank)``; and the natural LSE ``(tokens, heads)`` of a rank that merges, else None.
 
         Raises:
             ContractError: The pool does not fit, or a tensor does not.
         """
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if self.requirements.return_lse else None
         pool, held = kv_c_and_k_pe_cache, self._pool
         # vLLM views a pool of 8-bit floats as such in each call.
         if pool is not held and not (isinstance(held, torch.Tensor) and held.data_ptr() == pool.data_ptr()):
             self.take_pool(layer, pool)
-        metadata = attn_metadata.decode.step.parts[self._backend]
-        self._attend(query, None, None, self._cache, metadata, output.view(-1, self._width))
-        return output, None
+        decode = attn_metadata.decode
+        metadata = decode.step.parts[self._backend]
+        self._attend(query, None, None, self._cache, metadata, output.view(-1, self._width), lse=lse)
+        if lse is not None and decode.without_keys is not None:
+            output.masked_fill_(decode.without_keys[:, None, None], 0)
+            lse.masked_fill_(decode.without_keys[:, None], -torch.inf)
+        return output, lse
 
     def do_kv_cache_update(
         self,
@@ -170,8 +185,19 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **further: Any
     ) -> None:
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl = layer.impl
+        if isinstance(layer.prefill_backend, prefill.LatentPrefill):
+            # On Blackwell vLLM would select a prefill backend once more to find out, and may have none.
+            self.determine_prefill_query_data_type: Any = lambda _config, dtype: dtype
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata, **further)
+        self._prefill_backend: Any = prefill.prepared(self._prefill_backend, impl, vllm_config, kv_cache_spec)
         self._inner = make_builder_class(self.choice)(kv_cache_spec, layer_names, vllm_config, device)
+        self._is_local, self._dcp_rank = impl.requirements.return_lse, impl.dcp_rank
+        reqs = vllm_config.scheduler_config.max_num_seqs
+        # Graphs read them: each step writes them anew.
+        self._local_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
+        self._without_keys = torch.zeros(reqs, dtype=torch.bool, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -186,8 +212,12 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
             ContractError: The batch contradicts the agreement, the limits or a captured graph.
         """
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if found.prefill is not None and isinstance(self._prefill_backend, prefill.LatentPrefill):
+            starts = common_attn_metadata.query_start_loc_cpu[found.num_decodes : common_attn_metadata.num_reqs + 1]
+            self._prefill_backend.plan(found.prefill, starts - starts[0])
         if found.decode is not None:
-            found.decode.step = self._inner.build(0, _first_requests(common_attn_metadata, found), fast_build)
+            common = self._decodes(common_attn_metadata, found, is_captured=False)
+            found.decode.step = self._inner.build(0, common, fast_build)
         return found
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -204,8 +234,41 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
                 "graphs have decodes alone: prefills are expanded to keys and values per head",
                 "leave the sizes of captured steps to vLLM",
             )
-        found.decode.step = self._inner.build_for_cudagraph_capture(common_attn_metadata)
+        common = self._decodes(common_attn_metadata, found, is_captured=True)
+        found.decode.step = self._inner.build_for_cudagraph_capture(common)
         return found
+
+    def _decodes(self, common: Any, found: Any, *, is_captured: bool) -> Any:
+        """Return vLLM's metadata of the requests whose queries are absorbed, with the lengths of this rank's keys."""
+        first = _first_requests(common, found)
+        if not self._is_local:
+            return first
+        reqs, local = first.num_reqs, first.dcp_local_seq_lens[: first.num_reqs]
+        lens, without_keys = self._local_lens[:reqs], self._without_keys[:reqs]
+        torch.eq(local, 0, out=without_keys)
+        _with_a_key(local, first.seq_lens[:reqs], lens)
+        whole = {name: getattr(first, name, None) for name in ("_seq_lens_cpu", "seq_lens_cpu_upper_bound")}
+        known = {name: each[:reqs] for name, each in whole.items() if each is not None}
+        parts = {name: self._local(each) for name, each in known.items()}
+        may_lack = is_captured or not parts or any(bool((each == 0).any()) for each in parts.values())
+        found.decode.without_keys = without_keys if may_lack else None
+        bounds = {name: _with_a_key(each, known[name]) for name, each in parts.items()}
+        return first.replace(seq_lens=lens, max_seq_len=found.max_seq_len, **bounds)
+
+    def _local(self, seq_lens: Tensor) -> Tensor:
+        """Return how many keys of sequences this rank has."""
+        interleave = self.cp_kv_cache_interleave_size
+        local: Tensor = get_dcp_local_seq_lens(seq_lens, self.dcp_world_size, self._dcp_rank, interleave)
+        return local
+
+
+def _with_a_key(local: Tensor, whole: Tensor, out: Tensor | None = None) -> Tensor:
+    """
+    Return the lengths of a rank's keys, at least one where a sequence has any.
+
+    A sequence of the contract has its query. A rank without a key of it reads one in vain: the output is then replaced.
+    """
+    return torch.maximum(local, whole.clamp(max=1), out=out)
 
 
 def _first_requests(common: Any, found: Any) -> Any:

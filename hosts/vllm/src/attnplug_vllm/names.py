@@ -23,6 +23,9 @@ MLA_ON_CPU: Final = ("CPU_MLA", "AMX_MLA")
 CLASSES: Final = "attnplug_vllm.backend"
 """The module that vLLM gets the classes from."""
 
+PREFILL: Final = "attnplug_vllm.prefill.LatentPrefill"
+"""The class behind the slot of vLLM's registry of prefills with latent attention, which is called `SLOT`, too."""
+
 
 def members() -> Any:
     """Return vLLM's enum."""

@@ -23,6 +23,7 @@ from attnplug_vllm.names import (
     CLASSES,
     CPU,
     MLA_ON_CPU,
+    PREFILL,
     SLOT,
     explain_missing,
     is_own_name,
@@ -33,7 +34,7 @@ from attnplug_vllm.names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from attnplug.negotiation import Candidate, Reason
 
@@ -68,16 +69,19 @@ def register() -> None:
     Where attnplug's settings are wrong, or a plugin has a problem under the strict setting, it has no other name than
     ``ATTNPLUG``, whose choice is an error with the reason.
     """
+    from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415 - imports torch
+
     enum = members()
     copyreg.pickle(enum, _reduce)
     for name in (CPU, *MLA_ON_CPU):
         if name in enum.__members__:
-            _claim(enum, name)
+            _claim(enum[name], f"{CLASSES}.{name}", register_backend)
     if takes_names():
         for name in choices():
             _add(enum, name)
     else:
-        _claim(enum, SLOT)
+        _claim(enum[SLOT], f"{CLASSES}.{SLOT}", register_backend)
+    _claim_prefills()
     explain_missing(enum, _error_of)
     _warn_of_platform(facts.platform_name())
 
@@ -175,19 +179,26 @@ def _add(enum: Any, name: str) -> None:
         _log.warning("vLLM knows %s as %s already; attnplug does not replace it", name, there.get_path())
 
 
-def _claim(enum: Any, name: str) -> None:
-    """Let vLLM get one of its own members from here."""
-    from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415 - see above
+def _claim_prefills() -> None:
+    """Let vLLM get the slot of its registry of prefills with latent attention from here."""
+    from vllm.v1.attention.backends.mla.prefill.registry import (  # noqa: PLC0415 - imports torch
+        MLAPrefillBackendEnum,
+        register_mla_prefill_backend,
+    )
 
-    member, path = enum[name], f"{CLASSES}.{name}"
+    _claim(MLAPrefillBackendEnum[SLOT], PREFILL, register_mla_prefill_backend)
+
+
+def _claim(member: Any, path: str, register: Callable[[Any, str], Any]) -> None:
+    """Let vLLM get one of its own members from here."""
     if member.is_overridden() and member.get_path() != path:
         _log.warning(
             "Another plugin has registered %s for %s. attnplug does not replace it; VLLM_PLUGINS can leave it out",
             member.get_path(),
-            name,
+            member.name,
         )
         return
-    register_backend(member, path)
+    register(member, path)
 
 
 def _reduce(member: Any) -> Any:

@@ -67,9 +67,6 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice, *, latent: bool = F
     if bool(asked.get("use_mla")) is not latent:  # of a model and its drafter
         found.append("layers with latent attention beside layers without it are not served by attnplug")
         return found
-    if latent and asked.get("use_dcp"):
-        found.append("decode context parallelism (DCP) of latent attention is not served by attnplug-vllm")
-        return found
     if facts.text_of(asked.get("attn_type")) == CROSS:
         found.append("attention to an encoder's keys (attn_type='encoder_decoder') is not served by attnplug")
     found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
@@ -114,16 +111,19 @@ def _latent_layer(asked: Mapping[str, Any]) -> Requirements:
     """Return what a layer with latent attention requests, of which vLLM's selector has no rank."""
     config = facts.current_config()
     model = getattr(config, "model_config", None)
-    heads = {} if model is None else {"num_q_heads": model.get_num_attention_heads(config.parallel_config)}
+    heads = None if model is None else model.get_num_attention_heads(config.parallel_config)
     rank = getattr(getattr(model, "hf_text_config", None), "kv_lora_rank", None)
+    fields = facts.latent_fields(rank or 512, heads)
     return facts.layer_requirements(
         head_size=asked["head_size"],
         dtype=asked["dtype"],
-        kv_cache_dtype=asked.get("kv_cache_dtype"),
-        block_size=asked.get("block_size"),
-        batch_invariant=bool(asked.get("use_batch_invariant")),
-        **heads,
-        **{name: value for name, value in facts.latent_fields(rank or 512).items() if name != "batch_invariant"},
+        **fields
+        | {
+            "kv_cache_dtype": asked.get("kv_cache_dtype"),
+            "block_size": asked.get("block_size"),
+            "batch_invariant": bool(asked.get("use_batch_invariant")),
+            "return_lse": bool(asked.get("use_dcp")) or fields["return_lse"],
+        },
     )
 
 

@@ -7,6 +7,7 @@ Importing vLLM takes longer than a tiny engine does: it is imported once, and ea
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -111,6 +112,7 @@ def _results(given):
     rounds = [run(engine, **each) for each in given["rounds"]]
     config = engine.llm_engine.vllm_config
     made = {"runner": "V2" if config.use_v2_model_runner else "V1", "mode": int(config.compilation_config.mode)}
+    made["prefills"] = sorted(set(_prefills()))
     return {"rounds": rounds, "metrics": _metrics(engine), "layers": _layers(engine), **made}
 
 
@@ -138,6 +140,14 @@ def _embed(engine, prompts):
 
 def _metrics(engine):
     return {each.name: each.value for each in engine.get_metrics() if hasattr(each, "value")}
+
+
+def _prefills():
+    """Yield attnplug's candidates that prefilled latents; nothing where the engine is another process."""
+    gc.unfreeze()  # vLLM hides what it has made from the collector
+    for each in gc.get_objects():
+        if type(each).__name__ == "LatentPrefill" and hasattr(each, "_among_new"):
+            yield each._among_new.attn.backend.id
 
 
 def _layers(engine):

@@ -105,6 +105,7 @@ def test_greedy_tokens_of_latent_attention(attention, results, folder):
     assert (differing, worst < ROUGH["deepseek"]) == (0, True), worst
     if attention == PLUGGED:
         assert set(map(tuple, results("deepseek", attention)["layers"].values())) == {(PLUGGED, "torch/sdpa")}
+        assert results("deepseek", attention)["prefills"] == ["torch/sdpa"]
 
 
 @pytest.mark.feature("preemption")

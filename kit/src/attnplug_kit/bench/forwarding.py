@@ -180,13 +180,15 @@ def noop_backend(rig: Rig) -> Callable[[], None]:
     from attnplug.contract import LoadedBackend  # noqa: PLC0415 - imports torch
 
     backend, metadata = rig.backend, rig.metadata
-    impl_class: Any = type("NoopImpl", (backend.impl_class,), {"run": lambda *_: None})
+    nothing = {"run": lambda *_: None, "run_sparse": lambda *_: None}
+    impl_class: Any = type("NoopImpl", (backend.impl_class,), nothing)
     noop: Any = type("NoopBackend", (type(backend.wrapped),), {"impl_class": impl_class})
     impl = LoadedBackend(noop(backend.agreement, backend.device_properties)).make_impl(rig.layer)
     query, key, value, cache, output = rig.query, rig.key, rig.given_value, rig.cache, rig.output
+    forward = impl.forward if rig.indices is None else partial(impl.forward, indices=rig.indices)
 
     def call() -> None:
-        impl.forward(query, key, value, cache, metadata, output)
+        forward(query, key, value, cache, metadata, output)
 
     return call
 

@@ -7,6 +7,7 @@ A step to measure: its requests, the backend that runs it, and everything that i
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Step:
         head_size: Size of a head.
         head_size_v: Size of a value head; None is `head_size`.
         latent: Whether keys are latents, and their first `head_size_v` elements the values.
+        topk: Tokens that each new one attends to, at random among those up to itself; None for all of these.
     """
 
     what: str
@@ -52,6 +54,7 @@ class Step:
     head_size: int = 128
     head_size_v: int | None = None
     latent: bool = False
+    topk: int | None = None
 
     @property
     def size_v(self) -> int:
@@ -96,6 +99,7 @@ class Step:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             latent=self.latent,
+            topk=self.topk,
             dtype=dtype,
             **engine,
         )
@@ -272,6 +276,7 @@ class Rig(Planner):
         value: ``(num_tokens, num_kv_heads, size_v)``; of latents a view of `key`, and no call has it.
         output: ``(num_tokens, num_q_heads * size_v)``.
         metadata: Of the step.
+        indices: ``(num_tokens, topk)`` int32 slots of the tokens that each new one attends to; None without `topk`.
     """
 
     cache: KVCache | None
@@ -281,6 +286,7 @@ class Rig(Planner):
     value: Tensor
     output: Tensor
     metadata: Metadata
+    indices: Tensor | None = None
 
     @property
     def given_value(self) -> Tensor | None:
@@ -326,9 +332,10 @@ class Rig(Planner):
         """Return the layer's calls as a host makes them: the cache write if it is the host's, and `forward`."""
         impl, cache, slots = self.impl, self.cache, self.slots
         query, key, value, metadata, output = self.query, self.key, self.given_value, self.metadata, self.output
+        forward = impl.forward if self.indices is None else partial(impl.forward, indices=self.indices)
 
         def call() -> Tensor:
-            impl.forward(query, key, value, cache, metadata, output)
+            forward(query, key, value, cache, metadata, output)
             return output
 
         def call_after_write() -> Tensor:
@@ -341,9 +348,10 @@ class Rig(Planner):
         """Return them as a compiled model makes them: the opaque ops. They need the metadata in a forward context."""
         impl, cache, output = self.impl, self.cache, self.output
         query, key, value = self.query, self.key, self.given_value
+        forward = impl.forward_op if self.indices is None else partial(impl.forward_op, indices=self.indices)
 
         def call() -> Tensor:
-            impl.forward_op(query, key, value, cache, output)
+            forward(query, key, value, cache, output)
             return output
 
         def call_after_write() -> Tensor:
@@ -411,6 +419,7 @@ def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
         value=value,
         output=torch.empty(tokens, step.num_q_heads * step.size_v, dtype=dtype, device=device),
         metadata=planner.builder.build(planner.batch()),
+        indices=_selected(planner),
     )
     _write_past(rig)
     return rig
@@ -439,7 +448,28 @@ def _write_past(rig: Rig) -> None:
             query = key.new_zeros(length, step.num_q_heads, step.head_size)
             output = key.new_empty(length, rig.output.shape[1])
             prefill = evolve(step, query_lens=(length,), cached_lens=(0,))
-            rig.for_step(prefill, (blocks,), query=query, key=key, value=value, output=output).forward()()
+            rows = {"query": query, "key": key, "value": value, "output": output}
+            if rig.indices is not None:
+                rows["indices"] = rig.indices.new_full((length, rig.indices.shape[1]), -1)
+            rig.for_step(prefill, (blocks,), **rows).forward()()
+
+
+def _selected(planner: Planner) -> Tensor | None:
+    """Return the slots of selected tokens: as many as there are up to a token, in random order, then -1."""
+    import torch  # noqa: PLC0415 - it is imported by now
+
+    step, size, device = planner.step, planner.block_size, planner.backend.device
+    if step.topk is None:
+        return None
+    generator, found = torch.Generator(device).manual_seed(1), []
+    for new, length, blocks in zip(step.query_lens, step.seq_lens, planner.blocks, strict=True):
+        positions, table = torch.arange(length, device=device), torch.tensor(blocks, device=device)
+        slots = (table[positions // size] * size + positions % size).int()
+        later = positions > positions[length - new :, None]
+        order = torch.rand(new, length, generator=generator, device=device).masked_fill_(later, 2.0).argsort(1)
+        rows = slots[order].masked_fill_(later.gather(1, order), -1)[:, : step.topk]
+        found.append(torch.nn.functional.pad(rows, (0, step.topk - rows.shape[1]), value=-1))
+    return torch.cat(found)
 
 
 def _shuffled(counts: list[int]) -> tuple[list[int], ...]:

@@ -16,6 +16,7 @@ from attnplug.errors import RequirementsError
 from attnplug.manifest import Alternative, Constraint, Exact, Holds, IsInstalled, IsRequested, Range
 from attnplug.request import FIELDS, Flag, Integer, Names, Requirements, Table
 from attnplug_kit.check.requires import contradict, follows, parsed
+from attnplug_kit.fields import OF_RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -172,8 +173,12 @@ def _is_tried(condition: Condition) -> bool:
 def _needed_by(fields: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Return other fields that the values need."""
     dtypes = [value for value in fields.get("kv_cache_dtype", ()) if value in ("float32", "float16", "bfloat16")]
-    needed: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1024} if True in fields.get("latent", ()) else {}
-    return needed | ({"dtype": dtypes[0]} if dtypes else {})
+    needed: dict[str, Any] = {"dtype": dtypes[0]} if dtypes else {}
+    is_sparse = any(value is not None for value in fields.get("topk", ()))
+    if True in fields.get("latent", ()) or is_sparse:
+        needed |= {"latent": True, "num_kv_heads": 1, "head_size": 1024}
+    has_records = set(fields.get("kv_cache_dtype", ())) == {OF_RECORDS["kv_cache_dtype"]}
+    return {**needed, **(OF_RECORDS if has_records else {})}
 
 
 def _values(condition: Condition) -> Iterator[Any]:

@@ -84,7 +84,7 @@ class Building(Tier):
         scene = materialize(spec.case(61))
         runner = runner_for(subject, spec, scene)
         call = runner.call(scene)
-        inputs = {"query": call.query, "key": call.key, "value": call.value, **call.batch.to_dict()}
+        inputs = {"query": call.query, "key": call.key, "value": call.value, **call.selection, **call.batch.to_dict()}
         before = _copies(inputs)
         runner.forward(call, runner.builder.build(call.batch))
         _require_same(before, inputs, f"{subject}: forward changed its input")
@@ -172,6 +172,7 @@ class Building(Tier):
         layers = [each.layer(f"layer.{n}", backend.device, scales=scales) for n, each in enumerate(scenes)]
         runners = [SceneRunner(backend, each, layer=layer) for each, layer in zip(scenes, layers, strict=True)]
         calls = [runner.call(scene) for runner, scene in zip(runners, scenes, strict=True)]
+        calls[1] = evolve(calls[1], **calls[0].selection)  # type: ignore[arg-type] # layers may reuse indices
         metadata = backend.make_builder([runner.impl for runner in runners], runners[0].state).build(calls[0].batch)
         for number, (runner, call, scene) in enumerate(zip(runners, calls, scenes, strict=True), 1):
             runner.forward(call, metadata)

@@ -331,7 +331,8 @@ def _part(whole: Scene, members: Sequence[int]) -> Scene:
 
     made = materialize(evolve(whole.case, **of(whole.case, "query_lens", "context_lens")))
     tokens = of(whole, "queries", "keys", "values")
-    return evolve(made, rounding=whole.rounding, int8_rounding=whole.int8_rounding, **tokens)
+    masks = None if whole.masks is None else tuple(whole.masks[member] for member in members)
+    return evolve(made, rounding=whole.rounding, int8_rounding=whole.int8_rounding, masks=masks, **tokens)
 
 
 def _bits(runner: SceneRunner, scene: Scene) -> tuple[Tensor, ...]:

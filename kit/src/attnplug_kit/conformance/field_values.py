@@ -10,9 +10,9 @@ from attrs import frozen
 from attnplug.manifest import Holds, Range
 from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
 from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
-from attnplug_kit.fields import ROWS
+from attnplug_kit.fields import OF_RECORDS, ROWS
 from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
-from attnplug_kit.oracle.rounding import INT8_DTYPES
+from attnplug_kit.oracle.rounding import INT8_DTYPES, RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -171,12 +171,12 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
     name, value = capability.field, capability.value
     if FIELDS[name].kind == "device":
         return "" if subject.device.facts().get(name) == value else f"the device is {subject.device}"
-    if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST:
+    if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST and name != "topk":  # of few tokens
         return f"the kit requests sizes up to {_LARGEST}: the float64 oracle takes too long for larger ones"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit has no tolerance for {value}"
-    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, *INT8_DTYPES):
-        return f"the oracle rounds to {', '.join((*FP8_DTYPES, *INT8_DTYPES))} only"
+    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, RECORD, *INT8_DTYPES):
+        return f"the oracle rounds to {', '.join((*FP8_DTYPES, RECORD, *INT8_DTYPES))} only"
     if name == "block_sparse" and not has_known_parameters(dict(value)):
         return f"the oracle has patterns of {', '.join(REQUIRED)}, homo_head and homo_head_group only"
     return ROWS[name].unreachable
@@ -203,6 +203,9 @@ def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]
             yield from _plain_specs(subject, {**needed, **fields, "block_sparse": pattern})
     if "latent" in subject.supports and "latent" not in fields:  # likewise
         yield from _plain_specs(subject, {**_needed(subject, {**fields, "latent": True}), **fields, "latent": True})
+    if "topk" in subject.supports and "topk" not in fields:  # likewise
+        own = {**fields, "latent": True, "topk": _values("topk", subject.supports["topk"])[0]}
+        yield from _plain_specs(subject, {**_needed(subject, own), **own})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_specs(subject, {**fields, name: value})
@@ -227,6 +230,8 @@ def _is_about(rule: Rule, fields: Mapping[str, Any]) -> bool:
 
 
 def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
+    if fields.get("kv_cache_dtype") == RECORD:
+        fields = {**OF_RECORDS, **fields}
     heads = subject.supports.get("num_kv_heads")
     common = {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
     if subject.features:

@@ -92,7 +92,8 @@ def _inputs(subject: Subject) -> dict[str, Any]:
 def _features(subject: Subject) -> dict[str, Any]:
     """Return each request for a feature that changes attention, beside the same request without it."""
     specs = field_values_of(subject).specs.items()
-    shown = {item: spec for item, spec in specs if item.field in tested("effect") and _is_visible(item.value)}
+    found = {item: spec for item, spec in specs if item.field in tested("effect")}
+    shown = {item: spec for item, spec in found.items() if item.field == "topk" or _is_visible(item.value)}
     without = {item: _without(spec, item.field) for item, spec in shown.items()}
     return {str(item): (item.field, spec, without[item]) for item, spec in shown.items()}
 

@@ -36,9 +36,11 @@ def _dtypes(subject: Subject) -> Mapping[str, RequestSpec]:
 
 
 def _kinds(subject: Subject) -> Mapping[str, RequestSpec]:
-    """Return a plain request with an LSE, and one for latents, whose kernels are others."""
+    """Return a plain request with an LSE, and those for latents and for selected ones, whose kernels are others."""
     declared = field_values_of(subject)
     specs = {"plain": declared.spec(return_lse=True), "latent": declared.spec(return_lse=True, latent=True)}
+    for topk in declared.values().get("topk", ())[:1]:
+        specs["topk"] = declared.spec(return_lse=True, topk=topk)
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
@@ -147,4 +149,7 @@ def _part(whole: Scene, part: slice, *, sinks: bool) -> Scene:
     lens = tuple(len(rows) - 1 for rows in keys)
     made = materialize(evolve(whole.case, context_lens=lens, sinks=sinks))
     values = tuple(rows[part] for rows in whole.values)
-    return evolve(made, queries=whole.queries, keys=keys, values=values, sinks=whole.sinks if sinks else None)
+    masks = None if whole.masks is None else tuple(mask[:, part] for mask in whole.masks)
+    return evolve(
+        made, queries=whole.queries, keys=keys, values=values, masks=masks, sinks=whole.sinks if sinks else None
+    )

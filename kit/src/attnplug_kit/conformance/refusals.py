@@ -76,7 +76,8 @@ def _around(constraint: Constraint) -> Iterator[Any]:
 
 def _request(subject: Subject, name: str, value: Any) -> Requirements | None:
     """Return plain requirements with a value, or None where the value contradicts them."""
-    fields = plain(subject).fields
+    latents = field_values_of(subject).spec(latent=True) if name == "topk" else None
+    fields = (latents or plain(subject)).fields
     fields["num_q_heads"] = fields["num_kv_heads"] * fields.pop("gqa_ratio")
     value = (*subject.features, *value) if name == "features" else value
     for paged in (fields.pop("paged"), True, False):

@@ -133,6 +133,8 @@ def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -
         found["score_shift"] = 0.0
     if fields.get("kv_in_cache") and "kv_in_cache" not in spec.fixed:
         found["kv_written"] = True
+    if fields.get("topk"):
+        found["index_lens"] = source.choice((False, True))
     if "seq_lens_cpu_kind" not in spec.fixed:
         found["lens_on_cpu"] = fields.get("seq_lens_cpu_kind", "exact")
     return found

@@ -60,6 +60,8 @@ class Case:
         attn_bias: As in the requirements; its K/V are not cached then.
         block_sparse: As in the requirements, with the parameters of `attnplug_kit.oracle.attention`.
         latent: As in the requirements: a value is the first `head_size_v` elements of its key.
+        topk: As in the requirements; each token attends to so many tokens of its request at most, later ones too.
+        index_lens: Whether a call says how many entries of each row of indices are read.
         kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
         decode_query_len: As in the requirements.
         kv_cache_dtype: As in the requirements.
@@ -103,6 +105,8 @@ class Case:
     attn_bias: bool = False
     block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
     latent: bool = False
+    topk: int | None = None
+    index_lens: bool = False
     kv_sharing: bool = False
     decode_query_len: int = 1
     kv_cache_dtype: str = "auto"
@@ -285,17 +289,27 @@ def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> d
         drawn |= {name: draw.among((1.0, 0.3, 0.004)) for name in ("k_scale", "v_scale")}
         drawn["per_head_scales"] = draw.among((False, True)) and not {"latent": False, **drawn, **fixed}["latent"]
     without = _WITHOUT[attn_type]
+    both = {**drawn, **fixed}
+    if both.get("topk"):
+        if not both.get("latent") or any(both.get(name) for name in _BY_POSITION if name in fixed):
+            without = (*without, "topk")
+        else:
+            drawn["index_lens"] = draw.among((False, True))
+            without = (*without, *_BY_POSITION)
     return {name: value for name, value in drawn.items() if name not in without}
 
+
+_BY_POSITION: Final = ("sliding_window", "attention_chunk", "alibi", "custom_mask")
+"""The fields that hide tokens by their position, which selected tokens have none of."""
 
 _QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
 
 # Encoder tokens have no position relative to decoder tokens, and the contract has no mask over paged ones.
 _WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "decoder": (),
-    "encoder": ("kv_sharing", "latent", *_QUANTIZED),
-    "encoder_only": ("kv_sharing", "latent", *_QUANTIZED),
-    "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask", "latent"),
+    "encoder": ("kv_sharing", "latent", "topk", *_QUANTIZED),
+    "encoder_only": ("kv_sharing", "latent", "topk", *_QUANTIZED),
+    "encoder_decoder": (*_BY_POSITION, "latent", "topk"),
 }
 
 

@@ -46,7 +46,7 @@ def materialize(case: Case) -> Scene:
         values=own_values,
         sinks=_sinks(case, normal(case.num_q_heads)) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
-        masks=_masks(case) if case.custom_mask else None,
+        masks=_masks(case) if case.custom_mask else _selections(case) if case.topk else None,
         biases=_biases(case) if case.attn_bias else None,
         block_table=block_table,
         num_blocks=num_blocks,
@@ -90,6 +90,19 @@ def _masks(case: Case) -> tuple[Tensor, ...]:
     def mask(rows: int, keys: int) -> Tensor:
         share = torch.tensor([0.0, 0.5, 1.0])[torch.randint(0, 3, (rows, 1), generator=generator)]
         return torch.rand(rows, keys, generator=generator) < share
+
+    return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
+
+
+def _selections(case: Case) -> tuple[Tensor, ...]:
+    """Return masks that show some tokens of a request, as many as may be, or none, wherever they are."""
+    generator, most = torch.Generator().manual_seed(case.seed), case.topk or 0
+
+    def mask(rows: int, keys: int) -> Tensor:
+        some = torch.randint(0, min(most, keys) + 1, (rows, 1), generator=generator)
+        kind = torch.randint(0, 6, (rows, 1), generator=generator)
+        count = some.masked_fill(kind == 0, 0).masked_fill(kind > 3, min(most, keys))
+        return torch.rand(rows, keys, generator=generator).argsort(1).argsort(1) < count
 
     return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
 

@@ -82,6 +82,9 @@ def with_strides(call: _D, strides: str) -> _D:
     for name, spaced in zip(("query", "key", "value"), _SPACED[strides], strict=True):
         rows: Tensor | None = getattr(call, name)
         changed[name] = None if rows is None else spaced(rows)
+    for name, rows in call.selection.items():
+        if name == "indices":
+            changed[name] = torch.cat([rows * 0, rows, rows * 0], 1)[:, rows.shape[1] : 2 * rows.shape[1]]
     if call.batch.block_table is not None:
         changed["batch"] = with_wider_table(call.batch)
     return evolve(call, **changed)

@@ -92,7 +92,8 @@ class ReplayRunner(SceneRunner):
             self.builder.prepare(self.metadata)
         call = self.static
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
-        self.impl.forward(call.query, call.key, call.value, call.cache, self.metadata, call.output, lse=lse)
+        rows = (call.query, call.key, call.value)
+        self.impl.forward(*rows, call.cache, self.metadata, call.output, lse=lse, **call.selection)
 
     def place(self, call: Paged) -> None:
         """Copy the inputs of a step into the tensors that the graph reads."""
@@ -343,7 +344,8 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
     static.lse.fill_(CANARY)
     static.output[call.batch.num_actual_tokens :] = math.nan  # as uninitialized memory may be
     static.lse[call.batch.num_actual_tokens :] = math.nan
-    for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value)):
+    selections = zip(static.selection.values(), call.selection.values(), strict=True)
+    for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value), *selections):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):

@@ -1,7 +1,8 @@
 """
 What a quantized KV cache makes of queries, keys and values, short enough to be verified by reading.
 
-FP8: to the nearest number of the dtype. Int8: symmetric, with a scale per row or per channel.
+FP8: to the nearest number of the dtype. Records of latents: to FP8 too, with a scale per 128 elements. Int8:
+symmetric, with a scale per row or per channel.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 INT8_DTYPES: Final = ("int8", "int8_k")
 """The int8 cache dtypes: with values in int8 too, and with values of the layer's dtype."""
+
+RECORD: Final = "fp8_ds_mla"
+"""The cache dtype of records of latents."""
 
 _CALIBRATED: Final = 0.9
 """Part of the largest value that the value scales reach: a calibration leaves outliers, which are clipped."""
@@ -64,6 +68,38 @@ class Fp8Rounding:
         return Fp8Rounding(self.dtype, self.key_scale * key, self.value_scale * value)
 
 
+class RecordRounding(Fp8Rounding):
+    """
+    Records of 656 bytes: 512 float8_e4m3 codes, 4 float32 scales, 64 bfloat16 rotary elements.
+
+    A scale is the largest magnitude among its 128 elements, divided by 448. The scales of the layer are not read.
+    """
+
+    def cached(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return the records of latents ``(tokens, 1, 576)``, bytes ``(tokens, 1, 656)``."""
+        del scale
+        scales, codes = self._split(rows)
+        parts = (codes.flatten(2).to(self.dtype), scales.flatten(2), rows[..., 512:])
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+    def seen(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return the numbers of records of latents, or of their first 512 elements, in float64."""
+        del scale
+        scales, codes = self._split(rows)
+        return torch.cat([(codes * scales.double()).flatten(2), rows[..., 512:].double()], -1)
+
+    def scaled(self, key: float = 1.0, value: float = 1.0) -> Fp8Rounding:
+        """Return the rounding itself: scales follow from the latents."""
+        del key, value
+        return self
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scales ``(tokens, 1, 4, 1)`` float32, and numbers of FP8 ``(tokens, 1, 4, 128)`` float64."""
+        tiles = torch.unflatten(rows[..., :512].float(), -1, (4, 128))
+        scales = (tiles.abs().amax(-1, keepdim=True) / 448).clamp(min=torch.finfo(torch.float32).tiny)
+        return scales, nearest((tiles / scales).double(), self.dtype)
+
+
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Return the nearest finite number of a dtype for each value, in float64; NaN stays NaN.
@@ -81,7 +117,9 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_rounding(case: Case) -> Fp8Rounding | None:
-    """Return the FP8 rounding of a case, with the scales of its layer; None for another cache dtype."""
+    """Return the FP8 rounding of a case, with the scales that its layer has; None for another cache dtype."""
+    if case.kv_cache_dtype == RECORD:
+        return RecordRounding(torch.float8_e4m3fn, torch.ones(1), torch.ones(1))
     dtype = _fp8_dtype(case)
     if dtype is None:
         return None
@@ -112,12 +150,12 @@ def scales_of(
     keys are tensors here, the others numbers where one is enough.
 
     Args:
-        rounding: What the cache makes of keys and values; None has no scales.
+        rounding: What the cache makes of keys and values; None has no scales, and neither has a layer with records.
         names: The scales that a quantized cache has, as `AttentionImpl.static_scales` says.
         device: The device of the tensors.
         per_head: Whether each KV head has its own scale.
     """
-    if rounding is None:
+    if rounding is None or isinstance(rounding, RecordRounding):
         return {}
     found: dict[str, Any] = {"k_scale_tensor": rounding.key_scale.to(device)}
     if per_head:
@@ -139,7 +177,7 @@ def as_host_gives(query: Tensor, backend: LoadedBackend, rounding: Fp8Rounding |
         rounding: What its cache makes of keys and values.
     """
     impl = backend.impl_class
-    if rounding is None or impl.query_quantization != "host":
+    if rounding is None or isinstance(rounding, RecordRounding) or impl.query_quantization != "host":
         return query
     scale = torch.tensor([_QUERY_SCALE if "q" in impl.static_scales else 1.0])
     if "q" in impl.static_scales and backend.agreement.requirements.per_head_scales:

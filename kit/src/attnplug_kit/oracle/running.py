@@ -86,7 +86,8 @@ class SceneRunner:
             self.impl.write_kv(call.key[first:], value, cache, slots[first:])  # type: ignore[index]
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
         try:
-            self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse, sinks=sinks)
+            rows = (call.query, call.key, call.value)
+            self.impl.forward(*rows, cache, metadata, call.output, lse=lse, sinks=sinks, **call.selection)
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             note = _note_of(error, cache)
             if not note:
@@ -219,6 +220,9 @@ def step_of(whole: Scene, spans: Sequence[tuple[int, int]]) -> Scene:
         queries=tuple(rows[part] for rows, part in zip(whole.queries, new, strict=True)),
         keys=tuple(rows[:end] for rows, (_, end) in zip(whole.keys, spans, strict=True)),
         values=tuple(rows[:end] for rows, (_, end) in zip(whole.values, spans, strict=True)),
+        masks=None
+        if whole.masks is None
+        else tuple(mask[part, :end] for mask, part, (_, end) in zip(whole.masks, new, spans, strict=True)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from inspect import signature
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -36,6 +37,9 @@ CANARY: Final = 12288.0
 
 _POISONED_BYTE: Final = 99
 
+_POISONED_RECORD: Final = 0xFF
+"""Every code, scale and rotary element of these bytes is NaN."""
+
 _RESULTS: Final = ("output", "lse", "lse_with_sink", "spread", "peak")
 
 _OF_ORACLE: Final = tuple(name for name in signature(attend).parameters if name in OF_LAYER)
@@ -64,6 +68,11 @@ class Dense:
     output: Tensor
     lse: Tensor
 
+    @property
+    def selection(self) -> dict[str, Tensor]:
+        """The selected tokens, as arguments of `Attention.forward`: none where all K/V come with the call."""
+        return {}
+
 
 @frozen(eq=False)
 class Paged(Dense):
@@ -73,9 +82,20 @@ class Paged(Dense):
     Attributes:
         cache: The K/V that do not come with the call. All other slots hold NaN, those of the new tokens and of the
             null block included.
+        indices: ``(tokens + padding, topk)`` int32: the slots of each token's selected tokens, in any order and at any
+            places; None without `topk`. Entries that are not read are slots of the null block.
+        index_lens: ``(tokens + padding,)`` int32, how many entries are read; None where all are.
     """
 
     cache: KVCache
+    indices: Tensor | None = None
+    index_lens: Tensor | None = None
+
+    @property
+    def selection(self) -> dict[str, Tensor]:
+        """The selected tokens, as arguments of `Attention.forward`."""
+        found = {"indices": self.indices, "index_lens": self.index_lens}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 @frozen(eq=False)
@@ -90,7 +110,8 @@ class Scene:
         values: Per request, ``(key_len, num_kv_heads, head_size_v)``.
         sinks: ``(num_q_heads,)`` float32, or None.
         alibi_slopes: ``(num_q_heads,)`` float32, or None.
-        masks: Per request, ``(query_len, key_len)`` bool, or None.
+        masks: Per request, ``(query_len, key_len)`` bool, or None. With `topk` the selected tokens, which alone are
+            attended to.
         biases: Per request, ``(1 or num_q_heads, query_len, key_len)``, or None.
         block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name blocks that
             do not exist.
@@ -159,6 +180,7 @@ class Scene:
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
             "custom_mask": None if self.masks is None else self.masks[request],
+            "causal": case.causal and case.topk is None,
             "attn_bias": None if self.biases is None else self.biases[request],
             "block_sparse": None if case.block_sparse is None else dict(case.block_sparse),
         }
@@ -264,7 +286,8 @@ class Scene:
             value = None
         if self.case.kv_written:
             key = value = None
-        return with_strides(Paged(query, key, value, self._as_known(batch), output, lse, cache), self.case.strides)
+        paged = Paged(query, key, value, self._as_known(batch), output, lse, cache, *self._selection(device))
+        return with_strides(paged, self.case.strides)
 
     def _as_known(self, batch: Batch) -> Batch:
         return batch if self.case.lens_on_cpu == "exact" else with_inexact_lens(batch, self.case.lens_on_cpu)
@@ -290,7 +313,27 @@ class Scene:
         return {"encoder_seq_lens": lens.to(device), "encoder_seq_lens_cpu": lens}
 
     def _custom_mask(self, device: torch.device | str | None) -> Tensor | None:
-        return None if self.masks is None else torch.cat([mask.flatten() for mask in self.masks]).to(device)
+        if self.masks is None or self.case.topk is not None:
+            return None
+        return torch.cat([mask.flatten() for mask in self.masks]).to(device)
+
+    def _selection(self, device: torch.device | str | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the slots that the masks show, and how many entries are read; rows of padding have none."""
+        if self.case.topk is None or self.masks is None:
+            return None, None
+        indices = torch.full((self.case.num_tokens + self.case.num_padding_tokens, self.case.topk), -1)
+        lens = torch.zeros(len(indices), dtype=torch.int32)
+        requests = ((mask, self._slots(n, 0, mask.shape[1])) for n, mask in enumerate(self.masks))
+        shown = [(row, slots) for mask, slots in requests for row in mask]
+        for number, (row, slots) in enumerate(shown):
+            source = random.Random(row.numpy().tobytes())  # the same places in each batch with this token
+            chosen = slots[row]
+            lens[number] = read = source.randint(len(chosen), self.case.topk)
+            if self.case.index_lens:
+                indices[number, read:] = 0
+            places = source.sample(range(read if self.case.index_lens else self.case.topk), len(chosen))
+            indices[number, torch.tensor(places, dtype=torch.int64)] = chosen
+        return indices.int().to(device), lens.to(device) if self.case.index_lens else None
 
     def _fill_from_host(self, backend: LoadedBackend, cache: KVCache, *, written: bool) -> None:
         """Fill a cache on the CPU, and copy it: loops over slots are slow on a device."""
@@ -308,14 +351,17 @@ class Scene:
         Args:
             cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
             written: Whether the new tokens are written too, as where a cache is shared.
-            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do.
+            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do. Records hold NaN.
         """
         if self.int8_rounding is not None:
             self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
             return
         both = zip((cache.k, cache.v), self._cached(), strict=True)
         for pages, rows in islice(both, 1 if self.case.latent else 2):  # the values of latents are in their keys
-            pages.copy_(torch.tensor(poison).to(pages.dtype))
+            if pages.dtype == torch.uint8:  # records
+                pages.fill_(_POISONED_RECORD)
+            else:
+                pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 slots, held = self._slots(request, 0, filled), rows[request][:filled].to(pages)
                 places = slots // self.case.block_size, slots % self.case.block_size

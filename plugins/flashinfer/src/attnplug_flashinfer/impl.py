@@ -185,11 +185,11 @@ class FlashInferImpl(AttentionImpl):
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write K/V into their slots, with the layer's scales."""
-        pages = (kv_cache.k, kv_cache.v)
+        key_pages, value_pages = kv_cache.k, kv_cache.v
         if self._is_latent:  # the value is a part of its key: one launch writes the two halves of a key instead
             key, value = torch.tensor_split(key, 2, -1)
-            pages = torch.tensor_split(kv_cache.k, 2, -1)
-        write_kv(key, value, *pages, slot_mapping, *self._scale_tensors)
+            key_pages, value_pages = torch.tensor_split(kv_cache.k, 2, -1)
+        write_kv(key, value, key_pages, value_pages, slot_mapping, *self._scale_tensors)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None

@@ -1,1 +1,1 @@
-"""The attention backend flashmla: FlashMLA's dense kernels for latent attention."""
+"""The attention backend flashmla: FlashMLA's kernels for latent attention."""

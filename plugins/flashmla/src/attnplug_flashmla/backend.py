@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FlashMLABackend(Backend):
-    """FlashMLA's dense kernels, over latents in pages of 64 tokens."""
+    """FlashMLA's kernels, over latents in pages of 64 tokens."""
 
     impl_class = FlashMLAImpl
     builder_class = FlashMLABuilder

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from attnplug.contract import Metadata, MetadataBuilder
-from attnplug_flashmla.kernels import Call
+from attnplug_flashmla.kernels import Call, SparseCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,9 +40,11 @@ class FlashMLAMetadata(Metadata):
 
     Attributes:
         calls: The calls, one after another in the order of their rows.
+        sparse: Those of layers that attend to selected tokens, in place of `calls`.
     """
 
     calls: tuple[Call, ...] = ()
+    sparse: tuple[SparseCall, ...] = ()
 
 
 @frozen
@@ -117,10 +119,16 @@ class FlashMLABuilder(MetadataBuilder):
         self._kernels = backend.kernels
         self._heads = required.num_q_heads
         self._longest = max(PIECE, required.decode_query_len)
+        self._is_sparse = required.topk is not None
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return the calls. In a graph all requests have the query length of its shape."""
         del split, fast
+        if self._is_sparse:
+            if graph is None:
+                return {"sparse": self._sparse_calls(batch.num_actual_tokens)}
+            tokens = graph.key.num_tokens
+            return {"sparse": self.per_graph(graph, "sparse", lambda: self._sparse_calls(tokens))}
         if graph is None:
             query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
         else:
@@ -129,7 +137,9 @@ class FlashMLABuilder(MetadataBuilder):
         return {"calls": tuple([self._call(batch, span, graph) for span in spans])}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
-        """Write the schedules again, for the lengths on the device."""
+        """Write the schedules again, for the lengths on the device; those of sparse calls follow from shapes."""
+        for sparse in cast("FlashMLAMetadata", metadata).sparse:
+            sparse.renew()
         for call in cast("FlashMLAMetadata", metadata).calls:
             if call.padding is not None:
                 self._write_padded(metadata.batch, call, call.padding)
@@ -141,6 +151,11 @@ class FlashMLABuilder(MetadataBuilder):
     def replays_without_build(self) -> bool:
         """Schedules are made of the lengths on the device alone."""
         return True
+
+    def _sparse_calls(self, tokens: int) -> tuple[SparseCall, ...]:
+        """Return the calls for query tokens. Each is a request of the decode kernel, which has a bounded memory."""
+        most = _most(1, self._kernels.sparse_heads) if self._kernels.has_records else max(1, tokens)
+        return tuple([self._kernels.sparse_call(first, min(first + most, tokens)) for first in range(0, tokens, most)])
 
     def _call(self, batch: Batch, span: Span, graph: GraphBuffers | None) -> Call:
         requests = slice(span.first_req, span.first_req + (span.count if span.behind is None else 1))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import quantize_queries, write_kv
+from attnplug.ops import quantize_queries, write_kv, write_latents
 from attnplug_flashmla.builder import MOST_ROWS
 from attnplug_flashmla.kernels import TILE
 
@@ -69,8 +69,34 @@ class FlashMLAImpl(AttentionImpl):
             if lse is not None:  # the library's LSE of a row without a key is +inf
                 torch.nan_to_num(sums, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=lse[rows])
 
+    def run_sparse(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        kv_cache: KVCache,
+        metadata: FlashMLAMetadata,
+        indices: Tensor,
+        index_lens: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Write the latents into the cache unless the host does, then attend to the selected ones."""
+        if self._writes and key is not None:
+            slots: Any = metadata.batch.slot_mapping
+            self.update_kv_cache(key, key[..., : self.head_size_v], kv_cache, slots)
+        for call in metadata.sparse:
+            rows = slice(call.first, call.last)
+            lens = None if index_lens is None else index_lens[rows]
+            out, sums = self._kernels.attend_selected(query[rows], kv_cache.k, indices[rows], lens, call, self.scale)
+            output[rows].view(out.shape).copy_(out)
+            if lse is not None:
+                torch.nan_to_num(sums, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=lse[rows])
+
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write latents into their slots. Values are a part of them: one launch writes both, and the same bits."""
+        if self._kernels.has_records:
+            write_latents(key, kv_cache.k, slot_mapping)
+            return
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, self._scales[1], self._scales[1])
 
     def run_profile(
@@ -78,9 +104,14 @@ class FlashMLAImpl(AttentionImpl):
     ) -> None:
         """Allocate and free the output and the partial outputs of the largest call. The output is not written."""
         del key, value, output, lse
-        rows = min(query.shape[0] * self.num_q_heads, MOST_ROWS)
+        is_sparse, records = self.agreement.requirements.topk is not None, self._kernels.has_records
+        rows = query.shape[0] * (self._kernels.sparse_heads if is_sparse else self.num_q_heads)
+        if records or not is_sparse:  # the sparse prefill kernel has one call, and no partial outputs
+            rows = min(rows, MOST_ROWS)
         parts = self.backend.device_properties.num_multiprocessors or _MULTIPROCESSORS
         whole = rows * (self.head_size_v * query.itemsize + torch.float32.itemsize)
         partial = (rows + parts * TILE) * (self.head_size_v + 1) * torch.float32.itemsize
+        if is_sparse:
+            partial = (partial if records else 0) + rows * self.head_size * query.itemsize  # queries of all heads
         whole += query.numel() if self._kernels.is_fp8 else 0
         query.new_empty(whole + partial, dtype=torch.uint8)

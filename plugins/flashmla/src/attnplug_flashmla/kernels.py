@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
+from torch.nn.functional import pad
 
 from attnplug.errors import PluginLoadError
 from attnplug_flashmla.plugin import LIBRARY
+from attnplug_flashmla.selection import mask_indices, places_of, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +49,31 @@ class Call:
     padding: Tensor | None = None
 
 
+@frozen(eq=False)
+class SparseCall:
+    """
+    One call of the sparse kernels: query tokens, whose keys come with the call.
+
+    Attributes:
+        first: The first query row.
+        last: The row behind the last one.
+        schedule: The library's object with the schedule of its decode kernel. The first layer of a step fills it in,
+            from the shapes alone.
+    """
+
+    first: int
+    last: int
+    schedule: Any
+
+    def renew(self) -> None:
+        """Have the next layer make the schedule again: inside a graph, a graph's own memory holds it."""
+        self.schedule.have_initialized = False
+        self.schedule.tile_scheduler_metadata = self.schedule.num_splits = None
+
+
 class Kernels:
     """
-    The dense kernels of the library for Hopper, which it calls legacy.
+    The kernels of the library for Hopper, which it calls legacy.
 
     Args:
         agreement: The agreement.
@@ -57,6 +81,8 @@ class Kernels:
     Attributes:
         is_fp8: Whether queries and the KV cache are in float8_e4m3fn. These kernels compute both products in FP8, and
             read out of bounds for a request without a key.
+        has_records: Whether the KV cache is fp8_ds_mla. The sparse decode kernel reads it, dequantized to bfloat16.
+        sparse_heads: The query heads that the sparse kernels compute: 64 or 128.
 
     Raises:
         PluginLoadError: The library does not load.
@@ -75,7 +101,9 @@ class Kernels:
             ) from error
         self._library: Any = flash_mla_interface
         self.is_fp8 = agreement.kv_cache_dtype == "fp8_e4m3"
+        self.has_records = agreement.kv_cache_dtype == "fp8_ds_mla"
         self._heads = agreement.requirements.num_q_heads
+        self.sparse_heads = TILE if self._heads <= TILE else 2 * TILE
         self._value_size = agreement.requirements.head_size_v or agreement.requirements.head_size
 
     def schedule(self, lens: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
@@ -120,3 +148,53 @@ class Kernels:
             descale_k=descales[1],
         )
         return out.view(query.shape[0], -1), lse.transpose(1, 2).reshape(query.shape[0], -1)
+
+    def sparse_call(self, first: int, last: int) -> SparseCall:
+        """Return a call for query rows, without a schedule yet."""
+        return SparseCall(first, last, self._library.FlashMLASchedMeta())
+
+    def attend_selected(
+        self, query: Tensor, pages: Tensor, indices: Tensor, index_lens: Tensor | None, call: SparseCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Return the output ``(rows, heads, head_size_v)`` and the natural LSE ``(rows, heads)``, +inf without a key.
+
+        Args:
+            query: ``(rows, heads, head_size)`` bfloat16, the rows of the call.
+            pages: ``(num_blocks, block_size, 1, size)``: records, or bfloat16 latents.
+            indices: ``(rows, topk)`` int32 slots of any values, of which none beyond the pages is read.
+            index_lens: ``(rows,)`` int32, or None.
+            call: The call.
+            scale: The factor of scores.
+        """
+        query = self._with_all_heads(query)
+        if self.has_records:
+            chosen = mask_indices(indices, index_lens, places_of(pages), TILE)
+            out, lse = self._library.flash_mla_with_kvcache(
+                query.unsqueeze(1),
+                pages,
+                None,
+                None,
+                self._value_size,
+                call.schedule,
+                softmax_scale=scale,
+                is_fp8_kvcache=True,
+                indices=chosen.unsqueeze(1),
+                use_legacy=True,
+            )
+            return out.squeeze(1)[:, : self._heads], lse.squeeze(2)[:, : self._heads]
+        rows, places = rows_of(pages)
+        # This kernel reads no row beyond the last: what it is given needs no mask where it is rows already.
+        if index_lens is not None or indices.shape[1] % (2 * TILE) or not places.are_slots:
+            indices = mask_indices(indices, index_lens, places, 2 * TILE)
+        lens = None if index_lens is None else index_lens.clamp(0, indices.shape[1])  # it skips tiles beyond
+        out, _, lse = self._library.flash_mla_sparse_fwd(
+            query, rows, indices.unsqueeze(1), scale, self._value_size, topk_length=lens, use_legacy=True
+        )
+        return out[:, : self._heads], lse[:, : self._heads]
+
+    def _with_all_heads(self, query: Tensor) -> Tensor:
+        """Return queries of as many heads as the kernels compute. Those of no head are zeros."""
+        if self._heads == self.sparse_heads:
+            return query.contiguous()
+        return pad(query, (0, 0, 0, self.sparse_heads - self._heads))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnplug.contract import Backend
 
 LIBRARY: Final = "sgl-flash-mla"
-CALLS: Final = ("flash_mla_with_kvcache", "get_mla_decoding_metadata")
+CALLS: Final = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_decoding_metadata")
 """The library's functions that the plugin calls, with ``use_legacy=True``."""
 
 _CUDA: Final = 13

@@ -27,7 +27,7 @@ _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
         Backend,
         ("__init__", "cache_tensors", "workspace_bytes", "dummy_batch", "move_blocks", "warmup"),
     ),
-    ("impl_class", AttentionImpl, ("__init__", "run", "run_profile", "update_kv_cache", "init_cache")),
+    ("impl_class", AttentionImpl, ("__init__", "run", "run_sparse", "run_profile", "update_kv_cache", "init_cache")),
     (
         "builder_class",
         MetadataBuilder,

@@ -100,11 +100,14 @@ def _forward_op(  # noqa: PLR0913, PLR0917 - the arguments of the op
     lse: Tensor | None,
     layer: int,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_lens: Tensor | None = None,
 ) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
     cache = cache_of(kv_cache, memory) if kv_cache else None
-    impl.forward(query, key, value, cache, metadata, output, lse=lse, sinks=sinks)
+    selected = {"indices": indices, "index_lens": index_lens}
+    impl.forward(query, key, value, cache, metadata, output, lse=lse, sinks=sinks, **selected)
 
 
 def _write_kv_op(key: Tensor, value: Tensor | None, memory: list[Tensor], kv_cache: int, layer: int) -> None:
@@ -146,7 +149,7 @@ def _fake(*arguments: Any) -> None:
 _library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "forward(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] memory, int kv_cache, Tensor(b!) output, "
-    "Tensor(c!)? lse, int layer, Tensor? sinks=None) -> ()",
+    "Tensor(c!)? lse, int layer, Tensor? sinks=None, Tensor? indices=None, Tensor? index_lens=None) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("forward", _forward_op, "CompositeExplicitAutograd")

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from attnplug.contract.guards._format import describe
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
+from attnplug.request.domains import FP8_DS_MLA
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
 NORMAL_FLOAT32: Final = "a scale is a positive finite number, normal in float32: from 2**-126 to 3.4e38"
 
-UNQUANTIZED: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""Cache dtypes that take no scale."""
+SCALELESS: Final = frozenset({"float64", "float32", "bfloat16", "float16", FP8_DS_MLA})
+"""Cache dtypes that take no scale: those that are not quantized, and records, which hold their own."""
 
 
 def complete_scales(
@@ -44,7 +45,7 @@ def complete_scales(
         LayerError: A scale is not positive and finite, or float and tensor differ.
         TensorError: A scale tensor has the wrong shape, dtype or device.
     """
-    applied = frozenset() if agreement.kv_cache_dtype in UNQUANTIZED else static_scales
+    applied = frozenset() if agreement.kv_cache_dtype in SCALELESS else static_scales
     completed: dict[str, Any] = {}
     if agreement.requirements.latent and {"k", "v"} & set(letters):  # a value is a part of its key
         layer, letters = _with_key_scales(layer), dict.fromkeys((*letters, "k", "v"))
@@ -103,7 +104,10 @@ def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float
     if tensor is None and host in (None, 1.0):
         return 1.0, None
     given = f"{name}={shown(host)}" if tensor is None else f"{name}_tensor of {describe(tensor)}"
-    if agreement.kv_cache_dtype in UNQUANTIZED:
+    if agreement.kv_cache_dtype == FP8_DS_MLA:
+        allowed = f"a {FP8_DS_MLA} cache was negotiated, whose records hold their own scales"
+        fix = f"leave {name} out of the layer"
+    elif agreement.kv_cache_dtype in SCALELESS:
         allowed = f"a {agreement.kv_cache_dtype} cache was negotiated, which takes no scales"
         fix = f"select again with a quantized kv_cache_dtype such as 'fp8_e4m3', or leave {name} out of the layer"
     else:

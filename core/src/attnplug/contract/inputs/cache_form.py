@@ -50,7 +50,8 @@ def split_kv(
                 joint        (2, num_blocks, block_size, num_kv_heads, head_size), keys first
                 interleaved  (num_blocks, 2, block_size, num_kv_heads, head_size), each block's keys first
                 packed       (num_blocks, block_size, num_kv_heads, head_size + head_size_v), each row's key first
-                latent       (num_blocks, block_size, head_size), each row's value the first part of its key
+                latent       (num_blocks, block_size, head_size), each row's value the first part of its key;
+                             of fp8_ds_mla in bytes: pass 656 and 512 as the sizes
 
             Strides are any: a slice of a pool of all layers is one of these too.
         form: One of these. A split KV cache is two tensors already, and so is an independent one.

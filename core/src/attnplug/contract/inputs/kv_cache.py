@@ -13,7 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.errors import CacheError, PluginContractError
-from attnplug.request.domains import LATENT
+from attnplug.request.domains import FP8_DS_MLA, LATENT
 from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
@@ -28,10 +28,14 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "float16": torch.float16,
         "fp8_e4m3": torch.float8_e4m3fn,
         "fp8_e5m2": torch.float8_e5m2,
+        FP8_DS_MLA: torch.uint8,
         "int8": torch.int8,
     }
 )
-"""Every canonical name that is one torch dtype. For others (``int8_k``) the plugin lays out its own cache."""
+"""
+Every canonical name that is one torch dtype; records (``fp8_ds_mla``) are bytes. For others (``int8_k``) the plugin
+lays out its own cache.
+"""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -208,8 +212,9 @@ class KVCache:
         tensors: The views by role: ``"k"``, ``"v"``, and what else the backend describes.
         num_blocks: Blocks, the null block 0 included.
         spec: What they were checked against.
-        k: The keys, ``(num_blocks, block_size, num_kv_heads, head_size)``, with the strides of the host's memory.
-        v: The values, likewise.
+        k: The keys, ``(num_blocks, block_size, num_kv_heads, head_size)``, with the strides of the host's memory. Of
+            fp8_ds_mla the last axis is the 656 bytes of a record, uint8.
+        v: The values, likewise; of fp8_ds_mla the 512 codes at the beginning of each record.
         device: Where all of them are.
         storages: Each memory that a tensor is in, once, as bytes: what compiled graphs are given.
         places: Where these memories are.

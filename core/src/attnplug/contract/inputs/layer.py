@@ -50,6 +50,7 @@ class Layer:
         sliding_window: Tokens that a token attends to, itself included.
         attention_chunk: Tokens of a chunk of chunked-local attention.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
+        topk: Cached tokens that a token attends to at most, where their slots come with the call.
         attn_type: decoder, encoder, encoder_only or encoder_decoder.
         sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax
             denominator. A head without a sink has a large negative one such as -1e4; infinities are refused, since
@@ -85,6 +86,7 @@ class Layer:
     sliding_window: int | None = None
     attention_chunk: int | None = None
     logits_soft_cap: float | None = None
+    topk: int | None = None
     attn_type: str | None = None
     sinks: Tensor | None = None
     sinks_with_call: bool = False

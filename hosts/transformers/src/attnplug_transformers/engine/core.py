@@ -30,6 +30,7 @@ from attnplug_transformers.engine.layers import Groups, check_memory, count_bloc
 from attnplug_transformers.engine.metrics import EngineStats
 from attnplug_transformers.engine.model_attention import ModelAttention
 from attnplug_transformers.engine.options import check_options_known
+from attnplug_transformers.engine.prefills import LatentPrefills, most_rows
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.runner import Runner
 from attnplug_transformers.engine.sampler import Sampler, download
@@ -112,7 +113,10 @@ class EngineCore:
             with use_device(model.device):
                 specs = inspect_layers(model, layers, kv_cache_dtype)
                 self._groups = Groups.load(specs, model.device, backend, options)
-                self._runner = attention.runner = Runner(model, self._groups)
+                self._prefills = LatentPrefills.decide(
+                    self._groups.layers, model.device, most_rows(limits), backend, options
+                )
+                self._runner = attention.runner = Runner(model, self._groups, self._prefills)
                 self.limits = self._init_caches(limits, memory_fraction)
                 self.why_eager = self._runner.capture(graphs)
             num_blocks = self.limits.num_blocks or 0
@@ -139,7 +143,7 @@ class EngineCore:
         if limits.num_blocks is None:
             limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, device, available))
         check_memory(groups, limits.num_blocks or 0, device)
-        runner.init_caches(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, device))
+        runner.init_caches(groups.make_builders(limits), *make_caches(groups, limits.num_blocks or 0, device))
         if device.type == "cuda":
             shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
             for backend in groups.backends:
@@ -157,6 +161,19 @@ class EngineCore:
         """The decision for each attention layer, by its module's name in `model.named_modules()`."""
         layers = self._groups.by_module_name(self.model)
         return {name: self._groups.plan[layer.spec.name] for name, layer in layers.items()}
+
+    @property
+    def prefill_selections(self) -> dict[str, Selection]:
+        """
+        The decisions for long prefills of latents, which run with keys and values per head, by `attn_type`: causal
+        calls of new tokens, and calls with cached ones. Empty where all run absorbed, on `selections`.
+        """
+        return dict(self._prefills.selections)
+
+    @property
+    def why_absorbed(self) -> str | None:
+        """Why all prefills of latents run absorbed; None where long ones do not, or the model has no latents."""
+        return self._prefills.why_absorbed
 
     @property
     def implementations(self) -> dict[str, Attention]:
@@ -251,7 +268,7 @@ class EngineCore:
         self._launched = ahead
         return moved
 
-    def _launch(self, step: Step, inputs: Inputs, sampled: Tensor | None = None) -> tuple[Step, Tensor]:
+    def _launch(self, step: Step, inputs: Sequence[Inputs], sampled: Tensor | None = None) -> tuple[Step, Tensor]:
         logits = self._runner.run(inputs, sampled)
         self._num_steps += 1
         return step, logits

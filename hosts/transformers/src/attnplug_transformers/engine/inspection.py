@@ -254,12 +254,20 @@ def inspect_layers(
     slopes = alibi_slopes(model)
     mask = placeholder_mask(model.device, alibi=slopes is not None)
     latents = LatentCache(compares=True) if any(layer.requirements.latent for layer in layers) else None
+    if any(layer.requirements.topk is not None for layer in layers):  # an indexer computes with the mask
+        rows = torch.arange(2 * _TOKENS, device=model.device)
+        mask = (rows[:, None] >= rows) & (rows[:, None] // _TOKENS == rows // _TOKENS)
+        mask = mask[None, None]
     recorder, packing = LayerRecorder(layers, kv_cache_dtype, slopes), PackingCheck(mask)
     with torch.inference_mode():
         _call(model, ids, positions, recorder, None, latents)
         recorder.check_complete()
         _call(model, ids.repeat(2), positions.repeat(2), packing, mask, latents)
-    return tuple(attrs.evolve(spec, takes_mask=packing.takes_mask[spec.module]) for spec in recorder.specs.values())
+    index_keys = {} if latents is None else latents.index_keys
+    return tuple(
+        attrs.evolve(spec, takes_mask=packing.takes_mask[spec.module], index_key=index_keys.get(index))
+        for index, spec in recorder.specs.items()
+    )
 
 
 def _call(
@@ -306,6 +314,12 @@ class LayerRecorder:
                 KEEP,
             )
         _check_mask(call, layer)
+        if (call.indices is None) != (layer.requirements.topk is None):
+            raise NotNegotiatedError(
+                f"{layer.name}: the call has {'no ' if call.indices is None else ''}tokens that an indexer selects",
+                f"by the model's configuration, topk={layer.requirements.topk}",
+                KEEP,
+            )
         requirements = call.signature.narrow(layer).evolve(kv_cache_dtype=self._kv_cache_dtype)
         target = self._find_target(call, layer)
         k_scale, v_scale = self._scales(call, requirements, target)
@@ -331,7 +345,7 @@ class LayerRecorder:
         self, call: AttentionCall, requirements: Requirements, target: str | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the scales of the layer's KV cache, which are those of the layer that writes it."""
-        if not requirements.kv_cache_dtype.startswith("fp8"):
+        if not requirements.kv_cache_dtype.startswith("fp8_e"):  # records hold their scales
             return None, None
         owner = next((spec for spec in self.specs.values() if spec.name == target), None)
         if owner is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnplug.contract import Attention, KVCache, Limits, StepBuilder
     from attnplug.request import BackendNames, Options, Requirements
     from attnplug_transformers.call import AttentionCall, CallSignature
+    from attnplug_transformers.engine.indexer import IndexKey
 
 CPU_BYTES: Final = 2**30
 """Most bytes of all KV caches on a device that does not report its free memory."""
@@ -59,6 +60,7 @@ class LayerSpec:
         kv_sharing_target: The name of the layer whose KV cache it reads; None with a KV cache for itself.
         k_scale: Scale of the keys in an FP8 KV cache, ``(1,)`` or per KV head; None for 1.
         v_scale: The same for values.
+        index_key: The key of the layer's indexer; None without one.
     """
 
     name: str
@@ -72,6 +74,7 @@ class LayerSpec:
     kv_sharing_target: str | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    index_key: IndexKey | None = None
 
     @property
     def cache_name(self) -> str:
@@ -182,8 +185,9 @@ class Groups:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in the KV caches of all layers that have their own."""
-        return sum(self.backends[layer.group].bytes_per_block for layer in self.owners)
+        """Bytes of one block in the KV caches of all layers that have their own, and in those of indexers."""
+        keys = sum(layer.spec.index_key.nbytes for layer in self.layers if layer.spec.index_key is not None)
+        return sum(self.backends[layer.group].bytes_per_block for layer in self.owners) + self.block_size * keys
 
     @property
     def owners(self) -> tuple[PagedLayer, ...]:
@@ -315,18 +319,20 @@ def check_memory(groups: Groups, num_blocks: int, device: torch.device) -> None:
         )
 
 
-def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, KVCache]:
+def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> tuple[dict[str, KVCache], dict[int, Tensor]]:
     """
-    Return the KV cache of each layer that has its own, by name.
+    Return the KV cache of each layer that has its own, by name, and the pages of each indexer's keys, by its number.
 
     Raises:
         LimitsError: There is not enough memory.
     """
+    keys = [layer.spec.index_key for layer in groups.layers if layer.spec.index_key is not None]
     try:
-        return {
+        caches = {
             layer.spec.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
             for layer in groups.owners
         }
+        return caches, {key.layer_idx: key.pages(num_blocks, groups.block_size, device) for key in keys}
     except torch.OutOfMemoryError as error:
         raise LimitsError(
             f"KV caches of {num_blocks} blocks were requested, {num_blocks * groups.bytes_per_block / 2**30:.2f} GiB",

@@ -16,13 +16,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
 from attnplug_transformers.call import AttentionCall, module_name, uncompiled
 from attnplug_transformers.engine import adapters
-from attnplug_transformers.engine.latent import LatentCache, expand
 from attnplug_transformers.mask import make_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from attnplug.contract import KVCache, Metadata
+    from attnplug_transformers.engine.latent import LatentCache
     from attnplug_transformers.engine.layers import PagedLayer
     from attnplug_transformers.engine.runner import Runner
     from attnplug_transformers.engine.scales import RangeCheck
@@ -122,7 +122,7 @@ class AttentionHandler(Protocol):
     """Serves the attention calls of one forward pass of the model."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Return ``(tokens, num_q_heads * head_size_v)``."""
+        """Return ``(tokens, num_q_heads * head_size_v)`` of the tokens that have a query."""
 
 
 @contextmanager
@@ -169,18 +169,19 @@ def attend(module: nn.Module, *args: Any, **arguments: Any) -> Any:
             "an engine has replaced the model's attention, and the model was called by other code",
             "generate through the engine, or call engine.close(), which restores the model's own attention",
         )
-    call, latents = AttentionCall.of(module, *args, **arguments), _latents.get()
-    if latents is not None:
-        call = latents.absorb(call)
-    batch, heads, tokens, _ = call.query.shape
-    if batch != 1 or call.key.shape[2] != tokens:
+    latents = _latents.get()
+    chosen = None if latents is None else arguments.pop("indices", None)
+    call = AttentionCall.of(module, *args, **arguments)
+    served = call if latents is None else latents.absorb(call, chosen)
+    if len(call.query) != 1 or served.key.shape[2] != call.query.shape[2]:
         raise TensorError(
-            f"{module_name(module)}: query {tuple(call.query.shape)} and key {tuple(call.key.shape)} were given",
+            f"{module_name(module)}: query {tuple(call.query.shape)} and key {tuple(served.key.shape)} were given",
             "a step of the engine has one row of tokens, and each token has its own key and value",
             "call the model through the engine alone; the keys of earlier steps are in the engine's KV cache",
         )
-    output = handler.attend(call).view(1, tokens, heads, call.value.shape[3])
-    return output if latents is None else expand(module, output), None
+    _, heads, tokens, _ = served.query.shape
+    output = handler.attend(served).view(1, tokens, heads, served.value.shape[3])
+    return output if latents is None else latents.finish(call, served, output), None
 
 
 def placeholder_mask(device: torch.device, *, alibi: bool = False) -> Tensor | None:
@@ -199,7 +200,7 @@ class StepAttention:
     Args:
         layers: The layer of each attention module.
         caches: The KV cache of each layer that has its own, by name; empty for a profile run.
-        metadata: The metadata of each group; empty for a profile run.
+        metadata: The metadata of each group, None where a group has no query; empty for a profile run.
         mask: What the model is called with for a mask.
         ranges: Records the keys and values of the step; None does not.
     """
@@ -208,7 +209,7 @@ class StepAttention:
         self,
         layers: Mapping[nn.Module, PagedLayer],
         caches: Mapping[str, KVCache],
-        metadata: Sequence[Metadata],
+        metadata: Sequence[Metadata | None],
         mask: Tensor | None,
         ranges: RangeCheck | None = None,
     ) -> None:
@@ -243,8 +244,11 @@ class StepAttention:
         output = query.new_empty(query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
         if layer.spec.requirements.latent:
-            value = None  # a part of the key
-        layer.impl.forward(query, key, value, self._caches.get(layer.spec.cache_name), metadata, output)
+            if not len(query):  # all are long prefills
+                return output
+            key, value = key if key is None else key[: len(query)], None  # a value is a part of its key
+        cache = self._caches.get(layer.spec.cache_name)
+        layer.impl.forward(query, key, value, cache, metadata, output, indices=call.indices)
         return output
 
     def check_complete(self) -> None:

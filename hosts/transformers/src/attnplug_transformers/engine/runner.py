@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +14,21 @@ from torch import Tensor
 from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
 from attnplug.dense import use_device
+from attnplug.errors import NotNegotiatedError
 from attnplug_transformers.engine.graphs import DecodeGraphs
+from attnplug_transformers.engine.indexer import Indexers, IndexStep
 from attnplug_transformers.engine.latent import LatentCache
 from attnplug_transformers.engine.model_attention import StepAttention, placeholder_mask, serving
+from attnplug_transformers.engine.prefills import PrefillStep, part_of
 from attnplug_transformers.engine.scales import RangeCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnplug.contract import KVCache, Metadata, StepBuilder
     from attnplug_transformers.engine.layers import Groups
-    from attnplug_transformers.engine.schedule import Step
+    from attnplug_transformers.engine.prefills import LatentPrefills
+    from attnplug_transformers.engine.schedule import ScheduledRequest, Step
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +44,19 @@ class Inputs:
         positions: ``(1, tokens)`` int64, of each token in its request.
         batch: Lengths, block table and slots, for the builders.
         rows: ``(requests that sample,)`` int64, the tokens whose logits are sampled from; None for all tokens.
+        num_absorbed: Requests before the long prefills of latents: all, where none is long.
     """
 
     input_ids: Tensor
     positions: Tensor
     batch: Batch
     rows: Tensor | None
+    num_absorbed: int
 
 
-def prepare(step: Step, assembler: BatchAssembler, device: torch.device) -> Inputs:
+def prepare(
+    step: Step, assembler: BatchAssembler, device: torch.device, is_long: Callable[[int, int], bool] | None = None
+) -> Inputs:
     """
     Return the tensors of a step.
 
@@ -55,16 +64,22 @@ def prepare(step: Step, assembler: BatchAssembler, device: torch.device) -> Inpu
         step: The step.
         assembler: Makes the batch; it is cleared first, of a step that failed halfway.
         device: The model's device.
+        is_long: Whether so many new tokens behind so many cached ones are a long prefill of latents: these requests
+            are the last ones of the batch. None without latents.
     """
     assembler.clear()
     tokens = list(step.follows or ())
-    rows: list[int] = []
-    for one in step:
+    requests, num_absorbed = list(step), len(step)
+    if is_long is not None and step.follows is None:
+        requests.sort(key=lambda one: is_long(one.num_new_tokens, one.start))
+        num_absorbed -= sum(is_long(one.num_new_tokens, one.start) for one in step)
+    last: dict[ScheduledRequest, int] = {}
+    for one in requests:
         assembler.add(one.num_new_tokens, one.start, one.request.blocks)
         if step.follows is None:
             tokens += one.request.tokens[one.start : one.stop]
-        if one.samples:
-            rows.append(len(tokens) - 1)
+        last[one] = len(tokens) - 1
+    rows = [last[one] for one in step if one.samples]  # logits are in the order of `Step.sampling`
     batch = assembler.finish()
     ids = upload(torch.tensor(tokens, dtype=torch.int64), device)[None]
     every = len(rows) == len(tokens)
@@ -73,6 +88,7 @@ def prepare(step: Step, assembler: BatchAssembler, device: torch.device) -> Inpu
         positions_of(batch)[None],
         batch,
         None if every else upload(torch.tensor(rows, dtype=torch.int64), device),
+        num_absorbed,
     )
 
 
@@ -86,13 +102,14 @@ class Runner:
     Args:
         model: The model, on the engine's attention.
         groups: Its backends.
+        prefills: How prefills of latents run.
 
     Attributes:
         device: The model's device.
         num_replays: Steps that ran as a replay.
     """
 
-    def __init__(self, model: Any, groups: Groups) -> None:
+    def __init__(self, model: Any, groups: Groups, prefills: LatentPrefills) -> None:
         self.device: torch.device = model.device
         self.num_replays = 0
         self._model = model
@@ -104,7 +121,10 @@ class Runner:
         self._mask = placeholder_mask(
             self.device, alibi=any(layer.spec.alibi_slopes is not None for layer in groups.layers)
         )
-        self._stores_latents = any(layer.spec.requirements.latent for layer in groups.layers)
+        self._prefills = prefills
+        self._is_long = prefills.is_long if prefills.selections else None
+        self._indexers = Indexers.of(groups.layers)
+        self._index_pages: Mapping[int, Tensor] = {}
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._builders: Sequence[StepBuilder] = ()
         self._caches: Mapping[str, KVCache] = {}
@@ -118,40 +138,66 @@ class Runner:
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_rows: int, max_seq_len: int) -> None:
         """Run a step of this size without KV caches, to measure its memory."""
+        index = None
+        if self._indexers is not None:
+            most, topk = self._indexers.max_pairs, self._indexers.topk
+            num_tokens = min(num_tokens, isqrt(most))
+            index = IndexStep.profile(num_tokens, most, topk, self.device)
         ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=self.device)
         positions = torch.arange(num_tokens, device=self.device)[None] % max_seq_len
         rows = torch.arange(min(num_rows, num_tokens), device=self.device)
-        self.forward(ids, positions, rows, ())
+        self.forward(ids, positions, rows, (), index=index)
+        if self._is_long is not None:
+            self.forward(ids, positions, rows, (), PrefillStep.profile(self._prefills, num_tokens, self.device))
 
-    def init_caches(self, builders: Sequence[StepBuilder], caches: Mapping[str, KVCache]) -> None:
-        """Set the builder of each group and the KV cache of each layer, by name. All steps but `profile` need them."""
+    def init_caches(
+        self, builders: Sequence[StepBuilder], caches: Mapping[str, KVCache], index_pages: Mapping[int, Tensor]
+    ) -> None:
+        """
+        Set the builder of each group, the KV cache of each layer, by name, and the pages of each indexer's keys, by its
+        number. All steps but `profile` need them.
+        """
         self.free()
-        self._builders, self._caches = builders, caches
+        self._builders, self._caches, self._index_pages = builders, caches, index_pages
 
     def free(self) -> None:
         """Drop KV caches, graphs and workspaces, which graph buffers hold through their state."""
         self._release_graphs()
-        self._builders, self._caches = (), {}
+        self._builders, self._caches, self._index_pages = (), {}, {}
 
     @torch.inference_mode()
-    def prepare(self, step: Step) -> Inputs:
-        """Return the inputs of a step. If it was scheduled ahead, they do not depend on the previous step's tokens."""
+    def prepare(self, step: Step) -> tuple[Inputs, ...]:
+        """
+        Return the inputs of a step: of one forward pass, or of several, which bound the memory that indexers take.
+
+        If it was scheduled ahead, they do not depend on the previous step's tokens.
+        """
         with use_device(self.device):
+            if self._indexers is not None:
+                passes = self._indexers.passes(step)
+                return tuple(prepare(one, self._new_assembler(), self.device) for one in passes)
             # It keeps rows between steps; one that an exception left halfway is not used again.
             assembler, self._assembler = self._assembler or self._new_assembler(), None
-            inputs = prepare(step, assembler, self.device)
+            inputs = prepare(
+                step, assembler, self.device, self._prefills.is_long if self._prefills.selections else None
+            )
             self._assembler = assembler
-            return inputs
+            return (inputs,)
 
     @torch.inference_mode()
-    def run(self, inputs: Inputs, sampled: Tensor | None = None) -> Tensor:
+    def run(self, passes: Sequence[Inputs], sampled: Tensor | None = None) -> Tensor:
         """
         Launch a step, and return its logits: ``(requests that sample, vocabulary)``, in the order of ``step.sampling``.
 
         Args:
-            inputs: What `prepare` returned for it. The logits are valid until the next step.
+            passes: What `prepare` returned for it. The logits are valid until the next step.
             sampled: The tokens of the previous step, on the device, if this one was scheduled ahead.
         """
+        logits = [self._run(inputs, sampled) for inputs in passes]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _run(self, inputs: Inputs, sampled: Tensor | None) -> Tensor:
+        """Launch a forward pass, and return its logits."""
         with use_device(self.device):
             if sampled is not None:
                 # NO_TOKEN of a failed request is no valid index; the result of this row is discarded.
@@ -160,13 +206,30 @@ class Runner:
             if self._graphs is not None and captured is not None:
                 self.num_replays += 1
                 return self._graphs.replay(captured, inputs)
-            metadata = tuple(builder.build(inputs.batch) for builder in self._builders)
+            metadata, prefill = self._plan(inputs)
             # It waits for the device: decode steps, which are many, are not checked.
             ranges = self._ranges if self._ranges and inputs.batch.max_query_len > 1 else None
-            logits = self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata, ranges)
+            index = None
+            if self._indexers is not None:
+                pages, topk = self._index_pages, self._indexers.topk
+                index = IndexStep.of(inputs.batch, self._groups.block_size, pages, topk)
+            logits = self.forward(inputs.input_ids, inputs.positions, inputs.rows, metadata, prefill, index, ranges)
             if ranges is not None:
                 ranges.finish()
             return logits
+
+    def _plan(self, inputs: Inputs) -> tuple[tuple[Metadata | None, ...], PrefillStep | None]:
+        """Return the metadata of each group, and the long prefills of latents, which theirs leaves out."""
+        batch, first = inputs.batch, inputs.num_absorbed
+        if first == batch.num_reqs:
+            return tuple(builder.build(batch) for builder in self._builders), None
+        absorbed = part_of(batch, 0, first) if first else None
+        batches = [absorbed if one.agreement.requirements.latent else batch for one in self._builders]
+        metadata = tuple(
+            None if part is None else builder.build(part) for builder, part in zip(self._builders, batches, strict=True)
+        )
+        tokens = 0 if absorbed is None else absorbed.num_actual_tokens
+        return metadata, PrefillStep(self._prefills, part_of(batch, first, batch.num_reqs), tokens, self._caches)
 
     def _new_assembler(self) -> BatchAssembler:
         return BatchAssembler(self._groups.block_size, device=self.device, **self._groups.window)
@@ -176,7 +239,9 @@ class Runner:
         ids: Tensor,
         positions: Tensor,
         rows: Tensor | None,
-        metadata: Sequence[Metadata],
+        metadata: Sequence[Metadata | None],
+        prefill: PrefillStep | None = None,
+        index: IndexStep | None = None,
         ranges: RangeCheck | None = None,
     ) -> Tensor:
         """
@@ -186,19 +251,22 @@ class Runner:
             ids: ``(1, tokens)`` int64.
             positions: ``(1, tokens)`` int64.
             rows: The tokens whose logits are returned; None for all.
-            metadata: The metadata of each group; empty without KV caches.
+            metadata: The metadata of each group, None where a group has no query; empty without KV caches.
+            prefill: The long prefills of latents, which are the last tokens; None without.
+            index: The keys that indexers score; None without indexers.
             ranges: Records the keys and values of the step; None does not.
 
         Returns:
             ``(rows, vocabulary)`` logits.
         """
-        step = StepAttention(self._layers, self._caches, metadata, self._mask, ranges)
+        mask = self._mask if index is None else index.mask
+        step = StepAttention(self._layers, self._caches, metadata, mask, ranges)
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._takes_rows else {}
-        with serving(step, LatentCache() if self._stores_latents else None) as cache:
+        with serving(step, LatentCache(prefill=prefill, index=index) if self._prefills.layers else None) as cache:
             output = self._model(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=self._mask,
+                attention_mask=mask,
                 use_cache=False,
                 **keep,
                 **cache,
@@ -221,6 +289,11 @@ class Runner:
             return "graphs=False was requested"
         if graphs is None and self.device.type != "cuda":
             return f"{self.device} has no graphs; graphs=True captures steps there too"
+        if self._indexers is not None:
+            reason = "the indexers of the model score as many keys as the requests of a step have"
+            if graphs:
+                raise NotNegotiatedError(f"graphs=True was given: {reason}", "a graph has fixed shapes", "leave it out")
+            return reason
         if self._weakest.agreement.cudagraph == "never":
             return f"{self._weakest.id} runs without graphs here"
         try:

@@ -1,7 +1,8 @@
 """
-The dense kernels for Hopper in float64. Checks are those of ``api/dense_decode.h``, in its order, and of TMA.
+The kernels for Hopper in float64. Checks are those of ``api/dense_decode.h``, in its order, and of TMA.
 
-Of the FP8 kernels, those of ``extension/sm90/dense_fp8`` and what these do without checking.
+Of the FP8 kernels, those of ``extension/sm90/dense_fp8`` and what these do without checking. Of the sparse kernels,
+those of ``api/sparse_decode.h`` and ``api/sparse_fwd.h`` and of their templates for ``sm90``.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ def flash_mla_with_kvcache(  # noqa: PLR0917 - the library's signature
 ):  # fmt: skip
     assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
     assert num_splits is None
-    unused = (indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format)
-    require(all(one is None for one in unused), "the fake has the dense kernels")
-    require(use_legacy and not enable_batch_invariant, "the fake has the dense kernels")
+    unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format)
+    require(all(one is None for one in unused), "V3.2 does not support extra KV cache or dynamic topk length")
+    require(use_legacy and not enable_batch_invariant, "the fake has the kernels for Hopper")
+    if indices is not None:
+        require(not causal and is_fp8_kvcache is not False, "causal must be False, is_fp8_kvcache must be True")
+        require(descale_q is descale_k is None, "descale_q/descale_k apply to the dense fp8 path only")
+        return _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, tile_scheduler_metadata)
     _check_tensors(q, k_cache, block_table, cache_seqlens, bool(is_fp8_kvcache))
     requests, query_len, heads, size = q.shape
     factors = _check_fp8(q, cache_seqlens, causal, descale_q, descale_k) if is_fp8_kvcache else (1.0, 1.0)
@@ -152,3 +157,90 @@ def _parts(rows: int, is_fp8: bool) -> int:
     parts = _MULTIPROCESSORS // -(-rows // 64)
     require(parts or not is_fp8, f"{rows} rows are more tiles than there are multiprocessors")
     return max(parts, 1)
+
+
+def flash_mla_sparse_fwd(  # noqa: PLR0917 - the library's signature
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, use_legacy=False, return_log2_lse=None
+):
+    require(use_legacy and attn_sink is None and return_log2_lse is None, "the fake has the kernels for Hopper")
+    check(q.ndim == kv.ndim == indices.ndim == 3, "q, kv and indices must have 3 dimensions")
+    (tokens, heads, size), topk = q.shape, indices.shape[2]
+    check(size in (576, 512), "Invalid d_qk")
+    _check_sparse(q, kv, indices, d_v)
+    check(kv.dtype == torch.bfloat16, "kv must have dtype bfloat16")
+    check(kv.shape[1:] == (1, size), "kv must have shape (s_kv, h_kv, d_qk)")
+    check(indices.shape == (tokens, 1, topk), "indices must have shape (s_q, h_kv, topk)")
+    check(topk > 0 and topk % 128 == 0, "params.topk % (2*B_TOPK) == 0")
+    check(topk_length is None or topk_length.dtype == torch.int32, "topk_length must have dtype Int")
+    check(topk_length is None or topk_length.shape == (tokens,), "topk_length must have shape (s_q)")
+    require(kv.stride(0) * 2 % 16 == 0 and kv.data_ptr() % 16 == 0, "cp.async loads 16 bytes at multiples of them")
+    lens = [topk] * tokens if topk_length is None else topk_length.tolist()
+    require(all(0 <= one <= topk for one in lens), "the kernel reads as many indices as topk_length says")
+    journal.sparse.append((tokens, heads, topk))
+    out, lse = torch.empty(tokens, heads, d_v, dtype=q.dtype), torch.empty(tokens, heads)
+    for token, (row, length) in enumerate(zip(indices[:, 0].tolist(), lens, strict=True)):
+        slots = [slot for slot in row[:length] if 0 <= slot < len(kv)]
+        out[token], lse[token] = _attend_one(q[token], kv[slots, 0], d_v, sm_scale)
+    return out, torch.full_like(lse, torch.nan), lse
+
+
+def _sparse_decode(
+    q: Tensor, pages: Tensor, indices: Tensor, value_size: int, scale: float, meta: FlashMLASchedMeta
+) -> tuple[Tensor, Tensor]:
+    check(q.ndim == pages.ndim == 4 and indices.ndim == 3, "q and kv must have 4 dimensions, indices 3")
+    (requests, query_len, heads, size), topk = q.shape, indices.shape[2]
+    check(requests > 0 and query_len > 0, "b > 0, s_q > 0")
+    check(size == 576, "Unsupported head sizes for is_fp8_kvcache == True")
+    _check_sparse(q, pages, indices, value_size)
+    check(
+        pages.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn), "key must have dtype fp8_e4m3fn, int8 or uint8"
+    )
+    check(pages.shape[2:] == (1, 656), "kv must have shape (num_blocks, page_block_size, h_kv, bytes_per_token)")
+    check(pages.stride(1) == 656, "The whole block must be contiguous when is_fp8_cache is True for kv cache")
+    check(indices.shape == (requests, query_len, topk), "indices must have shape (b, s_q, topk)")
+    check(topk > 0 and topk % 64 == 0, "params.topk % TOPK_BLOCK_SIZE == 0")
+    require(all(step % 2 == 0 for step in indices.stride()[:-1]), "the kernel loads two indices at once")
+    require(pages.stride(0) % 16 == 0 and pages.data_ptr() % 16 == 0, "the kernel loads 16 bytes at multiples of them")
+    parts, config = max(_MULTIPROCESSORS // query_len // (heads // 64), 1), (requests, query_len, heads, topk)
+    if meta.have_initialized:
+        assert meta.config == config, "Your input arguments are inconsistent with sched_meta."
+    else:
+        journal.schedules += 1
+        meta.have_initialized, meta.config = True, config
+        meta.tile_scheduler_metadata = torch.full((parts, 8), topk, dtype=torch.int32)
+        meta.num_splits = torch.arange(requests + 1, dtype=torch.int32)
+    require(meta.tile_scheduler_metadata.shape == (parts, 8), "tile_scheduler_metadata must have shape")
+    journal.sparse.append((requests * query_len, heads, topk))
+    slots = pages.shape[0] * pages.shape[1]
+    out, lse = q.new_empty(requests, query_len, heads, value_size), torch.empty(requests, query_len, heads)
+    for place in [(request, row) for request in range(requests) for row in range(query_len)]:
+        chosen = [slot for slot in indices[place].tolist() if slot != -1]
+        require(all(0 <= slot < slots for slot in chosen), "the kernel loads from wild addresses")
+        keys = [_record(pages[slot // pages.shape[1], slot % pages.shape[1], 0]) for slot in chosen]
+        out[place], lse[place] = _attend_one(q[place], torch.stack(keys) if keys else q[place][:0], value_size, scale)
+    return out, lse.transpose(1, 2)
+
+
+def _record(record: Tensor) -> Tensor:
+    """Dequantize as the kernel does: scale and product are rounded to bfloat16."""
+    record = record.view(torch.uint8)
+    scales = record[512:528].clone().view(torch.float32).bfloat16()
+    codes = record[:512].view(torch.float8_e4m3fn).float().bfloat16()
+    return torch.cat([codes * scales.repeat_interleave(128), record[528:].clone().view(torch.bfloat16)])
+
+
+def _attend_one(query: Tensor, keys: Tensor, value_size: int, scale: float) -> tuple[Tensor, Tensor]:
+    found = _attend(query.double().unsqueeze(0), keys.double(), value_size, scale, causal=False, is_fp8=False)
+    return found[0][0], found[1][0]
+
+
+def _check_sparse(q: Tensor, kv: Tensor, indices: Tensor, value_size: int) -> None:
+    check(q.shape[-2] in (64, 128), f"Unsupported h_q: {q.shape[-2]}")
+    check(value_size == 512, "Only head_size_v == 512 is supported for sparse decoding")
+    check(q.dtype == torch.bfloat16, "q must have dtype bfloat16")
+    check(indices.dtype == torch.int32, "indices must have dtype Int")
+    check(len({one.device for one in (q, kv, indices)}) == 1, "tensors must be on one device")
+    for one in (q, kv, indices):
+        check(one.stride(-1) == 1, "tensors must have contiguous last dimension")
+    steps = [q.data_ptr(), *(step * q.itemsize for step in q.stride()[:-1])]
+    require(all(step % 16 == 0 for step in steps), f"q is at {steps} bytes, which 16 does not divide")

@@ -33,14 +33,17 @@ class Journal:
     Attributes:
         calls: The calls of the kernels.
         schedules: How many schedules were made.
+        sparse: Query tokens, heads and entries of the calls of the sparse kernels.
     """
 
     calls: list[Call] = field(factory=list)
     schedules: int = 0
+    sparse: list[tuple[int, int, int]] = field(factory=list)
 
     def clear(self) -> None:
         """Forget everything."""
         self.calls.clear()
+        self.sparse.clear()
         self.schedules = 0
 
 
