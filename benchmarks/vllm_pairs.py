@@ -5,7 +5,7 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=int8_ixformer/triton --size 8b --kv-cache-dtype int8 --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 1b-mqa --mode graphs --tp 2 --dcp 2
-    python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm --size mla --out FILE
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm --size mla --out FILE [--own-prefills]
 
 Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
 Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16.
@@ -94,6 +94,7 @@ def main() -> int:
         "--kv-cache-dtype", choices=("fp8", "int8", "int8_k"), help="int8 formats: of attnplug's engine"
     )
     parser.add_argument("--mode", default="compiled", choices=sorted(MODES))
+    parser.add_argument("--own-prefills", action="store_true", help="of latents: on vLLM's backend in both engines")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of tensor parallelism")
     parser.add_argument("--dcp", type=int, default=1, help="those of them that share a context")
     parser.add_argument("--rounds", type=int, default=5)
@@ -170,6 +171,7 @@ def _words(options: argparse.Namespace) -> list[str]:
     """Return what both engines of a pair are made of, as arguments."""
     words = ["--pair", options.pair, "--size", options.size, "--mode", options.mode]
     words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    words += ["--own-prefills"] if options.own_prefills else []
     for name in ("tp", "dcp"):
         count = getattr(options, name)
         words += [f"--{name}", str(count)] if count > 1 else []
@@ -201,11 +203,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _attention_of(worker: Any) -> list[str]:
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
-    return sorted({_name_of(layer.impl) for layer in layers})
+    return sorted({_name_of(layer) for layer in layers})
 
 
-def _name_of(impl: Any) -> str:
-    return str(impl.selection.id) if hasattr(impl, "selection") else type(impl).__name__
+def _name_of(layer: Any) -> str:
+    impl, prefills = layer.impl, getattr(layer, "prefill_backend", None)
+    name = str(impl.selection.id) if hasattr(impl, "selection") else type(impl).__name__
+    return name if prefills is None else f"{name}, prefills on {prefills.get_name()}"
 
 
 def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -231,6 +235,7 @@ def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         decode_context_parallel_size=options.dcp,
         disable_log_stats=False,
         attention_backend="CUSTOM" if plugged else options.serve,
+        attention_config={"mla_prefill_backend": "FLASH_ATTN"} if options.own_prefills else None,
         compilation_config=MODES[options.mode] | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
         **_cache_options(options.kv_cache_dtype, folder, plugged=plugged),
     )

@@ -13,7 +13,17 @@ import attnplug
 import attnplug.torch_backend
 import attnplug.torch_backend.builder as builder_module
 import attnplug.torch_backend.impl as impl_module
-from attnplug.contract import PAD_SLOT_ID, AttentionImpl, Batch, Layer, Limits, forward_context, split_kv
+from attnplug.contract import (
+    PAD_SLOT_ID,
+    AttentionImpl,
+    Batch,
+    GraphShape,
+    Layer,
+    Limits,
+    forward_context,
+    split_kv,
+    warm_up,
+)
 from attnplug.errors import (
     CacheError,
     LayerError,
@@ -300,6 +310,23 @@ def test_caches_of_other_records_are_refused(pool):
         load(**RECORDS).bind_cache({"k": pool, "v": pool[..., :512]})
 
 
+# --- warm-up ---
+
+
+@pytest.mark.parametrize(
+    ("more", "runs"),
+    [({}, [None]), ({"topk": 3}, [False, True]), ({"topk": 3, "kv_in_cache": True}, [False, True] * 2)],
+)
+def test_a_step_of_zeros_has_what_a_call_has(monkeypatch, more, runs):
+    found = []
+    backend = load(**more)
+    monkeypatch.setattr(backend.impl_class, "run", lambda *_: found.append(None))
+    monkeypatch.setattr(backend.impl_class, "run_sparse", lambda *given: found.append(given[6] is not None))
+    warm_up(backend, [backend.dummy_batch(GraphShape(2, 2, 1))])
+
+    assert sorted(found, key=str) == sorted(runs, key=str)
+
+
 # --- compiled ---
 
 
@@ -504,6 +531,17 @@ def test_slots_are_checked_on_request():
     impl.check_indices(indices, cache, torch.full((9,), 5, dtype=torch.int32))
     with pytest.raises(CacheError, match="0 to 31, or -1"):
         impl.check_indices(indices, cache)
+
+
+@pytest.mark.parametrize(("more", "lengths"), [({"topk": TOPK}, (1024,)), ({}, (256, 512, 1024))])
+def test_nothing_is_planned_for_selected_tokens(more, lengths):
+    """Neither memory nor graphs depend on the longest sequence, whose keys are not gathered."""
+    backend = load(cudagraph="uniform_batch", **more)
+    limits = Limits(max_num_reqs=4, max_num_tokens=64, max_seq_len=1024)
+    impl = backend.make_impl(Layer(name="latents", scale=SCALE))
+
+    assert backend.make_builder([impl], backend.make_state(limits)).graph_lengths == lengths
+    assert bool(backend.workspace_bytes(limits)) == (not more)
 
 
 def test_a_profiling_run_may_have_no_selection():

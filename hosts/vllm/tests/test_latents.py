@@ -25,7 +25,8 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from attnplug.errors import ContractError
+import attnplug
+from attnplug.errors import ContractError, NotNegotiatedError
 from attnplug_kit.oracle import attend
 from attnplug_vllm import facts, latent, prefill, registration, selector
 from hosts.vllm.tests.cuda_platform import use_cuda
@@ -302,7 +303,6 @@ def test_prefills_run_on_what_attnplug_chose(monkeypatch, absorbed):
     """Queries are absorbed up to this length; `Own` fails where it is run."""
     monkeypatch.setattr(latent.LatentBuilder, "reorder_batch_threshold", absorbed)
     rank = Rank()
-    assert rank.config.attention_config.mla_prefill_backend is MLAPrefillBackendEnum.CUSTOM
     compare(lambda new, lens, rows: [rank.run(new, lens, rows)], [rank])
 
 
@@ -461,15 +461,27 @@ def test_lengths_on_the_cpu_are_those_of_the_rank(group):
 
 @pytest.mark.feature("MLA", kind="selection")
 def test_vllm_gets_the_class_for_heads_that_its_own_backends_lack(monkeypatch):
+    """It holds for a layer of attnplug: a drafter on vLLM's own attention backend gets a copy of the configuration."""
     config = Rank().config
+    attention = config.attention_config
     use_cuda(monkeypatch, (9, 0))
-    monkeypatch.setattr(facts, "choose", lambda requirements, choice: None)
+    monkeypatch.setattr(facts, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(facts, "choose", lambda requirements, choice: Names(id="acme/plain"))
     monkeypatch.setattr(selector, "chosen_by_config", lambda: CHOICE)
+    rest = {"scale": SCALE, **vars(config.model_config.hf_text_config)}
+    del rest["q_lora_rank"]
     with current(config):
-        assert get_mla_prefill_backend(config) is prefill.LatentPrefill
+        layer = Names(num_heads=HEADS, qk_head_dim=SIZE, v_head_dim=VALUE, choice=CHOICE, prefills=False)
+        prefill.offer(layer, torch.float32)
+        assert (layer.prefills, attention.mla_prefill_backend) == (True, MLAPrefillBackendEnum.CUSTOM)
+        made = get_mla_prefill_backend(config)(num_heads=HEADS, vllm_config=config, **rest)
+    assert isinstance(made, prefill.LatentPrefill)
+    assert attention.mla_prefill_backend is None
+    attention.mla_prefill_backend = MLAPrefillBackendEnum.CUSTOM  # by the user
+    made.clone()
+    assert attention.mla_prefill_backend is MLAPrefillBackendEnum.CUSTOM
 
 
-@pytest.mark.feature("MLA", kind="refused")
 @pytest.mark.parametrize(
     ("chosen", "attention", "reason"),
     [
@@ -502,6 +514,47 @@ def test_vllm_prefills_on_its_own_and_says_why(monkeypatch, attention, taken, re
     if taken:
         register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, "theirs.Prefill")
     rank = Rank(attention=attention)
-    assert rank.config.attention_config.mla_prefill_backend is attention.get("mla_prefill_backend")
+    assert not rank.layer.impl.prefills
     assert isinstance(rank.builder._prefill_backend, Own)
     assert [reason in text for text in said] == [True] * (reason is not None)
+
+
+def test_what_is_named_on_a_cpu_runs_or_is_an_error():
+    """VLLM's CPU platform reads no name of a prefill backend."""
+    named = {"mla_prefill_backend": MLAPrefillBackendEnum.CUSTOM}
+    rank = Rank(attention=named)
+    assert isinstance(rank.builder._prefill_backend, prefill.LatentPrefill)
+    with pytest.raises(NotNegotiatedError, match="use_prefill_query_quantization"):
+        Rank(attention=named | {"use_prefill_query_quantization": True})
+
+
+def test_a_builder_does_not_select_prefills_again(monkeypatch):
+    """On Blackwell vLLM would do so for an FP8 KV cache, without the name that was offered."""
+
+    def select():
+        raise AssertionError
+
+    rank = Rank()
+    monkeypatch.setattr(mla_attention, "backend_supports_prefill_query_quantization", select)
+    rank.config.cache_config.cache_dtype = "fp8"
+    with current(rank.config):
+        rank.layer.prefill_backend = rank.builder._prefill_backend
+        builder = latent.latent_classes(CHOICE)[1](rank.spec, ["layers.0"], rank.config, CPU)
+    assert builder.q_data_type is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((192, 128), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # DeepSeek, Kimi
+        ((256, 256), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # GLM
+        ((128, 128), {"flash_attn/fa3_vllm", "flashinfer/fa3"}),  # Mistral 4
+        ((96, 96), {"flash_attn/fa3_vllm"}),
+    ],
+)
+def test_backends_declare_both_kinds_of_calls(sizes, names):
+    """One backend serves new tokens and cached ones on Hopper."""
+    hopper = attnplug.Device.cuda("9.0")
+    for wanted in prefill.requests(16, *sizes, torch.bfloat16):
+        verdicts = attnplug.explain(wanted, hopper, assume_installed=True).verdicts
+        assert names <= {each.id for each in verdicts if not each.reasons}

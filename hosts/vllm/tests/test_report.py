@@ -145,6 +145,8 @@ def test_latents_are_for_vllms_own_backends(calls):
     assert answer.choices[0].ignored == ()
     assert answer.warnings == ()
     assert _choose({}).warnings == ()
+    (windowed,) = _choose(REQUESTS["latent"] | {"sliding_window": 64}).choices
+    assert windowed.ignored == ("sliding_window",)
 
 
 def test_contiguous_keys_of_a_decoder_are_no_layer_of_vllm(calls):

@@ -117,3 +117,12 @@ def test_a_graph_makes_its_schedule_again(load_fake: Callable[..., Any], journal
     for count in (1, 2):
         capture(step, torch.device("cpu"))
         assert journal.schedules == count
+
+
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_a_warm_up_runs_both_forms_of_a_selection(
+    load_fake: Callable[..., Any], journal: Any, cache: dict[str, Any]
+) -> None:
+    Steps(load_fake, **cache).backend.warmup([GraphShape(2, 2, 1)])
+
+    assert journal.sparse == [(1, 64, 128)] * 2

@@ -10,6 +10,8 @@ import torch
 from attnplug_transformers.engine import Engine, Sampling, SamplingParams
 from attnplug_transformers.engine.sampling import sample
 from hosts.transformers.tests.engine.reference import NAMES, NEW
+from hosts.transformers.tests.engine.test_families import changed, made_of
+from hosts.transformers.tests.engine.test_indexer import reference as indexed
 from hosts.transformers.tests.models import PAD, generate, model, prompts
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +93,54 @@ def test_a_decode_step_synchronizes_once(on_gpu):
 
     assert engine._scheduler.finish_step(step, tokens.tolist()) == requests
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("deepseek_v3", "auto"), ("deepseek_v3", "fp8"), ("v32", "auto")])
+def test_prefills_of_latents_do_not_synchronize(host, name, kv_cache_dtype):
+    """A decode, and a long prefill behind a cached prefix; of sparse layers, in one forward pass."""
+    if name == "v32":  # experts, which wait, are left out
+        made = made_of(changed("deepseek_v32", index_topk=8, mlp_layer_types=["dense"] * 4)).cuda()
+    else:
+        made = model(name, first_k_dense_replace=4).cuda()
+    how = {
+        "max_num_tokens": 40,
+        "max_num_reqs": 4,
+        "backend": "torch/sdpa",
+        "kv_cache_dtype": kv_cache_dtype,
+        "async_scheduling": False,
+    }
+    engine = Engine(made, max_seq_len=64, prefix_caching=False, graphs=False, **how)
+    steps = []
+    for _ in range(2):  # the first pass decides, and compiles
+        requests = [engine.submit(list(range(1, length)), max_new_tokens=2) for length in (10, 50)]
+        engine.step()
+        engine._runner._ranges = {}  # the check of FP8 KV caches reads values
+        step = engine._scheduler.schedule()
+        steps.append([(one.start, one.num_new_tokens) for one in step])
+        if len(steps) == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = engine._runner.run(engine._runner.prepare(step))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine._scheduler.finish_step(step, sample(logits, step.sampling).tolist())
+        for request in requests:
+            engine.cancel(request)
+
+    assert steps[0] == steps[1] == [(9, 1), (31, 18)]
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", [["torch/sdpa"], ["auto"]])
+def test_indexers_on_a_gpu(host, backend):
+    made, inputs, expected = indexed()
+    made.cuda()
+    try:
+        with Engine(made, max_num_tokens=20, max_num_reqs=4, backend=backend, max_seq_len=64) as engine:
+            assert engine.generate(inputs, max_new_tokens=8) == expected
+    finally:
+        made.cpu()
 
 
 def test_engines_are_made_while_others_run_in_threads(on_gpu):

@@ -76,12 +76,15 @@ def test_the_default_of_an_engine(host):
     engine.close()
 
 
-@pytest.mark.parametrize(("rank", "rope", "published"), [(512, 64, 1152), (256, 64, 640), (256, 32, 576)])
-def test_latents_take_the_published_bytes(host, rank, rope, published):
+@pytest.mark.parametrize(
+    ("rank", "rope", "dtype", "published"),
+    [(512, 64, "auto", 1152), (256, 64, "auto", 640), (256, 32, "auto", 576), (512, 64, "fp8_ds_mla", 656)],
+)
+def test_latents_take_the_published_bytes(host, rank, rope, dtype, published):
     sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "head_dim": rope, "num_hidden_layers": 2}
     made = model("deepseek_v3", dtype=torch.bfloat16, **sizes)
 
-    with Engine(made, max_seq_len=40, num_blocks=7) as engine:
+    with Engine(made, max_seq_len=40, num_blocks=7, kv_cache_dtype=dtype) as engine:
         memory = [one for cache in engine._runner._caches.values() for one in cache.storages]
         assert engine._groups.bytes_per_block == 2 * engine.block_size * published
         assert [one.nbytes for one in memory] == [7 * engine.block_size * published] * 2

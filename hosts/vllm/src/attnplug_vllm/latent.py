@@ -35,7 +35,14 @@ _ON_CPU = facts.platform_name() == "cpu"
 
 
 class LatentImpl(BoundLayer, MLACommonImpl):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
-    """One layer with a latent per token."""
+    """
+    One layer with a latent per token.
+
+    Attributes:
+        prefills: Whether attnplug prefills where vLLM's configuration names no other backend.
+    """
+
+    prefills = False
 
     # With decode context parallelism vLLM gathers the heads of the ranks, and merges their outputs by LSE.
     can_return_lse_for_decode = True
@@ -178,10 +185,14 @@ class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # see abov
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **further: Any
     ) -> None:
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl = layer.impl
+        if isinstance(layer.prefill_backend, prefill.LatentPrefill):
+            # On Blackwell vLLM would select a prefill backend once more to find out, and may have none.
+            self.determine_prefill_query_data_type: Any = lambda _config, dtype: dtype
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata, **further)
-        self._prefill_backend: Any = prefill.prepared(self._prefill_backend, vllm_config, self.choice, kv_cache_spec)
+        self._prefill_backend: Any = prefill.prepared(self._prefill_backend, impl, vllm_config, kv_cache_spec)
         self._inner = make_builder_class(self.choice)(kv_cache_spec, layer_names, vllm_config, device)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self._is_local, self._dcp_rank = impl.requirements.return_lse, impl.dcp_rank
         reqs = vllm_config.scheduler_config.max_num_seqs
         # Graphs read them: each step writes them anew.

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("vllm.attnplug")  # vLLM shows the records of loggers below its own
 
+_offered: Final[set[int]] = set()
+"""The configurations that name `LatentPrefill` because attnplug offered it, by ``id``."""
+
 
 def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tuple[Requirements, Requirements]:
     """
@@ -54,7 +57,7 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         "return_lse": True,
         "batch_invariant": facts.engine_fields().get("batch_invariant", False),
     }
-    return Requirements(**fields), Requirements(**fields, attn_type="encoder_decoder")
+    return Requirements(**fields), Requirements(**fields, causal=False)
 
 
 def offer(impl: Any, dtype: Any) -> None:
@@ -66,37 +69,52 @@ def offer(impl: Any, dtype: Any) -> None:
     Args:
         impl: The layer's implementation, before vLLM asks for a prefill backend.
         dtype: The layer's.
+
+    Raises:
+        AttnplugError: The configuration names attnplug's on a CPU, and no backend serves the layer.
     """
     attention = getattr(facts.current_config(), "attention_config", None)
-    if attention is None or attention.mla_prefill_backend is not None:
+    named = None if attention is None else attention.mla_prefill_backend
+    is_ours = named is MLAPrefillBackendEnum[SLOT]
+    if attention is None or (named is not None and not (is_ours and _is_on_cpu())):
         return
     try:
         _check_slot()
         chosen = _choose(requests(impl.num_heads, impl.qk_head_dim, impl.v_head_dim, dtype), impl.choice)
     except AttnplugError as error:
+        if is_ours:  # a GPU's selection asks `LatentPrefill` instead
+            raise
         _say(f"vLLM prefills latents on a backend of its own, not on one of attnplug: {_text_of(error)}")
     else:
-        attention.mla_prefill_backend = MLAPrefillBackendEnum[SLOT]
+        impl.prefills = True
+        if not _is_on_cpu():
+            attention.mla_prefill_backend = MLAPrefillBackendEnum[SLOT]
+            _offered.add(id(attention))
         _say(f"vLLM prefills latents on {' and '.join(dict.fromkeys(each.id for each in chosen))} of attnplug")
 
 
-def prepared(own: Any, config: Any, choice: facts.Choice, spec: Any) -> Any:
+def prepared(own: Any, impl: Any, config: Any, spec: Any) -> Any:
     """
     Return the prefill backend of a metadata builder, ready to run.
 
     Args:
         own: What vLLM has made for the builder.
+        impl: The implementation of one of its layers.
         config: vLLM's configuration.
-        choice: The candidates that may be chosen.
         spec: vLLM's description of the layers' pool.
     """
-    # On a CPU vLLM has one of its own, whatever is named.
-    if facts.platform_name() == "cpu" and config.attention_config.mla_prefill_backend is MLAPrefillBackendEnum[SLOT]:
-        _check_slot()
-        sizes = own.kv_lora_rank, own.qk_nope_head_dim, own.qk_rope_head_dim, own.v_head_dim
-        own = LatentPrefill(own.num_heads, own.scale, *sizes, config)
+    if impl.prefills and _is_on_cpu():
+        own = LatentPrefill(
+            num_heads=own.num_heads,
+            scale=own.scale,
+            kv_lora_rank=own.kv_lora_rank,
+            qk_nope_head_dim=own.qk_nope_head_dim,
+            qk_rope_head_dim=own.qk_rope_head_dim,
+            v_head_dim=own.v_head_dim,
+            vllm_config=config,
+        )
     if isinstance(own, LatentPrefill):
-        own.load(choice, spec)
+        own.load(impl.choice, spec)
     return own
 
 
@@ -115,6 +133,14 @@ class LatentPrefill(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is no depe
     _to_cached: _Calls
     _of_new: Metadata
     _of_cached: list[Metadata]
+
+    def __init__(self, *, vllm_config: Any, **sizes: Any) -> None:
+        super().__init__(vllm_config=vllm_config, **sizes)
+        attention = vllm_config.attention_config
+        if id(attention) in _offered:
+            # The next layer of attnplug offers it again. A drafter on a backend of vLLM inherits the configuration.
+            attention.mla_prefill_backend = None
+            _offered.discard(id(attention))
 
     @staticmethod
     def get_name() -> str:
@@ -284,6 +310,11 @@ def _choose(wanted: tuple[Requirements, ...], choice: facts.Choice) -> list[Sele
             "leave it out of --attention-config",
         )
     return [facts.choose(each, choice) for each in wanted]
+
+
+def _is_on_cpu() -> bool:
+    """Whether vLLM has a prefill backend of its own, whatever is named."""
+    return facts.platform_name() == "cpu"
 
 
 def _check_slot() -> None:

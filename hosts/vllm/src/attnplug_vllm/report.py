@@ -165,7 +165,8 @@ def _choice(requirements: Requirements, found: Mapping[str, Any] | None) -> Engi
     if found is None:
         return EngineChoice(None, reason="vLLM keeps the keys and values of layers that decode in a paged KV cache")
     backends = [_backend(**each) for each in found.get("backends", ())]
-    considered = CONSIDERED | {"head_size_v"} if requirements.latent else CONSIDERED
+    # Layers with latents pass no window to the selection, and only absorbed queries have it.
+    considered = CONSIDERED - {"sliding_window"} | {"head_size_v"} if requirements.latent else CONSIDERED
     ignored = [name for name in requirements.to_dict() if name not in considered]
     ignored += [_FIELD_OF[name] for name in found["ignored"] if name in _FIELD_OF]
     return EngineChoice(found.get("chosen"), backends, ignored, found.get("reason", ""))

@@ -37,6 +37,28 @@ YARN = {
 _BLOOM = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
 _ENCODER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range", "pad_token_id")
 
+
+def _deepseek(longest, **sizes):
+    """
+    Return a configuration with multi-head latent attention, all layers dense, with YaRN's scale.
+
+    vLLM 0.32 rotates wrongly without YaRN on a CPU, and its own CPU backend has these sizes of latents alone.
+    """
+    given = {name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    rope = {"truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": longest // 4}
+    # Those of queries, keys and values per head are what vLLM's prefill backends have.
+    heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128} | sizes
+    return transformers.DeepseekV3Config(
+        **given | {"max_position_embeddings": longest} | heads,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        first_k_dense_replace=SIZES["num_hidden_layers"],
+        n_routed_experts=8,
+        rope_parameters=YARN | rope,
+    )
+
+
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
@@ -59,20 +81,10 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(
         **{name: SIZES[name] for name in _BLOOM}, n_layer=SIZES["num_hidden_layers"], n_head=4
     ),
-    # Multi-head latent attention, all layers dense, with YaRN's scale. vLLM 0.32 rotates wrongly without YaRN on a CPU,
-    # and its own CPU backend has these sizes of latents alone.
-    "deepseek": lambda: transformers.DeepseekV3Config(
-        **{name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
-        num_key_value_heads=4,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,  # these of queries, keys and values per head are what vLLM's prefill backends have
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=SIZES["num_hidden_layers"],
-        n_routed_experts=8,
-        rope_parameters={**YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7},
-    ),
+    "deepseek": lambda: _deepseek(512),
+    "deepseek_long": lambda: _deepseek(4096),
+    # Heads that no prefill backend of vLLM has.
+    "latent_96": lambda: _deepseek(4096, qk_nope_head_dim=32, v_head_dim=96),
     "bert": lambda: transformers.BertConfig(
         **{name: SIZES[name] for name in _ENCODER}, num_attention_heads=2, max_position_embeddings=512
     ),

@@ -44,7 +44,7 @@ CASES = (
     ("flash_attn/fa3_vllm", "deepseek", "compiled", {}),
     ("torch/sdpa", "deepseek", "graphs", {}),
 )
-OWN = {"deepseek": "TRITON_MLA"}
+OWN = {"deepseek": "TRITON_MLA", "deepseek_long": "TRITON_MLA"}
 """vLLM's backend whose error is the measure; FLASH_ATTN of other models."""
 
 SHOWN = {
@@ -57,6 +57,12 @@ SHOWN = {
 INT8 = {"attnplug": {"kv_cache_dtype": "int8_k"}}
 PROMPTS = harness.prompts(5, 40, 1, 77, 17, 110, 1, 64)
 TOKENS = 24
+# Queries of up to 512 tokens are absorbed. Longer ones are expanded, here the first of each prompt over no context.
+LONG = {
+    "prompts": harness.prompts(1900, 1, 1300, 40, seed=4),
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 600,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,33 +72,36 @@ def own_error(server, folder):
 
     def get(name, cache_dtype="auto"):
         if (name, cache_dtype) not in found:
-            options = {"kv_cache_dtype": cache_dtype}
+            options = {"kv_cache_dtype": cache_dtype} | (LONG if name.endswith("_long") else {})
             backend = OWN.get(name, "FLASH_ATTN")
             outputs = run(server, folder(name), backend, "eager", {"VLLM_PLUGINS": ""}, **options)
-            found[name, cache_dtype] = float(errors(folder(name), outputs).mean())
+            found[name, cache_dtype] = float(errors(folder(name), outputs, options.get("prompts", PROMPTS)).mean())
         return found[name, cache_dtype]
 
     return get
 
 
-def run(server, folder, backend, mode, environment, **further):
+def run(server, folder, backend, mode, environment, prompts=PROMPTS, prefills=None, **further):
     """Run the prompts twice: the second time their prefixes are cached."""
     engine = (
         MODES[mode] | {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29, "gpu_memory_utilization": 0.1} | further
     )
     if "compilation_config" in engine:
         engine["compilation_config"] = engine["compilation_config"] | CAPTURES
-    rounds = [{"prompts": PROMPTS, "max_tokens": TOKENS}] * 2
+    rounds = [{"prompts": prompts, "max_tokens": TOKENS}] * 2
     result = server.run(folder, rounds, environment=environment, attention_backend=backend, max_num_seqs=8, **engine)
     assert "error" not in result, result["error"]
-    assert {candidate for _, candidate in result["layers"].values()} == {environment.get("ATTNPLUG_BACKEND", "None")}
+    if engine.get("tensor_parallel_size", 1) == 1:  # layers of other processes are not seen
+        chosen = {environment.get("ATTNPLUG_BACKEND", "None")}
+        assert {candidate for _, candidate in result["layers"].values()} == chosen
+        assert prefills in (None, result["prefills"])
     return [output for outputs in result["rounds"] for output in outputs]
 
 
-def errors(folder, outputs):
+def errors(folder, outputs, prompts=PROMPTS):
     """Return the differences of the chosen tokens' logprobs from those of transformers in float32."""
     model, found = models.load(folder), []
-    for prompt, output in zip(PROMPTS * 2, outputs, strict=True):
+    for prompt, output in zip(prompts * 2, outputs, strict=True):
         tokens = torch.tensor(output["tokens"])
         with torch.no_grad():
             logits = model(torch.tensor([prompt + output["tokens"]])).logits[0]
@@ -118,6 +127,54 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
     record_property(
         "mean error", f"{float(error.mean()):.5f}, the largest {float(error.max()):.4f}; vLLM's own mean {own:.5f}"
     )
+    assert float(error.mean()) <= 1.2 * own + 1e-3
+
+
+@pytest.mark.feature("MLA", "chunked prefill")
+@pytest.mark.parametrize(
+    ("backend", "name", "own_prefills", "mode"),
+    [
+        ("flash_attn/fa3_vllm", "deepseek_long", False, "eager"),
+        ("flash_attn/fa3_vllm", "deepseek_long", False, "compiled"),
+        ("flash_attn/fa3_vllm", "deepseek_long", True, "eager"),
+        ("flash_attn/fa3_vllm", "latent_96", False, "graphs"),
+        ("flashinfer/fa3", "deepseek_long", False, "eager"),
+    ],
+)
+def test_prefills_of_latents_are_as_near_as_its_own(
+    backend, name, own_prefills, mode, server, folder, own_error, record_property
+):
+    """Prefills run on attnplug, unless vLLM's are named; of some heads vLLM has none."""
+    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend}
+    named = {"attention_config": {"mla_prefill_backend": "FLASH_ATTN"}} if own_prefills else {}
+    prefills = [] if own_prefills else [backend]
+    outputs = run(server, folder(name), "CUSTOM", mode, given, prefills=prefills, **LONG, **named)
+
+    error, own = errors(folder(name), outputs, LONG["prompts"]), own_error("deepseek_long")
+
+    record_property("mean error", f"{float(error.mean()):.5f}; vLLM's own, of heads of 192 and 128, {own:.5f}")
+    assert float(error.mean()) <= (1.2 if name == "deepseek_long" else 2) * own + 1e-3
+
+
+@pytest.mark.feature("MLA", "DCP")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [
+        ({}, "graphs"),
+        ({"decode_context_parallel_size": 2}, "eager"),
+        ({"decode_context_parallel_size": 2}, "graphs"),
+        ({"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}, "graphs"),
+    ],
+    ids=["TP 2", "DCP 2, eager", "DCP 2", "DCP 2, interleave 16"],
+)
+def test_two_gpus_share_latents(ranks, mode, server, folder, own_error, record_property):
+    given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": "flash_attn/fa3_vllm"}
+    outputs = run(server, folder("deepseek_long"), "CUSTOM", mode, given, tensor_parallel_size=2, **LONG, **ranks)
+
+    error, own = errors(folder("deepseek_long"), outputs, LONG["prompts"]), own_error("deepseek_long")
+
+    record_property("mean error", f"{float(error.mean()):.5f}; vLLM's own on one GPU {own:.5f}")
     assert float(error.mean()) <= 1.2 * own + 1e-3
 
 

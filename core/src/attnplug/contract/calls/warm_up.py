@@ -34,7 +34,8 @@ def warm_up(
     Build and run a step of zeros for each batch. What is made for it is discarded: layer, KV cache, states, builders.
 
     `Backend.warmup` calls it with the `LoadedBackend` that it is given, and a batch for each kernel that compiles. An
-    LSE is computed where it was negotiated. With `kv_in_cache` each step runs without K/V too.
+    LSE is computed where it was negotiated. With `kv_in_cache` each step runs without K/V too. With `topk` each token
+    selects the null block's first slot, in steps with and without `index_lens`.
 
     Args:
         backend: The backend.
@@ -52,13 +53,15 @@ def warm_up(
         limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
         builder = backend.make_builder([impl], backend.make_state(limits, parallel))
         query = torch.zeros(tokens, impl.num_q_heads, impl.head_size, dtype=impl.query_dtype, device=impl.device)
-        key, value = _rows(impl, tokens, impl.head_size), _rows(impl, tokens, impl.head_size_v)
+        key = _rows(impl, tokens, impl.head_size)
+        value = None if requested.latent else _rows(impl, tokens, impl.head_size_v)
         output = torch.empty(tokens, impl.output_width, dtype=impl.output_dtype, device=impl.device)
         lse = torch.empty(tokens, impl.num_q_heads, device=impl.device) if requested.return_lse else None
         metadata = builder.build(batch)
-        impl.forward(query, key, value, kv_cache, metadata, output, lse=lse)
-        if requested.kv_in_cache:
-            impl.forward(query, None, None, kv_cache, metadata, output, lse=lse)
+        for selection in _selections(impl, tokens):
+            impl.forward(query, key, value, kv_cache, metadata, output, lse=lse, **selection)
+            if requested.kv_in_cache:
+                impl.forward(query, None, None, kv_cache, metadata, output, lse=lse, **selection)
 
 
 def dummy_layer(backend: LoadedBackend, name: str = "warm_up") -> Layer:
@@ -70,10 +73,20 @@ def dummy_layer(backend: LoadedBackend, name: str = "warm_up") -> Layer:
         scales = {f"{one}_scale_tensor": ones for one in backend.impl_class.static_scales}
     return Layer(
         name=name,
+        scale=requested.head_size**-0.5 if requested.latent else None,
         sinks=torch.zeros(requested.num_q_heads, device=device) if requested.sinks else None,
         alibi_slopes=torch.zeros(requested.num_q_heads, device=device) if requested.alibi else None,
         **scales,
     )
+
+
+def _selections(impl: Attention, tokens: int) -> tuple[dict[str, Tensor], ...]:
+    topk = impl.agreement.requirements.topk
+    if topk is None:
+        return ({},)
+    indices = torch.full((tokens, topk), -1, dtype=torch.int32, device=impl.device)
+    indices[:, 0] = 0
+    return {"indices": indices}, {"indices": indices, "index_lens": torch.ones_like(indices[:, 0])}
 
 
 def _rows(impl: Attention, tokens: int, size: int) -> Tensor | None:
