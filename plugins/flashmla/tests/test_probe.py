@@ -46,7 +46,7 @@ def test_a_complete_machine_is_not_refused(machine: FakeMachine) -> None:
 def test_records_are_for_tests_alone(machine: FakeMachine) -> None:
     records = evolve(AGREED, kv_cache_dtype="fp8_ds_mla")
 
-    assert machine.reason(records).startswith("kv_cache_dtype | a benchmark over records of fp8_ds_mla reads")
+    assert machine.reason(records, code="probe").startswith("kv_cache_dtype | a benchmark over records")
     assert machine.probe(records, ATTNPLUG_FLASHMLA_RECORDS="1") is None
     assert machine.probe(records, "cpu") is None
 

@@ -53,7 +53,7 @@ def _records(agreement: Agreement, device: Device) -> Reason | None:
     """
     Refuse records until it is known why they fail.
 
-    The conformance kit passes on an H200, and a benchmark of 64 requests of 4,096 tokens reads an illegal address there.
+    The conformance kit passes on an H200. A benchmark of 64 requests of 4,096 tokens reads an illegal address there.
     """
     if agreement.kv_cache_dtype != "fp8_ds_mla" or device.type != "cuda" or os.environ.get(RECORDS):
         return None
