@@ -70,7 +70,7 @@ TARGETS: Final = (
     Target("transformers", tests=("hosts/transformers/tests",)),
     Target("diffusers", tests=("hosts/diffusers/tests",)),
     *(Target("torch", f"=={minor}.*", tests=("hosts/torch/tests",)) for minor in ("2.13", "2.14", "2.15")),
-    Target("triton", tests=("plugins/blocksparse/tests", "plugins/int8_ixformer/tests")),
+    Target("triton", tests=("plugins/blocksparse/tests", "plugins/int8_ixformer/tests", "plugins/triton/tests")),
     Target("vllm", engine="vllm", tests=_of_host("vllm", "members", "registration", "report", "selector", "versions")),
     Target(
         "sglang", engine="sglang", tests=_of_host("sglang", "arguments", "members", "names", "registration", "report")

@@ -148,7 +148,8 @@ def test_what_is_not_installed_was_not_considered(run, site, monkeypatch: pytest
 
     start = next(index for index, line in enumerate(lines) if line.startswith("not considered, not installed: block"))
     plugins = " ".join(
-        f"./plugins/{name}" for name in ("blocksparse", "flash_attn", "flashinfer", "flashmla", "int8_ixformer")
+        f"./plugins/{name}"
+        for name in ("blocksparse", "flash_attn", "flashinfer", "flashmla", "int8_ixformer", "triton")
     )
     assert (lines[start + 1] == f"  pip install --no-deps {plugins}") == (columns > 100)
     assert columns > 100 or "--no-deps" not in "".join(lines)

@@ -178,6 +178,14 @@ def test_latents_are_on_every_device(plan, no_plugins) -> None:
     assert found["kv_cache_bytes_per_token"] == 2 * 1152
 
 
+def test_records_of_latents_have_their_bytes(plan, no_plugins) -> None:
+    done = plan(DEEPSEEK, "--device", "cpu", "--kv-cache-dtype", "fp8_ds_mla", "--json")
+
+    (found,) = done.json["plans"]
+    assert (found["groups"][0]["id"], found["kv_cache_bytes_per_token"]) == ("torch/sdpa", 2 * 656)
+    assert found["uncompressed_prefills"]
+
+
 def test_an_uncompressed_prefill_has_its_own_decision(plan, no_plugins) -> None:
     done = plan(DEEPSEEK, "--device", "cuda:9.0", "--tp", "8", "--json")
 

@@ -533,6 +533,17 @@ def test_slots_are_checked_on_request():
         impl.check_indices(indices, cache)
 
 
+@pytest.mark.parametrize(("more", "lengths"), [({"topk": TOPK}, (1024,)), ({}, (256, 512, 1024))])
+def test_nothing_is_planned_for_selected_tokens(more, lengths):
+    """Neither memory nor graphs depend on the longest sequence, whose keys are not gathered."""
+    backend = load(cudagraph="uniform_batch", **more)
+    limits = Limits(max_num_reqs=4, max_num_tokens=64, max_seq_len=1024)
+    impl = backend.make_impl(Layer(name="latents", scale=SCALE))
+
+    assert backend.make_builder([impl], backend.make_state(limits)).graph_lengths == lengths
+    assert bool(backend.workspace_bytes(limits)) == (not more)
+
+
 def test_a_profiling_run_may_have_no_selection():
     impl, _ = make(load(topk=TOPK))
     (query, keys), (output, lse) = rows(5), outputs(5)

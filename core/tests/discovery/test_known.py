@@ -20,7 +20,7 @@ def test_known_plugins_have_unique_names_and_can_be_installed() -> None:
     plugins = read_known().plugins
     names = [name for plugin in plugins for name in (plugin.name, *plugin.aliases)]
 
-    expected = ["blocksparse", "flash_attn", "flashinfer", "flashmla", "int8_ixformer"]
+    expected = ["blocksparse", "flash_attn", "flashinfer", "flashmla", "int8_ixformer", "triton"]
     assert [plugin.name for plugin in plugins] == expected
     assert len(set(names)) == len(names)
     assert {"FLASHINFER", "FLASH_ATTN", "BLOCK_SPARSE_FLASH_ATTN"} <= set(names)

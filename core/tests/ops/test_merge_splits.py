@@ -31,8 +31,8 @@ def test_the_kernel_interpreted() -> None:
 
 @NEEDS_TRITON
 @pytest.mark.slow
-@pytest.mark.parametrize("max_splits", [8, 64])
-def test_the_kernel_compiles(max_splits: int) -> None:
+@pytest.mark.parametrize(("max_splits", "query_len"), [(8, 0), (64, 2)])
+def test_the_kernel_compiles(max_splits: int, query_len: int) -> None:
     from attnplug.ops.triton_splits import _merge  # noqa: PLC0415 - needs Triton
 
     kinds = {
@@ -41,6 +41,7 @@ def test_the_kernel_compiles(max_splits: int) -> None:
         "out": "*bf16",
         "query_starts": "*i32",
     }
-    constants = {"heads": 32, "size": 128, "width": 128, "has_lse": True, "max_splits": max_splits}
+    sizes = {"heads": 32, "size": 128, "width": 128}
+    constants = {**sizes, "has_lse": True, "max_splits": max_splits, "query_len": query_len}
 
     assert compile_kernel(_merge, kinds, constants, num_warps=4).asm["cubin"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +45,15 @@ def test_it_weights_splits_by_their_lse(rows, padding, heads, size, splits, has_
     if lse is not None:
         torch.testing.assert_close(lse[:rows].cpu(), total[:rows], rtol=1e-5, atol=1e-5)
         assert (lse[rows:] == 7).all()
+
+
+def test_rows_of_requests_that_are_longer_are_not_written() -> None:
+    parts, part_lse = torch.ones(3 * 2, 3, 2, 64, device=DEVICE), torch.zeros(3 * 2, 3, 2, device=DEVICE)
+    out, lse = torch.full((7, 3, 64), 7.0, device=DEVICE), torch.full((7, 3), 7.0, device=DEVICE)
+    starts = torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
+    parts[1], part_lse[1] = torch.nan, torch.nan  # the second row of the first request, which has one
+
+    merge_splits(parts, part_lse, out, lse, starts, query_len=2)
+
+    assert [row.unique().tolist() for row in out] == [[1.0], [7.0], [7.0], [7.0], [1.0], [1.0], [7.0]]
+    assert lse[:, 0].tolist() == pytest.approx([math.log(2), 7, 7, 7, math.log(2), math.log(2), 7])

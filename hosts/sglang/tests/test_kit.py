@@ -15,6 +15,7 @@ from hosts.sglang.tests.rig import ForwardMode, World, worst
 
 KIT = "sglang.test.kits.attention_unittest"
 kit: Any = pytest.importorskip(f"{KIT}.attention_methods.dense_attention")
+latents: Any = pytest.importorskip(f"{KIT}.attention_methods.mla_attention")
 verify: Any = pytest.importorskip(f"{KIT}.runner_modes.speculative_target_verify_runner")
 graphs: Any = pytest.importorskip(f"{KIT}.runner_modes.cuda_graph_decode_runner")
 extending: Any = pytest.importorskip(f"{KIT}.runner_modes.speculative_draft_extend_runner")
@@ -44,6 +45,32 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sglangs_own_cases(case: Any, layout: str) -> None:
     kit.run_dense_attention_case(TestCase(), case, device="cpu", loc_layout=layout)
+
+
+@pytest.fixture
+def modelless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the kit's runner of latents a model without modules: it has none."""
+    monkeypatch.setattr(latents.MockMLAModelRunner, "model", torch.nn.Module(), raising=False)
+
+
+@pytest.mark.parametrize("case", latents.make_mla_cases(NAME), ids=lambda case: case.name)
+def test_sglangs_own_cases_of_latents(case: Any, modelless: None) -> None:
+    latents.run_mla_attention_case(TestCase(), case, device="cpu")
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sglangs_own_drafts_over_latents(page_size: int, modelless: None) -> None:
+    case = latents.MLAAttentionCase("drafts", NAME, ForwardMode.TARGET_VERIFY, 4, page_size, (7, 18), (4, 4))
+    verify.run_mla_eagle_verify_case(TestCase(), case, topk=1, device="cpu")
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    "case", [each for each in latents.make_mla_cases(NAME) if each.forward_mode.is_decode()], ids=lambda case: case.name
+)
+def test_sglangs_own_graphs_of_latents(case: Any, padding: int, modelless: None) -> None:
+    size = case.batch_size + padding
+    graphs.run_mla_cuda_graph_decode_case(TestCase(), case, device="cpu", cuda_graph_capture_batch_size=size)
 
 
 # The kit's shuffle of two tokens may change nothing.
@@ -95,16 +122,25 @@ def test_sglangs_own_graphs_of_decodes(case: Any, padding: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [each for each in CASES if each.forward_mode.is_extend_without_speculative()], ids=lambda case: case.name
+    ("run", "case"),
+    [
+        pytest.param(run, each, id=each.name)
+        for run, cases in (
+            (split.run_dense_split_op_extend_case, CASES),
+            (split.run_mla_split_op_extend_case, latents.make_mla_cases(NAME)),
+        )
+        for each in cases
+        if each.forward_mode.is_extend_without_speculative()
+    ],
 )
 @pytest.mark.parametrize("breakable", [False, True])
-def test_sglangs_own_prefills_split_at_attention(case: Any, breakable: bool) -> None:
+def test_sglangs_own_prefills_split_at_attention(run: Any, case: Any, breakable: bool, modelless: None) -> None:
     operator = "sglang::unified_attention_with_output"  # of earlier versions
     is_known = operator in torch._C._dispatch_get_all_op_names()
     if is_known and not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU"):
         pytest.skip("0.5.20 registers the operator that splits its graphs for CUDA alone")
     tokens = case.num_input_tokens + 5
-    split.run_dense_split_op_extend_case(TestCase(), case, breakable=breakable, static_num_tokens=tokens, device="cpu")
+    run(TestCase(), case, breakable=breakable, static_num_tokens=tokens, device="cpu")
 
 
 def test_sglangs_own_graphs_of_draft_models_are_refused() -> None:

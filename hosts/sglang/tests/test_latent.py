@@ -201,6 +201,35 @@ def test_extends_with_keys_and_values_per_head(chunk: int | None) -> None:
     assert "prefills with keys and values per head: torch/sdpa" in backend.explain()
 
 
+def test_rows_of_a_step_without_requests_are_zeros() -> None:
+    world = world_of()
+    backend = world.backend()
+    step, queries = world.batch([], [], EXTEND), world.randn(2, HEADS, NOPE + ROPE)
+    backend.init_forward_metadata(step)
+    keys, values = world.randn(2, HEADS, NOPE + ROPE), world.randn(2, HEADS, VALUE)
+    module = world.layers[0].attn_mha
+    for step.mha_return_lse in (False, True):
+        found = backend.forward_extend(queries, keys, values, module, step, save_kv_cache=False)
+        output, lse = found if step.mha_return_lse else (found, torch.zeros(2, HEADS))
+        assert (output.numel(), lse.shape) == (2 * HEADS * VALUE, (2, HEADS))
+        assert not output.any()
+        assert not lse.any()
+
+
+def test_all_steps_are_absorbed_where_nothing_serves_dense_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NoBackendError("no backend serves it", "", "")
+
+    world = world_of()
+    backend = world.backend()
+    assert "all are absorbed" not in backend.explain()
+    monkeypatch.setattr(latent.attnplug, "select", refuse)
+    absorbed = world_of()
+    backend = absorbed.backend()
+    assert "prefills with keys and values per head: none, all are absorbed" in backend.explain()
+    assert absorbed.step(backend, [absorbed.new()], [5], EXTEND) < CLOSE
+
+
 @pytest.mark.parametrize(
     ("wanted", "prefix", "merges", "found"),
     [

@@ -214,6 +214,7 @@ def test_single_answers_come_from_manifests(hopper: Any) -> None:
     assert "fp8" not in of_plain.supported_kv_cache_dtypes
     assert of_hopper.supports_kv_cache_dtype(None)
     assert not of_hopper.supports_kv_cache_dtype("turboquant_k8v4")
+    assert not of_hopper.supports_kv_cache_dtype("fp8_ds_mla")
     assert of_hopper.supports_attn_type("decoder")
     assert not of_hopper.supports_attn_type("encoder_only")
     assert of_hopper.supports_compute_capability(None)

@@ -9,12 +9,18 @@ import torch
 from attrs import evolve
 
 from attnplug_flashmla.builder import MOST_ROWS, PIECE, spans_of
+from attnplug_flashmla.plugin import RECORDS as ADMITS_RECORDS
 from attnplug_kit.oracle import Case, SceneRunner, check, check_replays, materialize, padded_for
 from plugins.flashmla.tests.real import FLASHMLA
 
 pytestmark = pytest.mark.gpu
 
 load_real = FLASHMLA.load_fixture()
+
+
+@pytest.fixture(autouse=True)
+def _records_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMITS_RECORDS, "1")
 
 
 def case_of(heads: int, query_lens: tuple[int, ...], context_lens: tuple[int, ...], **more: Any) -> Case:

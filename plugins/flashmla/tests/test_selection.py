@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import CacheError
 from attnplug_flashmla.selection import Places, mask_indices, places_of, rows_of
-from tests.backends.triton_on_cpu import run_interpreted
+from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
 
 
 def pages_apart(blocks: int, block_size: int, size: int, gap: int) -> torch.Tensor:
@@ -86,3 +86,18 @@ def test_slots_are_kept_where_kernels_find_blocks() -> None:
 @pytest.mark.slow
 def test_the_kernel_interpreted() -> None:
     run_interpreted(Path(__file__).with_name("test_selection_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("are_slots", [True, False])
+def test_the_kernel_compiles(are_slots: bool) -> None:
+    from attnplug_flashmla.triton_selection import _mask  # noqa: PLC0415 - needs Triton
+
+    kinds = {"indices": "*i32", "lens": "*i32", "out": "*i32"}
+    sizes = {"topk": 2048, "width": 2048, "block_size": 64, "of_slot": 1 if are_slots else 9}
+    constants = {**sizes, "are_slots": are_slots, "has_lens": not are_slots, "tile": 1024}
+
+    code = compile_kernel(_mask, kinds, constants, unaligned=["slots", "of_block"], num_warps=4).asm["ptx"]
+
+    assert "st.global.v4" in code  # 16 bytes at a time

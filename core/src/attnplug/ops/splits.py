@@ -42,7 +42,15 @@ def split_views(scratch: Tensor, rows: int, heads: int, num_splits: int, head_si
     return floats[: count * head_size].view(*shape, head_size), floats[count * head_size :].view(shape)
 
 
-def merge_splits(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, query_starts: Tensor) -> None:
+def merge_splits(
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    query_starts: Tensor,
+    *,
+    query_len: int | None = None,
+) -> None:
     """
     Merge partial outputs by their LSEs.
 
@@ -55,7 +63,9 @@ def merge_splits(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | Non
         out: ``(rows, heads, head_size)``, heads contiguous; written.
         lse: ``(rows, heads)`` float32, natural logarithms; written. None where it is not needed.
         query_starts: ``(num_reqs + 1,)`` int32, contiguous: the rows of each request.
+        query_len: Rows of each request in `parts`, which are ``(num_reqs * query_len, ...)`` then: those of shorter
+            requests come first, and requests with more rows are not merged. None: `parts` has the rows of `out`.
     """
     from attnplug.ops.triton_splits import launch  # noqa: PLC0415 - Triton is optional
 
-    launch(parts, part_lse, out, lse, query_starts)
+    launch(parts, part_lse, out, lse, query_starts, query_len or 0)

@@ -34,15 +34,25 @@ def _merge(
     width: tl.constexpr,
     has_lse: tl.constexpr,
     max_splits: tl.constexpr,
+    query_len: tl.constexpr,
 ) -> None:
     """One program merges the splits of one head of one row."""
-    row = tl.program_id(0) // heads
-    if row >= tl.load(query_starts + num_reqs):  # padding
+    part = tl.program_id(0) // heads
+    if query_len > 0:  # parts are by request: a short one has padding, and longer ones are not here
+        request, token = part // query_len, part % query_len
+        row = tl.load(query_starts + request)
+        count = tl.load(query_starts + request + 1) - row
+        row += token
+        is_here = (token < count) & (count <= query_len)
+    else:
+        row = part
+        is_here = row < tl.load(query_starts + num_reqs)
+    if not is_here:
         return
 
     head, split, columns = tl.program_id(0) % heads, tl.arange(0, max_splits), tl.arange(0, width)
     row = row.to(tl.int64)
-    at = (row * heads + head) * num_splits + split
+    at = (part.to(tl.int64) * heads + head) * num_splits + split
     logs = tl.load(part_lse + at, mask=split < num_splits, other=float("-inf"))
     top = tl.max(logs, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)  # without keys -inf - -inf would be NaN
@@ -61,12 +71,14 @@ def _merge(
 _kernel = Kernel(_merge)
 
 
-def launch(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, query_starts: Tensor) -> None:
+def launch(
+    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, query_starts: Tensor, query_len: int
+) -> None:
     """Launch the kernel. Arguments as of `attnplug.ops.merge_splits`."""
     rows, heads, num_splits, size = parts.shape
     tensors = (parts, part_lse, out, part_lse if lse is None else lse, query_starts)
     strides = (out.stride(0), *((0, 0) if lse is None else lse.stride()))
     max_splits = _FEW if num_splits <= _FEW else max(_MANY, triton.next_power_of_2(num_splits))
-    constants = (heads, size, triton.next_power_of_2(size), lse is not None, max_splits)
+    constants = (heads, size, triton.next_power_of_2(size), lse is not None, max_splits, query_len)
     scalars = (query_starts.shape[0] - 1, num_splits)
     _kernel.run(rows * heads, tensors, strides, scalars, constants, num_warps=4)

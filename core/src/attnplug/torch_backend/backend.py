@@ -27,7 +27,8 @@ class TorchBackend(Backend):
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
-        if not self.agreement.requirements.paged:
+        requested = self.agreement.requirements
+        if not requested.paged or requested.topk is not None:
             return 0
         size = self.agreement.block_size or 1
         longest = -(-padded_keys(limits.max_seq_len) // size) * size  # whole blocks are gathered

@@ -42,11 +42,14 @@ class TorchBuilder(MetadataBuilder):
         self._params: dict[Hashable, PlanParams] = {
             key: plan_params_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
+            if self.agreement.requirements.topk is None  # selected tokens come with the call: nothing is planned
         }
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
         """Doubling lengths: a captured forward gathers and masks as many keys as its longest sequence may have."""
+        if not self._params:
+            return super().graph_lengths
         most = min(self.limits.max_seq_len, max(_SHORTEST, _CAPTURED_KEYS // self.limits.max_num_reqs))
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)

@@ -76,14 +76,14 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
         self._has_trees = getattr(options, "speculative_eagle_topk", None) not in {None, 1}
         self._kv_in_cache = True
-        self.forward_metadata: Step | None = None
+        # What builds a step whose latents may be expanded is called by its first call that is absorbed.
+        self.forward_metadata: Step | Callable[[], Step] | None = None
         self._is_late = not self._engine.layers
         self._pending: Callable[[], Step] | None = None  # builds the step in which late layers may be called first
         if not self._is_late:
             self._kind(_EXTEND)
         self._expanded = expanded_layers(expanded, self._engine)
-        self._sequences: Sequences | None = None  # of a step that may be expanded
-        self._unbuilt: Callable[[], Step] | None = None  # builds such a step for its first call that is absorbed
+        self._sequences: Sequences | None = None  # of a step whose latents may be expanded
 
     def explain(self) -> str:
         """Return the decisions of the kinds of steps that there were, as text."""
@@ -144,7 +144,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             NotNegotiatedError: Its mode is not served.
             BatchError: A sequence is longer than SGLang's table of slots has room for.
         """
-        self._sequences = self._unbuilt = None
+        self._sequences = None
         if _is_idle(forward_batch):
             self.forward_metadata = self._pending = None
             return
@@ -159,7 +159,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         self._pending = build if attends and self._is_late else None
         self.forward_metadata = None
         if attends and self._expanded and lengths.custom_mask is None and not lengths.drafts:
-            self._sequences, self._unbuilt = Sequences.of(lengths), build
+            self._sequences, self.forward_metadata = Sequences.of(lengths), build
         elif attends and self._engine.layers:
             self.forward_metadata = build()
 
@@ -229,9 +229,9 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
         sinks = kwargs.pop("sinks", None)
         if self._pending is not None and all(known.module is not layer for known in self._engine.layers):
             self._bind_late(layer, self._pending, has_sinks=sinks is not None)
-        if self._unbuilt is not None and self.forward_metadata is None:
-            self.forward_metadata = self._unbuilt()
         step = self.forward_metadata
+        if callable(step):
+            step = self.forward_metadata = step()
         if self.has_latents:
             q, k = joined(q, k, layer, kwargs.pop("q_rope", None), kwargs.pop("k_rope", None))
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -304,7 +304,6 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
                 "attnplug-sglang has graphs of decodes, and of drafts that are verified",
                 "start SGLang with --cuda-graph-backend-prefill breakable, or disabled",
             )
-        self._sequences = self._unbuilt = None
         size, capture = forward_batch.seq_lens.shape[0], partial(self._capture, name, drafts, forward_batch)
         self._pending = capture if in_capture and self._is_late else None
         if in_capture and not self._engine.layers:
@@ -329,7 +328,7 @@ class AttnplugAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is 
             forward_batch: SGLang's step, whose tensors each replay finds at the same addresses.
         """
         step = self.forward_metadata
-        if step is not None and step.is_captured:
+        if isinstance(step, Step) and step.is_captured:
             step.prepare(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -69,6 +69,21 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "minicpm3": (  # latents, absorbed in every step
+        "MiniCPM3Config",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "scale_emb": 1.0,
+            "scale_depth": 1.4,
+            "dim_model_base": 64,
+        },
+    ),
     "deepseek": (  # latents; prefills with keys and values per head
         "DeepseekV3Config",
         {

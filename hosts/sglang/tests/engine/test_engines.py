@@ -90,8 +90,8 @@ def test_latents_absorbed_and_per_head(
     model = models.make(models.LATENT, tmp_path / "model")
     shared = tokens(140, 1)
     rounds = [
-        {"prompts": [shared, tokens(5, 2), tokens(23, 3)], "max_new_tokens": 24},
-        {"prompts": [shared + tokens(6, 4), shared[:130] + tokens(3, 5), tokens(150, 6)], "max_new_tokens": 16},
+        {"prompts": [shared, tokens(5, 2), tokens(23, 3)], "max_new_tokens": 8},
+        {"prompts": [shared + tokens(6, 4), shared[:130] + tokens(3, 5), tokens(150, 6)], "max_new_tokens": 6},
     ]
     options = {"page_size": page, "chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_total_tokens": 2048}
     found, log = run(tmp_path, tmp_path / "model", rounds, **options)

@@ -346,7 +346,8 @@ class Scene:
 
     def fill(self, cache: KVCache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
-        Write what is cached of every request into a cache, and poison all other slots.
+        Write what is cached of every request into a cache, and poison all other slots, those of tokens that no token
+        selects included.
 
         Args:
             cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
@@ -362,13 +363,25 @@ class Scene:
                 pages.fill_(_POISONED_RECORD)
             else:
                 pages.copy_(torch.tensor(poison).to(pages.dtype))
+            poisoned = pages[0, 0].clone()
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
-                slots, held = self._slots(request, 0, filled), rows[request][:filled].to(pages)
-                places = slots // self.case.block_size, slots % self.case.block_size
-                if pages.itemsize == 1:  # torch assigns no narrow floats to places
-                    pages.view(torch.uint8)[places] = held.view(torch.uint8)
-                else:
-                    pages[places] = held
+                self._place(pages, self._slots(request, 0, filled), rows[request][:filled].to(pages))
+            self._place(pages, self._unselected(), poisoned)
+
+    def _place(self, pages: Tensor, slots: Tensor, held: Tensor) -> None:
+        """Write rows into slots of pages; torch assigns no narrow floats to places."""
+        if pages.itemsize == 1:
+            pages, held = pages.view(torch.uint8), held.view(torch.uint8)
+        pages[slots // self.case.block_size, slots % self.case.block_size] = held
+
+    def _unselected(self) -> Tensor:
+        """Return the slots of cached tokens that no token selects; none without `topk`."""
+        if self.case.topk is None or self.masks is None:
+            return torch.empty(0, dtype=torch.int64)
+        masks = list(enumerate(self.masks))
+        selected = torch.cat([self._slots(request, 0, mask.shape[1])[mask.any(0)] for request, mask in masks])
+        cached = torch.cat([self._slots(request, 0, self.case.first_new_keys[request]) for request, _ in masks])
+        return cached[~torch.isin(cached, selected)]  # requests may share a block
 
     def _fill_int8(self, cache: KVCache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
         for tensor in paged_tensors(cache).values():

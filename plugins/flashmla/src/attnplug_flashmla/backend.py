@@ -26,7 +26,7 @@ class FlashMLABackend(Backend):
 
     def __init__(self, agreement: Agreement, device: Device) -> None:
         super().__init__(agreement, device)
-        self.kernels = Kernels(agreement)  # if it does not load, the next backend is tried
+        self.kernels = Kernels(agreement, self.device)  # if it does not load, the next backend is tried
 
     def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Load the kernels, and compile the write into the KV cache."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from attrs import frozen
-from torch.nn.functional import pad
 
 from attnplug.errors import PluginLoadError
 from attnplug_flashmla.plugin import LIBRARY
@@ -77,6 +77,7 @@ class Kernels:
 
     Args:
         agreement: The agreement.
+        device: The device.
 
     Attributes:
         is_fp8: Whether queries and the KV cache are in float8_e4m3fn. These kernels compute both products in FP8, and
@@ -88,7 +89,7 @@ class Kernels:
         PluginLoadError: The library does not load.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, device: torch.device) -> None:
         from flash_mla import flash_mla_interface  # noqa: PLC0415 - loads two libraries of kernels
 
         try:
@@ -104,6 +105,11 @@ class Kernels:
         self.has_records = agreement.kv_cache_dtype == "fp8_ds_mla"
         self._heads = agreement.requirements.num_q_heads
         self.sparse_heads = TILE if self._heads <= TILE else 2 * TILE
+        missing = self.sparse_heads - self._heads
+        self._zeros: Tensor | None = None
+        if agreement.requirements.topk is not None and missing > 0:
+            size = agreement.requirements.head_size
+            self._zeros = torch.zeros(1, missing, size, dtype=torch.bfloat16, device=device)
         self._value_size = agreement.requirements.head_size_v or agreement.requirements.head_size
 
     def schedule(self, lens: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +200,7 @@ class Kernels:
         return out[:, : self._heads], lse[:, : self._heads]
 
     def _with_all_heads(self, query: Tensor) -> Tensor:
-        """Return queries of as many heads as the kernels compute. Those of no head are zeros."""
-        if self._heads == self.sparse_heads:
+        """Return queries of as many heads as the kernels compute, in one launch. Those of no head are zeros."""
+        if self._zeros is None:
             return query.contiguous()
-        return pad(query, (0, 0, 0, self.sparse_heads - self._heads))
+        return torch.cat([query, self._zeros.expand(query.shape[0], -1, -1)], 1)

@@ -1,0 +1,126 @@
+"""
+Measure paged attention of several backends on a GPU, in turn.
+
+    python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashinfer/fa3 --out DIR [--seconds 120]
+    python benchmarks/paged.py triton/unified --tiles decode,keys=128 --tiles prefill,rows=64,warps=4 --out DIR
+
+Device times of `forward`, in bfloat16 with 32 query and 8 KV heads of 128: decodes, decodes of 4 tokens, first
+prefills, chunks behind 4,096 tokens, and a mixed step; each over that of the second backend, if there are several.
+``--tiles`` adds the first backend, which is the plugin triton's, with other tile sizes. The results so far stay in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+from stepwise import NOT_HERE, is_here, measure_all
+
+from attnplug_kit.bench import (
+    Contender,
+    DeviceClock,
+    Measurement,
+    SectionResult,
+    Step,
+    Target,
+    decodes,
+    first_prefills,
+    interleaved,
+    make_rig,
+    mixed,
+    setup_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attnplug_kit.bench import Rig
+
+    Tiles = tuple[str, dict[str, int]]
+
+NAME = "paged"
+
+
+def chunks(requests: int, new: int, cached: int) -> Step:
+    """Return a step of requests with as many new tokens behind as many cached ones."""
+    what = f"{requests} requests of {new} new tokens behind {cached}"
+    return Step(what, (new,) * requests, (cached,) * requests)
+
+
+STEPS = (
+    decodes(64, 4096),
+    first_prefills(4, 4096),
+    chunks(64, 4, 4092),
+    chunks(8, 128, 4096),
+    decodes(8, 512),
+    decodes(1, 1 << 15),
+    mixed(64, 4096, 4, 1024),
+    decodes(256, 1024),
+)
+
+
+def main() -> int:
+    """Measure the requested backends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backends", nargs="+", help="backend/variant")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--tiles", action="append", default=[], type=_tiles, help="decode or prefill, and sizes")
+    parser.add_argument("--only", default="", help="steps whose description has this word")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit")
+    parser.add_argument("--repeats", type=int, default=6, help="as for `attnplug bench`")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    here = [name for name in options.backends if is_here(Target(name, "cuda"))]
+    if not here:
+        return NOT_HERE
+    measure = partial(_measure, here, options.tiles, options.kv_cache_dtype, options.repeats)
+    steps = [(step.what, partial(measure, step)) for step in STEPS if options.only in step.what]
+    command = " ".join(["python benchmarks/paged.py", *sys.argv[1:]])
+    return 1 if measure_all(steps, command, options.out / NAME, options.seconds).failures else 0
+
+
+def _tiles(text: str) -> Tiles:
+    kernel, *sizes = text.split(",")
+    return kernel, {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
+
+
+def _measure(backends: Sequence[str], tiles: Sequence[Tiles], dtype: str, repeats: int, step: Step) -> SectionResult:
+    length = step.query_lens[0] if step.query_lens[0] <= 8 else 1  # drafts, not chunks
+    engine = {"decode_query_len": length, **({} if dtype == "auto" else {"kv_cache_dtype": dtype})}
+    rigs = {name: make_rig(step, Target(name, "cuda"), **engine) for name in backends}
+    first = rigs[backends[0]]
+    calls = {name: rig.forward() for name, rig in rigs.items()} | dict(_with_tiles(first, tiles))
+    expected = first.forward()().clone()
+    for name, call in calls.items():
+        torch.testing.assert_close(call(), expected, rtol=0.1, atol=0.05, msg=lambda text, name=name: f"{name}: {text}")
+    contenders = {name: Contender(lambda _, call=call: call()) for name, call in calls.items()}
+    samples = interleaved(contenders, DeviceClock(), repeats)
+    numbers = [Measurement(NAME, f"{step.what}: {name}", samples.seconds[name], "ms") for name in calls]
+    reference = backends[min(1, len(backends) - 1)]
+    numbers += [
+        Measurement(NAME, f"{step.what}: {name} / {reference}", samples.ratio(name, reference), "x", paired=True)
+        for name in calls
+        if name != reference
+    ]
+    return SectionResult(tuple(numbers), setup_of(first.backend))
+
+
+def _with_tiles(rig: Rig, tiles: Sequence[Tiles]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the calls of the plugin triton with other tile sizes."""
+    backend: Any = rig.backend.wrapped
+    for kernel, sizes in tiles:
+        name, words = f"{kernel}_tiles", ", ".join(f"{key} {size}" for key, size in sizes.items())
+        kept = getattr(backend, name)
+        setattr(backend, name, evolve(kept, **sizes))
+        yield f"{kernel} with {words}", evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
+        setattr(backend, name, kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

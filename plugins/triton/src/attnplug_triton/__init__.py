@@ -1,0 +1,1 @@
+"""The attention backend triton: paged attention in Triton, for every NVIDIA GPU."""

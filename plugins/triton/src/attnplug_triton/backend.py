@@ -1,0 +1,101 @@
+"""The backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnplug.contract import Backend, dummy_batch_of, torch_dtype, warm_up
+from attnplug.ops import split_bytes
+from attnplug_triton.builder import TritonBuilder
+from attnplug_triton.impl import TritonImpl
+from attnplug_triton.tiles import MAX_ROWS, decode_tiles, max_parts, prefill_tiles, shared_memory, splits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attnplug import Agreement, Device
+    from attnplug.contract import Batch, GraphShape, Limits, LoadedBackend
+
+_MULTIPROCESSORS: Final = 132
+"""Multiprocessors of an H100 or H200, for devices that do not report theirs."""
+
+_HAS_E4M3: Final = (8, 9)
+"""The first compute capability with instructions that convert e4m3. Triton supports it there alone."""
+
+
+class TritonBackend(Backend):
+    """
+    Attention over pages, in two kernels: one for short queries, with split KV, and one for longer ones.
+
+    Attributes:
+        short: The most new tokens of a request that the kernel of short queries computes.
+        decode_tiles: Its tile sizes.
+        prefill_tiles: The tile sizes of the other kernel.
+    """
+
+    impl_class = TritonImpl
+    builder_class = TritonBuilder
+    supports_max_num_splits = True
+
+    def __init__(self, agreement: Agreement, device: Device) -> None:
+        super().__init__(agreement, device)
+        requested = agreement.requirements
+        self._size_v = requested.head_size_v or requested.head_size
+        self.short = max(1, min(requested.decode_query_len, MAX_ROWS // requested.gqa_ratio))
+        available = shared_memory(self._capability)
+        sizes, itemsize = (requested.head_size, self._size_v), torch_dtype(agreement.kv_cache_dtype).itemsize
+        rows = self.short * requested.gqa_ratio
+        self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
+        self.prefill_tiles = prefill_tiles(*sizes, shared=available)
+
+    @property
+    def _capability(self) -> tuple[int, int] | None:
+        capability = self.device_properties.compute_capability
+        return None if capability is None else capability.number
+
+    @property
+    def reads_bits(self) -> bool:
+        """Whether the kernels convert an FP8 KV cache by its bits, where Triton does not."""
+        has_e4m3 = self._capability is None or self._capability >= _HAS_E4M3
+        return self.agreement.kv_cache_dtype == "fp8_e4m3" and not has_e4m3
+
+    def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
+        """Return the splits of each request that fill the device."""
+        requested = self.agreement.requirements
+        keys = max_seq_len
+        if requested.sliding_window is not None:
+            keys = min(keys, requested.sliding_window + self.short)
+        if requested.attention_chunk is not None:
+            keys = min(keys, requested.attention_chunk + self.short)
+        return splits(
+            sequences=requests * requested.num_kv_heads,
+            keys=keys,
+            tile=self.decode_tiles.keys,
+            multiprocessors=self._multiprocessors,
+            most=most,
+        )
+
+    @property
+    def _multiprocessors(self) -> int:
+        return self.device_properties.num_multiprocessors or _MULTIPROCESSORS
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the bytes of partial outputs."""
+        requested = self.agreement.requirements
+        parts = max_parts(limits.max_num_reqs, requested.num_kv_heads, self._multiprocessors)
+        return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
+
+    def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
+        """Compile the kernels by a tiny step of each kind."""
+        if shapes:
+            warm_up(loaded, self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
+        """Return a short query, one over keys that are split, and a longer one, as far as they were requested."""
+        requested, long = self.agreement.requirements, self.short + 1
+        many = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
+        steps = [(1, 1), (1, many)] if "decode" in requested.phases else []
+        if "prefill" in requested.phases or long <= requested.decode_query_len:
+            steps.append((long, long))
+        for query_len, seq_len in steps:
+            yield dummy_batch_of(self.agreement, self.device, [query_len], [seq_len])

@@ -1,0 +1,65 @@
+"""Plans the launches of each step, from bounds alone: lengths are read on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnplug.contract import MetadataBuilder
+from attnplug.ops import split_views
+from attnplug_triton.launch import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.contract import Batch, BatchSplit, GraphBuffers
+    from attnplug_triton.backend import TritonBackend
+
+
+class TritonBuilder(MetadataBuilder):
+    """
+    Decides which kernels run, for all layers.
+
+    Each kernel finds its requests by the query lengths on the device, in any order. So a graph of any batch is
+    replayed with other lengths, and without a build.
+    """
+
+    supports_graphs = True
+    decodes_first = False
+    replays_without_build = True
+    backend: TritonBackend
+
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Return one plan for all layers."""
+        del split, fast
+        short = self.backend.short
+        if graph is None:
+            has_short, has_long = _kinds(batch, short)
+        else:
+            query_len = graph.key.query_len
+            has_short = query_len is None or query_len <= short
+            has_long = query_len is None or query_len > short
+        splits = self.backend.splits(batch.num_reqs, batch.max_seq_len, self.limits.max_num_splits) if has_short else 0
+        plan = Plan(
+            short=short,
+            num_splits=splits,
+            num_tokens=batch.num_actual_tokens if has_long else 0,
+            parts=self._parts(batch.num_reqs * short, splits) if splits > 1 else None,
+            decode_tiles=self.backend.decode_tiles,
+            prefill_tiles=self.backend.prefill_tiles,
+        )
+        return {"plans": dict.fromkeys(self.plan_groups, plan)}
+
+    def _parts(self, rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        requested = self.agreement.requirements
+        size_v = requested.head_size_v or requested.head_size
+        return split_views(self.state.workspace, rows, requested.num_q_heads, splits, size_v)
+
+
+def _kinds(batch: Batch, short: int) -> tuple[bool, bool]:
+    """Return whether requests have at most `short` new tokens, and whether some have more."""
+    if batch.max_query_len <= short:
+        return True, False
+    starts = batch.query_start_loc_cpu
+    if starts is None:
+        return True, True
+    return any(0 < length <= short for length in starts.diff().tolist()), True

@@ -1,0 +1,87 @@
+"""One layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.contract import AttentionImpl
+from attnplug.ops import write_kv
+from attnplug_triton.launch import Params, run
+from attnplug_triton.tiles import width_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract import KVCache, Layer, Metadata
+    from attnplug_triton.backend import TritonBackend
+
+_ALIBI: Final = {None: 0, "linear": 1, "sqrt": 2}
+
+
+class TritonImpl(AttentionImpl):
+    """Runs the plan of its builder."""
+
+    cache_write = "either"
+    lse_includes_sink = True
+    static_scales = frozenset({"k", "v"})
+    graphs_read_scales = True  # kernels take the scale tensors by pointer
+    backend: TritonBackend
+
+    def __init__(self, layer: Layer, backend: TritonBackend) -> None:
+        super().__init__(layer, backend)
+        self._writes = bool(self.forward_writes)
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """Make the arguments of the kernels that depend on the layer."""
+        layer, requested = self.layer, self.agreement.requirements
+        left, chunk, cap = self.window[0], layer.attention_chunk or 0, self.logits_soft_cap or 0.0
+        slopes, sinks = layer.alibi_slopes, layer.sinks
+        self._scales = (layer.k_scale_tensor, layer.v_scale_tensor)
+        is_scaled = self.agreement.kv_cache_dtype != requested.dtype
+        self._params = Params(
+            numbers=(left, chunk, self.scale, cap),
+            tensors=(
+                None if slopes is None else slopes.float().contiguous(),
+                None if sinks is None else sinks.detach().contiguous(),
+                *(self._scales if is_scaled else (None, None)),
+            ),
+            constants=(
+                self.num_kv_heads, self.num_queries_per_kv, self.head_size, self.head_size_v,
+                width_of(self.head_size), width_of(self.head_size_v),
+            ),
+            forms=(
+                self.causal or self.window[1] == 0, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi],
+                sinks is not None,
+            ),
+            scale_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits),
+        )  # fmt: skip
+
+    @property
+    def plan_key(self) -> Hashable:
+        """One key for all layers: a plan does not depend on their values."""
+        return "triton"
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: KVCache,
+        metadata: Metadata,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Write the new rows to the KV cache if forward writes them, then launch the kernels."""
+        batch = metadata.batch
+        if self._writes and key is not None and value is not None:
+            slots: Any = batch.slot_mapping  # with K/V to write there are slots
+            write_kv(key, value, kv_cache.k, kv_cache.v, slots, *self._scales)
+        out = output.view(-1, self.num_q_heads, self.head_size_v)
+        run(query, kv_cache, out, lse, batch, self.plan_of(metadata), self._params)
+
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
+        """Write rows to their slots, with the layer's scales."""
+        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scales)

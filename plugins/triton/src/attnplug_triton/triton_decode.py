@@ -1,0 +1,130 @@
+"""The kernel of short queries, with split KV. Imports Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug_triton.triton_ops import attend, finish, first_key, load_scale, start_softmax
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_splits", "left", "chunk"])
+def _decode(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    slopes: tl.tensor,
+    sinks: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    query_starts: tl.tensor,
+    seq_lens: tl.tensor,
+    table: tl.tensor,
+    parts: tl.tensor,
+    part_lse: tl.tensor,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_page: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_page: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    out_token: tl.int64,
+    lse_token: tl.int64,
+    lse_head: tl.int64,
+    table_stride: tl.int64,
+    num_reqs: tl.int32,
+    left: tl.int32,
+    chunk: tl.int32,
+    scale: tl.float32,
+    soft_cap: tl.float32,
+    num_splits: tl.int32,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    width: tl.constexpr,
+    width_v: tl.constexpr,
+    page_size: tl.constexpr,
+    short: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_windowed: tl.constexpr,
+    is_chunked: tl.constexpr,
+    is_capped: tl.constexpr,
+    alibi: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    is_scaled: tl.constexpr,
+    is_per_head: tl.constexpr,
+    by_bits: tl.constexpr,
+    interpreted: tl.constexpr,
+    rows: tl.constexpr,
+    keys: tl.constexpr,
+    stages: tl.constexpr,
+    is_split: tl.constexpr,
+) -> None:
+    """
+    One program computes a split of the keys of one KV head, for rows of one request.
+
+    Rows are the query heads of the KV head for all new tokens. Requests with more than `short` are not computed here.
+    """
+    program = tl.program_id(0)
+    kv_head = program % kv_heads
+    request = (program // kv_heads) % num_reqs
+    split = (program // (kv_heads * num_reqs)) % num_splits
+    first_row = (program // (kv_heads * num_reqs)) // num_splits * rows
+    start = tl.load(query_starts + request)
+    count = tl.load(query_starts + request + 1) - start
+    if (count > short) | (first_row >= count * group):
+        return
+
+    length = tl.load(seq_lens + request)
+    row = first_row + tl.arange(0, rows)
+    row_mask = row < count * group
+    token, head = row // group, kv_head * group + row % group
+    position = length - count + token
+    lowest = first_key(length - count + first_row // group, left, chunk, is_windowed, is_chunked)
+    end = length
+    if is_causal:
+        end -= count - 1 - (tl.minimum(first_row + rows, count * group) - 1) // group
+    begin = lowest // keys * keys
+    tiles = (end - begin + keys - 1) // keys
+    span = (tiles + num_splits - 1) // num_splits * keys
+    begin += split * span
+    end = tl.minimum(begin + span, end)
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+    last = tl.full((rows,), end - 1, tl.int32)
+    if is_causal:
+        last = tl.minimum(last, position)
+
+    columns, columns_v = tl.arange(0, width), tl.arange(0, width_v)
+    at = (start + token).to(tl.int64)
+    q_at = query + at[:, None] * q_token + head[:, None] * q_head + columns[None, :]
+    q = tl.load(q_at, mask=row_mask[:, None] & (columns < size)[None, :], other=0.0)
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits)
+    slope = tl.zeros((rows,), tl.float32)
+    if alibi > 0:
+        slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    acc, row_max, row_sum = start_softmax(rows, width_v)
+    acc, row_max, row_sum = attend(
+        begin, end, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key + kv_head * k_head,
+        value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page, v_token, unit, soft_cap,
+        size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped, alibi, True, by_bits, keys,  # noqa: FBT003
+        stages, interpreted,
+    )  # fmt: skip
+
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
+    result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, split == 0, has_sinks)
+    mask = row_mask[:, None] & (columns_v < size_v)[None, :]
+    if is_split:
+        part = ((request * short + token).to(tl.int64) * (kv_heads * group) + head) * num_splits + split
+        tl.store(parts + part[:, None] * size_v + columns_v[None, :], result, mask=mask)
+        tl.store(part_lse + part, log2_lse, mask=row_mask)
+    else:
+        out_at = out + at[:, None] * out_token + head[:, None] * size_v + columns_v[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=mask)
+        if has_lse:
+            tl.store(lse + at * lse_token + head * lse_head, log2_lse * 0.6931471805599453, mask=row_mask)

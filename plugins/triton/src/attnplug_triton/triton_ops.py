@@ -1,0 +1,197 @@
+"""Device functions that both kernels share: visible keys, and the online softmax over tiles of keys. Imports Triton."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels, on any device."""
+
+
+@triton.jit
+def first_key(
+    position: tl.tensor, left: tl.int32, chunk: tl.int32, is_windowed: tl.constexpr, is_chunked: tl.constexpr
+) -> tl.tensor:
+    """Return the first key that a position attends to, by its window and chunk."""
+    first = position * 0
+    if is_windowed:
+        first = tl.maximum(first, position - left)
+    if is_chunked:
+        first = tl.maximum(first, position // chunk * chunk)
+    return first
+
+
+@triton.jit
+def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr) -> tl.tensor:
+    """Return cached elements in the dtype of the queries; bytes of e4m3 `by_bits` are 256 times smaller than theirs."""
+    if by_bits:
+        bits = tile.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # float16 has 8 more in its exponent's bias
+        return half.to(tl.float16, bitcast=True).to(like.dtype)
+    else:
+        return tile.to(like.dtype)
+
+
+@triton.jit
+def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
+    """Return the accumulator plus a product. The interpreter multiplies bfloat16 as if its bits were integers."""
+    if interpreted:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
+    begin: tl.int32,
+    end: tl.int32,
+    lowest: tl.int32,
+    highest: tl.int32,
+    q: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    slope: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    key_base: tl.tensor,
+    value_base: tl.tensor,
+    pages: tl.tensor,
+    k_page: tl.int64,
+    k_token: tl.int64,
+    v_page: tl.int64,
+    v_token: tl.int64,
+    unit: tl.float32,
+    soft_cap: tl.float32,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    width: tl.constexpr,
+    width_v: tl.constexpr,
+    page_size: tl.constexpr,
+    has_first: tl.constexpr,
+    is_capped: tl.constexpr,
+    alibi: tl.constexpr,
+    is_masked: tl.constexpr,
+    by_bits: tl.constexpr,
+    keys: tl.constexpr,
+    stages: tl.constexpr,
+    interpreted: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """
+    Add the tiles of keys from `begin`, a multiple of `keys`, to `end` to the online softmax of some rows.
+
+    Return the new ``(acc, row_max, row_sum)``. Row maxima are exponents of 2, and finite from the start: for rows
+    without keys so far, scores of -inf get the weight 0, and the sums are rescaled by exp2(0).
+
+    With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
+    not loaded: their slots, and their pages, may hold anything.
+    """
+    columns, columns_v, offsets = tl.arange(0, width), tl.arange(0, width_v), tl.arange(0, keys)
+    for index in tl.range(begin, end, keys, num_stages=stages):
+        key_position = index + offsets
+        at = key_position
+        if is_masked:  # a weight of 0 times NaN is NaN: the nearest key of the range takes the place of others
+            at = tl.minimum(at, highest)
+            if has_first:
+                at = tl.maximum(at, lowest)
+        if page_size % keys == 0:
+            page = tl.load(pages + index // page_size).to(tl.int64)
+        else:
+            page = tl.load(pages + at // page_size).to(tl.int64)
+        slot = at % page_size
+        k_at = key_base + (page * k_page + slot * k_token)[:, None] + columns[None, :]
+        v_at = value_base + (page * v_page + slot * v_token)[:, None] + columns_v[None, :]
+        if size == width:  # noqa: SIM108 - settled at compile time
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(columns < size)[None, :], other=0.0)
+        scores = multiply(q, tl.trans(widen(k, q, by_bits)), tl.zeros((q.shape[0], keys), tl.float32), interpreted)
+
+        if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
+            exponential = tl.math.exp2(scores * (unit * 2.0 / soft_cap))
+            scores = (soft_cap * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + exponential))
+        elif alibi > 0:
+            scores = scores * unit
+        if alibi > 0:
+            distance = tl.abs(position[:, None] - key_position[None, :]).to(tl.float32)
+            if alibi == 2:
+                distance = tl.math.sqrt(distance)
+            scores -= slope[:, None] * distance
+        if is_masked:
+            visible = key_position[None, :] <= last[:, None]
+            if has_first:
+                visible = visible & (key_position[None, :] >= first[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+
+        if is_capped or alibi > 0:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            probs = tl.math.exp2(scores - new_max[:, None])
+        else:  # the factor is fused into the exponent
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+            probs = tl.math.exp2(scores * unit - new_max[:, None])
+        rescale = tl.math.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        row_max = new_max
+        if size_v == width_v:  # noqa: SIM108 - settled at compile time
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=(columns_v < size_v)[None, :], other=0.0)
+        v = widen(v, q, by_bits)
+        acc = multiply(probs.to(v.dtype), v, acc * rescale[:, None], interpreted)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def load_scale(
+    scales: tl.tensor,
+    kv_head: tl.tensor,
+    is_scaled: tl.constexpr,
+    is_per_head: tl.constexpr,
+    by_bits: tl.constexpr,
+) -> tl.tensor:
+    """Return the factor of cached elements as `widen` returns them."""
+    factor = 256.0 if by_bits else 1.0
+    if is_scaled:
+        return tl.load(scales + (kv_head if is_per_head else 0)) * factor
+    else:
+        return tl.full((), factor, tl.float32)
+
+
+@triton.jit
+def start_softmax(rows: tl.constexpr, width_v: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return ``(acc, row_max, row_sum)`` before the first key."""
+    return tl.zeros((rows, width_v), tl.float32), tl.full((rows,), -1e30, tl.float32), tl.zeros((rows,), tl.float32)
+
+
+@triton.jit
+def finish(
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    factor: tl.float32,
+    head: tl.tensor,
+    sinks: tl.tensor,
+    row_mask: tl.tensor,
+    is_first: tl.int1,
+    has_sinks: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """
+    Return outputs times a factor, and their LSEs to base 2: 0 and -inf without keys.
+
+    Sinks, scores without values, join the sum if these are the first keys. They come last, so that the largest weight
+    of a key is 1, which rounds to itself.
+    """
+    if has_sinks:
+        sink = tl.load(sinks + head, mask=row_mask & is_first, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.math.exp2(row_max - new_max)
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale + tl.math.exp2(sink - new_max)
+        row_max = new_max
+    has_keys = row_sum != 0  # NaN stays NaN
+    result = acc * tl.where(has_keys, factor / row_sum, 0.0)[:, None]
+    return result, tl.where(has_keys, row_max + tl.math.log2(row_sum), float("-inf"))

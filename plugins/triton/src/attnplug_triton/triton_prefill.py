@@ -1,0 +1,152 @@
+"""The kernel of longer queries. Imports Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug_triton.triton_ops import attend, finish, first_key, load_scale, start_softmax
+
+
+@triton.jit
+def _request_of(
+    tile: tl.int32, query_starts: tl.tensor, num_reqs: tl.int32, group: tl.constexpr, rows: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """
+    Return the request of a tile, and the tile's number in it.
+
+    Request i has the tiles from ``query_starts[i] * group // rows + i`` on: at least as many as it needs. The last one
+    that begins at or before the tile is counted, 128 at a time, which is one load for most batches.
+    """
+    lanes = tl.arange(0, 128)
+    found = 0
+    for index in tl.range(0, num_reqs, 128):
+        lane = index + lanes
+        begins = tl.load(query_starts + lane, mask=lane < num_reqs, other=0) * group // rows + lane
+        found += tl.sum(((begins <= tile) & (lane < num_reqs)).to(tl.int32), 0)
+    request = found - 1
+    return request, tile - (tl.load(query_starts + request) * group // rows + request)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_tiles", "left", "chunk"])
+def _prefill(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    slopes: tl.tensor,
+    sinks: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    query_starts: tl.tensor,
+    seq_lens: tl.tensor,
+    table: tl.tensor,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_page: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_page: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    out_token: tl.int64,
+    lse_token: tl.int64,
+    lse_head: tl.int64,
+    table_stride: tl.int64,
+    num_reqs: tl.int32,
+    left: tl.int32,
+    chunk: tl.int32,
+    scale: tl.float32,
+    soft_cap: tl.float32,
+    num_tiles: tl.int32,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    width: tl.constexpr,
+    width_v: tl.constexpr,
+    page_size: tl.constexpr,
+    short: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_windowed: tl.constexpr,
+    is_chunked: tl.constexpr,
+    is_capped: tl.constexpr,
+    alibi: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    is_scaled: tl.constexpr,
+    is_per_head: tl.constexpr,
+    by_bits: tl.constexpr,
+    interpreted: tl.constexpr,
+    rows: tl.constexpr,
+    keys: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """
+    One program computes a tile of rows of one KV head and request: its query heads for some new tokens.
+
+    Requests with at most `short` new tokens are not computed here. Of each request, the tile with the most keys is
+    launched first.
+    """
+    program = tl.program_id(0)
+    kv_head = program % kv_heads
+    request, tile = _request_of(num_tiles - 1 - program // kv_heads, query_starts, num_reqs, group, rows)
+    start = tl.load(query_starts + request)
+    count = tl.load(query_starts + request + 1) - start
+    first_row = tile * rows
+    if (count <= short) | (first_row >= count * group):
+        return
+
+    length = tl.load(seq_lens + request)
+    row = first_row + tl.arange(0, rows)
+    row_mask = row < count * group
+    token, head = row // group, kv_head * group + row % group
+    position = length - count + token
+    first_position = length - count + first_row // group
+    last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
+    has_first: tl.constexpr = is_windowed or is_chunked
+    lowest = first_key(first_position, left, chunk, is_windowed, is_chunked)
+    begin = lowest // keys * keys
+    unmasked = begin  # all rows attend to the keys from here to `diagonal`
+    if has_first:
+        unmasked = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
+    last, end, diagonal = tl.full((rows,), length - 1, tl.int32), length, length // keys * keys
+    if is_causal:
+        last, end, diagonal = position, last_position + 1, (first_position + 1) // keys * keys
+    diagonal = tl.maximum(diagonal, unmasked)
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+
+    columns, columns_v = tl.arange(0, width), tl.arange(0, width_v)
+    at = (start + token).to(tl.int64)
+    q_at = query + at[:, None] * q_token + head[:, None] * q_head + columns[None, :]
+    q = tl.load(q_at, mask=row_mask[:, None] & (columns < size)[None, :], other=0.0)
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits)
+    slope = tl.zeros((rows,), tl.float32)
+    if alibi > 0:
+        slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    acc, row_max, row_sum = start_softmax(rows, width_v)
+    key_base, value_base, pages = key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride
+    if has_first:
+        acc, row_max, row_sum = attend(
+            begin, unmasked, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key_base,
+            value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
+            page_size, has_first, is_capped, alibi, True, by_bits, keys, stages, interpreted,  # noqa: FBT003
+        )  # fmt: skip
+    acc, row_max, row_sum = attend(
+        unmasked, diagonal, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key_base,
+        value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
+        page_size, has_first, is_capped, alibi, False, by_bits, keys, stages, interpreted,  # noqa: FBT003
+    )  # fmt: skip
+    acc, row_max, row_sum = attend(
+        diagonal, end, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key_base,
+        value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
+        page_size, has_first, is_capped, alibi, True, by_bits, keys, stages, interpreted,  # noqa: FBT003
+    )  # fmt: skip
+
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
+    result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, True, has_sinks)  # noqa: FBT003
+    out_at = out + at[:, None] * out_token + head[:, None] * size_v + columns_v[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & (columns_v < size_v)[None, :])
+    if has_lse:
+        tl.store(lse + at * lse_token + head * lse_head, log2_lse * 0.6931471805599453, mask=row_mask)

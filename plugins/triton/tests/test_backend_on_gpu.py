@@ -1,0 +1,278 @@
+"""The backend through its public interface, beside attention in float64: launches, features and compilations."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from attrs import field, frozen
+
+import attnplug
+from attnplug import Device, Requirements
+from attnplug.contract import Batch, GraphShape, Layer, Limits, split_kv
+from attnplug.ops import Kernel
+from attnplug_kit.oracle import attend
+from attnplug_triton import launch
+from attnplug_triton.backend import TritonBackend
+from tests.backends import requests
+from tests.backends.requests import CANARY
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, bounds_checked
+
+pytestmark = [*MARKS, pytest.mark.usefixtures("registered")]
+
+MIXED = ([20, 1, 3, 33, 1], [20, 50, 3, 70, 130])
+"""Query lengths and sequence lengths of requests in no order."""
+
+
+@frozen(eq=False)
+class Requests(requests.Requests):
+    """
+    Requests of a layer.
+
+    Attributes:
+        window: Tokens that a token attends to; None for all.
+        chunk: Tokens of a chunk; None for no chunks.
+        soft_cap: The soft cap; None for none.
+        alibi: linear, sqrt, or None.
+        has_sinks: Whether heads have sinks.
+        causal: Whether attention is causal.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    alibi: str | None = None
+    has_sinks: bool = False
+    causal: bool = field(default=True)
+
+    @property
+    def slopes(self):
+        return torch.logspace(-1, -4, self.kv_heads * self.group, base=2.0) if self.alibi else None
+
+    @property
+    def sinks(self):
+        return torch.linspace(-1, 2, self.kv_heads * self.group) if self.has_sinks else None
+
+    @property
+    def layer(self):
+        tensors = {"alibi_slopes": self.slopes, "sinks": self.sinks}
+        return Layer(name="layer", **{name: None if it is None else it.to(DEVICE) for name, it in tensors.items()})
+
+    @property
+    def requested(self):
+        return {
+            "head_size": self.size,
+            "num_q_heads": self.kv_heads * self.group,
+            "num_kv_heads": self.kv_heads,
+            "dtype": self.dtype,
+            "sliding_window": self.window,
+            "attention_chunk": self.chunk,
+            "logits_soft_cap": self.soft_cap,
+            "alibi": self.alibi,
+            "sinks": self.has_sinks,
+            "causal": self.causal,
+        }
+
+    def expected(self):
+        """Return outputs and LSEs in float64."""
+        rows = zip(self.queries, self.keys, self.values, strict=True)
+        parts = [
+            attend(
+                *(tensor.cpu() for tensor in each),
+                scale=self.scale,
+                causal=self.causal,
+                window=(-1, -1) if self.window is None else (self.window - 1, 0),
+                attention_chunk=self.chunk,
+                logits_soft_cap=self.soft_cap,
+                alibi=self.alibi,
+                alibi_slopes=self.slopes,
+                sinks=self.sinks,
+            )
+            for each in rows
+        ]
+        return torch.cat([part.output for part in parts]), torch.cat([part.lse_with_sink for part in parts])
+
+
+class Step:
+    """A backend with one layer, and requests whose context is in its KV cache."""
+
+    def __init__(self, case, page=16, max_num_splits=None, **requested):
+        self.case, self.page = case, page
+        fields = {"block_size": page, "kv_layout": "NHD", "return_lse": True, **case.requested, **requested}
+        device = Device.cpu() if INTERPRETED else None
+        self.backend = attnplug.load(Requirements(**fields), device, backend="triton")
+        self.impl = self.backend.make_impl(case.layer)
+        self.limits = Limits(
+            max_num_reqs=8, max_num_tokens=max(8, sum(case.query_lens)), max_seq_len=2048, max_num_splits=max_num_splits
+        )
+        self.state = self.backend.make_state(self.limits)
+        self.builder = self.backend.make_builder([self.impl], self.state)
+
+    def batch(self):
+        case, page = self.case, self.page
+        table, count = case.block_table(page)
+        cache = torch.full((2, count, page, case.kv_heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
+        slots = []
+        for request, (new, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+            at = torch.arange(length)
+            where = table[request, at // page].long() * page + at % page
+            first = 0 if case.window is None else max(0, length - new - case.window + 1)
+            kept = at[(first <= at) & (at < length - new)]  # blocks before a window are freed
+            for part, rows in enumerate((case.keys, case.values)):
+                cache[part].view(-1, case.kv_heads, case.size)[where[kept].to(DEVICE)] = rows[request][kept.to(DEVICE)]
+            table[request, : first // page] = 0
+            slots.append(where[length - new :])
+        self.cache = cache
+        given = {"block_table": table, "slot_mapping": torch.cat(slots), "causal": case.causal}
+        return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
+
+    def run(self, metadata, padding=0):
+        case = self.case
+        query = torch.cat(case.queries)
+        key, value = (
+            torch.cat([rows[len(rows) - new :] for rows, new in zip(part, case.query_lens, strict=True)])
+            for part in (case.keys, case.values)
+        )
+        rows = [torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (query, key, value)]
+        out = torch.full((len(query) + padding, query[0].numel()), CANARY, dtype=case.dtype, device=DEVICE)
+        lse = torch.full((len(query) + padding, query.shape[1]), CANARY, device=DEVICE)
+        cache = self.backend.bind_cache(split_kv(self.cache, "joint", "NHD", case.size))
+        self.impl.forward(*rows, cache, metadata, out, lse=lse)
+        return out.view(len(query) + padding, -1, case.size).cpu(), lse.cpu()
+
+
+def check(found, case):
+    output, sums = case.expected()
+    tolerance = 2e-2 if case.dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(found[0].double()[: len(output)], output, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found[1].double()[: len(output)], sums, rtol=1e-2, atol=1e-2)
+    assert (found[0][len(output) :] == CANARY).all()
+    assert (found[1][len(output) :] == CANARY).all()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the kernels that ran."""
+    names = []
+    run = Kernel.run
+
+    def record(kernel, *given, **options):
+        names.append(kernel.function.fn.__name__)
+        run(kernel, *given, **options)
+
+    monkeypatch.setattr(Kernel, "run", record)
+    return names
+
+
+@pytest.mark.parametrize("page", [1, 5, 16, 64, 128])
+def test_a_mixed_batch_takes_two_launches(calls, page):
+    step = Step(Requests(*MIXED, size=32), page, max_num_splits=1)
+
+    check(step.run(step.builder.build(step.batch()), padding=3), step.case)
+    assert calls == ["_decode", "_prefill"]
+
+
+FEATURES = {
+    "window": {"window": 9},
+    "window and chunk": {"window": 40, "chunk": 24},
+    "chunk": {"chunk": 24},
+    "soft cap": {"soft_cap": 3.0},
+    "alibi": {"alibi": "linear"},
+    "square root of alibi": {"alibi": "sqrt"},
+    "soft cap and alibi": {"alibi": "linear", "soft_cap": 2.0},
+    "sinks": {"has_sinks": True},
+    "window and sinks": {"window": 9, "has_sinks": True},
+    "not causal": {"causal": False},
+    "three heads of 80": {"size": 80, "group": 3},
+    "float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name):
+    step = Step(Requests(*MIXED, **{"size": 32, **FEATURES[name]}), decode_query_len=3)
+    metadata = step.builder.build(step.batch())
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        check(step.run(metadata), step.case)
+
+
+@pytest.mark.parametrize("name", ["window", "sinks", "not causal", "three heads of 80"])
+def test_splits_are_merged(calls, name):
+    case = Requests([2, 1, 3, 40], [1100, 1050, 3, 60], **{"size": 32, **FEATURES[name]})
+    step = Step(case, page=64, decode_query_len=3)
+    metadata = step.builder.build(step.batch())
+    splits = step.impl.wrapped.plan_of(metadata).num_splits
+
+    check(step.run(metadata, padding=2), case)
+    assert splits > 1 or name == "window"
+    assert calls == (["_decode", "_merge", "_prefill"] if splits > 1 else ["_decode", "_prefill"])
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_splits_observe_the_split_kv_limit(most):
+    step = Step(Requests([1], [1100], size=32), max_num_splits=most)
+    metadata = step.builder.build(step.batch())
+
+    assert step.impl.wrapped.plan_of(metadata).num_splits == most
+    check(step.run(metadata), step.case)
+
+
+def test_a_batch_of_one_kind_takes_one_launch(calls):
+    for lens, kernel in (([1, 1, 2], "_decode"), ([5, 0, 7], "_prefill")):
+        calls.clear()
+        step = Step(Requests(lens, [30, 9, 20], size=32), decode_query_len=2, max_num_splits=1)
+        check(step.run(step.builder.build(step.batch())), step.case)
+
+        assert calls == [kernel]
+
+
+def test_more_rows_than_a_tile(calls):
+    case = Requests([2, 1], [30, 9], kv_heads=1, group=71, size=16)
+    step = Step(case, decode_query_len=2)
+    assert step.backend.wrapped.short == 1
+
+    check(step.run(step.builder.build(step.batch())), case)
+    assert calls == ["_decode", "_prefill"]
+
+
+def test_lengths_do_not_recompile(monkeypatch):
+    compiled = {}
+    for kernel in (launch._decode_kernel, launch._prefill_kernel):
+        monkeypatch.setattr(kernel, "_launches", compiled.setdefault(kernel.function.fn.__name__, {}))
+    steps = [([1] * count, [length] * count) for count in (1, 3) for length in (1, 16, 17, 300)]
+    steps += [([count], [count + 3]) for count in (2, 16, 17, 130)]
+    for lens in steps:
+        step = Step(Requests(*lens, size=32), max_num_splits=1)
+        check(step.run(step.builder.build(step.batch())), step.case)
+
+    assert {name: len(forms) for name, forms in compiled.items()} == {"_decode": 1, "_prefill": 1}
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        (("prefill", "decode"), ["_decode", "_decode", "_merge", "_prefill"]),
+        (("decode",), ["_decode", "_decode", "_merge"]),
+        (("prefill",), ["_prefill"]),
+    ],
+)
+def test_a_warm_up_runs_each_kernel(calls, phases, expected):
+    step = Step(Requests([1], [1], size=32), phases=phases)
+
+    step.backend.warmup([GraphShape(1, 1, 1)])
+
+    assert calls == expected
+
+
+def test_e4m3_by_bits(monkeypatch):
+    steps = []
+    for reads_bits in (False, True):
+        monkeypatch.setattr(TritonBackend, "reads_bits", reads_bits)
+        step = Step(Requests(*MIXED, size=32), kv_cache_dtype="fp8_e4m3")
+        batch = step.batch()
+        step.cache = step.cache.to(torch.float8_e4m3fn)
+        steps.append(step.run(step.builder.build(batch)))
+
+    assert torch.equal(steps[0][0], steps[1][0])

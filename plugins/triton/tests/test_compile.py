@@ -1,0 +1,92 @@
+"""The kernels compile for each kind of device, to matrix instructions, and fit its shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnplug_triton.tiles import decode_tiles, prefill_tiles, shared_memory, width_of
+from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel
+
+pytestmark = [NEEDS_TRITON, pytest.mark.slow]
+
+KINDS = {
+    **dict.fromkeys(("query", "out"), "*bf16"),
+    **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
+    **dict.fromkeys(("query_starts", "seq_lens", "table"), "*i32"),
+    **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles"), "i32"),
+    **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+}
+SHORT = 1
+FORMS = {
+    **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
+    "alibi": 0,
+    "is_causal": True,
+    "has_lse": True,
+    "short": SHORT,
+    "kv_heads": 8,
+    "group": 4,
+}
+CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
+
+
+def compiled(phase: str, capability: int, size: int, cache: str, page: int, **forms: Any) -> Any:
+    """Return a compiled kernel with the tiles of a device."""
+    from attnplug_triton.triton_decode import _decode  # noqa: PLC0415 - needs Triton
+    from attnplug_triton.triton_prefill import _prefill  # noqa: PLC0415 - needs Triton
+
+    kind, itemsize = CACHES[cache]
+    shared = shared_memory(divmod(capability, 10))
+    tiles = (
+        decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
+        if phase == "decode"
+        else prefill_tiles(size, size, shared=shared)
+    )
+    width = width_of(size)
+    sizes = {"size": size, "size_v": size, "width": width, "width_v": width, "page_size": page}
+    scales = {"is_scaled": itemsize == 1, "by_bits": kind == "u8", "is_split": True}
+    values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
+    return compile_kernel(
+        _decode if phase == "decode" else _prefill,
+        KINDS | dict.fromkeys(("key", "value"), f"*{kind}"),
+        values,
+        unaligned=("table_stride", "k_scale", "v_scale"),
+        capability=capability,
+        num_warps=tiles.warps,
+    )
+
+
+def check(phase: str, capability: int, *given: Any, **forms: Any) -> None:
+    kernel = compiled(phase, capability, *given, **forms)
+    code = kernel.asm["ptx"]
+
+    assert ("wgmma.mma_async" if (phase, capability) == ("prefill", 90) else "mma.sync") in code
+    assert "cp.async" in code
+    assert kernel.metadata.shared <= shared_memory(divmod(capability, 10)) * 1024
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("capability", "size", "cache", "page"),
+    [
+        (80, 128, "bf16", 16),
+        (89, 128, "bf16", 16),
+        (90, 128, "bf16", 16),
+        (90, 128, "bf16", 128),
+        (120, 128, "bf16", 16),
+        (80, 256, "e4m3 by bits", 16),
+        (89, 256, "bf16", 16),
+        (90, 256, "e4m3", 16),
+        (90, 80, "e5m2", 1),
+    ],
+)
+def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) -> None:
+    check(phase, capability, size, cache, page)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_every_feature(phase: str) -> None:
+    forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
+
+    check(phase, 89, 128, "bf16", 16, **forms)

@@ -1,0 +1,32 @@
+"""The GPU tests and the conformance kit on a CPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.triton_on_cpu import run_interpreted, run_interpreted_kit
+
+FOLDER = Path(__file__).parent
+
+
+def test_each_kernel_once():
+    few = "mixed_batch and 16 or merged and sinks"
+    run_interpreted(FOLDER / "test_backend_on_gpu.py", "-k", few)
+
+
+def test_the_basic_tier():
+    run_interpreted(FOLDER / "interpreted_conformance.py", "-k", "TestBasic")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_gpu_tests():
+    run_interpreted(FOLDER / "test_backend_on_gpu.py", measured=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_conformance(tmp_path):
+    run_interpreted_kit(FOLDER / "interpreted_conformance.py", tmp_path)

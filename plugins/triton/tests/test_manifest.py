@@ -1,0 +1,95 @@
+"""What the manifest supports and refuses, by request and device, and why. Nothing is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import attnplug
+from attnplug import Device, Requirements
+from attnplug.discovery.plugin import read_known
+from attnplug.manifest.reader import read_manifest
+from attnplug_kit.check.examine import examine
+from tests.backends.fakes import manifest_of
+
+if TYPE_CHECKING:
+    from attnplug import Verdict
+
+PROJECT = Path(__file__).parents[1]
+ADA = Device.cuda("8.9")
+LLAMA = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
+    explanation = attnplug.explain(requirements, device, assume_installed=True)
+    return next(one for one in explanation.verdicts if one.id == "triton/unified")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="Llama 3"),
+        pytest.param({"sinks": True, "sliding_window": 128, "head_size": 64}, id="gpt-oss"),
+        pytest.param({"logits_soft_cap": 50.0, "head_size": 256, "sliding_window": 4096}, id="Gemma 2"),
+        pytest.param({"attention_chunk": 8192, "return_lse": True}, id="Llama 4"),
+        pytest.param({"alibi": "sqrt", "dtype": "float16"}, id="square root of ALiBi"),
+        pytest.param({"block_size": 1, "kv_layout": "NHD"}, id="pages of one token"),
+        pytest.param({"kv_cache_dtype": "fp8", "per_head_scales": True}, id="an FP8 KV cache"),
+        pytest.param({"head_size": 192, "head_size_v": 128}, id="unequal sizes"),
+        pytest.param({"cudagraph": "always", "seq_lens_cpu_kind": "absent"}, id="graphs without lengths on the CPU"),
+        pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
+    ],
+)
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "12.0"])
+def test_supported(fields: dict[str, Any], capability: str) -> None:
+    assert verdict(LLAMA.evolve(**fields), Device.cuda(capability)).status in ("chosen", "eligible")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"paged": False}, "pages only"),
+        ({"head_size": 36}, "head_size"),
+        ({"causal": False, "attention_chunk": 64}, "no right bound"),
+        ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
+        ({"batch_invariant": True}, "batch_invariant"),
+    ],
+)
+def test_refused(fields: dict[str, Any], words: str) -> None:
+    found = verdict(LLAMA.evolve(**fields))
+
+    assert found.status == "refused"
+    assert words in str(found.reasons)
+
+
+def test_other_devices_are_refused() -> None:
+    for device in (Device.cpu(), Device.cuda("7.5"), Device.parse("mi300x")):
+        assert verdict(LLAMA, device).status == "refused"
+
+
+def test_it_ranks_between_kernel_libraries_and_gathered_pages() -> None:
+    explanation = attnplug.explain(LLAMA, ADA, assume_installed=True)
+    ids = [one.id for one in explanation.verdicts if one.status in ("chosen", "eligible")]
+
+    at = ids.index("triton/unified")
+    assert {"torch/sdpa", "torch/flex"} <= set(ids[at + 1 :])
+    assert not {one for one in ids[:at] if one.startswith("torch/") or one == "flash_attn/torch"}
+
+
+def test_the_name_of_vllm_is_an_alias() -> None:
+    manifest = read_manifest(manifest_of("attnplug_triton"))
+    known = next(one for one in read_known().plugins if one.name == "triton")
+
+    assert manifest.aliases == ("TRITON_ATTN",) == tuple(known.aliases)
+    assert known.install == "attnplug-triton"
+
+
+def test_attnplug_check_finds_nothing() -> None:
+    report = examine(str(PROJECT))
+
+    assert report.backends == ("triton",)
+    assert report.findings == ()
