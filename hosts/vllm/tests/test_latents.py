@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts` runs these")
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import mla_attention
@@ -528,6 +529,15 @@ def test_what_is_named_on_a_cpu_runs_or_is_an_error():
         Rank(attention=named | {"use_prefill_query_quantization": True})
 
 
+def test_what_sleep_discards_is_made_again_in_a_step():
+    rank = Rank(enable_cumem_allocator=True)
+    state = rank.builder._prefill_backend._among_new.builder.state
+    compare(lambda *step: [rank.run(*step)], [rank])
+    backend = rank.builder._prefill_backend
+    assert backend._among_new.builder.state is not state
+    assert backend.made_in_pool is None
+
+
 def test_a_builder_does_not_select_prefills_again(monkeypatch):
     """On Blackwell vLLM would do so for an FP8 KV cache, without the name that was offered."""
 
@@ -558,3 +568,8 @@ def test_backends_declare_both_kinds_of_calls(sizes, names):
     for wanted in prefill.requests(16, *sizes, torch.bfloat16):
         verdicts = attnplug.explain(wanted, hopper, assume_installed=True).verdicts
         assert names <= {each.id for each in verdicts if not each.reasons}
+
+
+def test_batch_invariance_is_requested_without_a_configuration(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert all(each.batch_invariant for each in prefill.requests(16, 192, 128, torch.bfloat16))

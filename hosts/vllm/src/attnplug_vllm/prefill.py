@@ -46,6 +46,8 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         head_size_v: Elements of a value.
         dtype: The model's, of torch.
     """
+    from vllm.envs import VLLM_BATCH_INVARIANT  # noqa: PLC0415 - read anew with each call
+
     fields: dict[str, Any] = {
         "head_size": head_size,
         "head_size_v": head_size_v,
@@ -55,7 +57,7 @@ def requests(num_heads: int, head_size: int, head_size_v: int, dtype: Any) -> tu
         "paged": False,
         "phases": ("prefill",),
         "return_lse": True,
-        "batch_invariant": facts.engine_fields().get("batch_invariant", False),
+        "batch_invariant": bool(VLLM_BATCH_INVARIANT),  # builders are made without a current configuration
     }
     return Requirements(**fields), Requirements(**fields, causal=False)
 
@@ -115,6 +117,8 @@ def prepared(own: Any, impl: Any, config: Any, spec: Any) -> Any:
         )
     if isinstance(own, LatentPrefill):
         own.load(impl.choice, spec)
+        if config.model_config.enable_cumem_allocator:
+            own.made_in_pool = impl.choice, spec
     return own
 
 
@@ -127,8 +131,15 @@ class _Calls:
 
 
 class LatentPrefill(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is no dependency, and untyped here
-    """The backend of vLLM's registry of prefills."""
+    """
+    The backend of vLLM's registry of prefills.
 
+    Attributes:
+        made_in_pool: What it is loaded with once more: vLLM 0.26 discards the memory that is allocated beside KV caches
+            while it sleeps. None where it was loaded elsewhere.
+    """
+
+    made_in_pool: tuple[facts.Choice, Any] | None = None
     _among_new: _Calls
     _to_cached: _Calls
     _of_new: Metadata
@@ -195,6 +206,9 @@ class LatentPrefill(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is no depe
         Raises:
             ContractError: The lengths contradict the limits.
         """
+        if self.made_in_pool is not None:
+            self.load(*self.made_in_pool)
+            self.made_in_pool = None
         on_device = prefill.query_start_loc[: starts.shape[0]]
         self._of_new = self._among_new.builder.build(_batch((on_device, starts), (on_device, starts), causal=True))
         chunks = _chunks_of(prefill.chunked_context, (on_device, starts))
