@@ -101,22 +101,34 @@ def test_layers_share_a_schedule(load_fake: Callable[..., Any], journal: Any) ->
         assert journal.schedules == count
 
 
-def test_a_graph_makes_its_schedule_again(load_fake: Callable[..., Any], journal: Any) -> None:
-    """What a schedule was captured into may belong to another graph by now."""
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_graph_keeps_the_schedule_that_it_reads(
+    load_fake: Callable[..., Any], journal: Any, *, prepares: bool
+) -> None:
+    """It knows the address alone: neither a capture, which fills in nothing, nor a later step may replace it."""
     steps = Steps(load_fake, kv_in_cache=True, cudagraph="uniform_batch", **RECORDS)
     pages, indices = steps.backend.make_cache(3), torch.full((2, 70), 70, dtype=torch.int32)
     with steps.state.graph_capture(2):
         graph = steps.state.graph(GraphShape(2, 2, 1))
         captured = steps.builder.build(graph.dummy_batch(steps.builder), graph=graph)
+    (call,) = captured.sparse
+    kept = call.schedule.tile_scheduler_metadata, call.schedule.num_splits
+    assert None not in kept
 
     def step() -> None:
-        steps.builder.prepare(captured)
+        if prepares:
+            steps.builder.prepare(captured)
         for impl in steps.impls:
             selected(impl, steps, captured, pages, indices)
 
-    for count in (1, 2):
-        capture(step, torch.device("cpu"))
-        assert journal.schedules == count
+    for _ in range(2):
+        _, replay = capture(step, torch.device("cpu"))
+        metadata = steps.builder.build(steps.batch([1, 1], [70, 2]), graph=graph)
+        assert metadata.sparse == (call,)
+        replay()
+        assert call.schedule.tile_scheduler_metadata is kept[0]
+        assert call.schedule.num_splits is kept[1]
+    assert journal.schedules == 1
 
 
 @pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
