@@ -208,10 +208,16 @@ def test_layers_reuse_the_selection_of_an_earlier_one(
     assert not any("not known to leave attention" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full"]])
+@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full"], [], ["full", "none", "full"]])
 def test_indexers_that_leave_a_layer_without_selection_are_refused(types: list[str]) -> None:
     with pytest.raises(RequirementsError, match=r"indexer types of \d layers for 3"):
-        describe_model(INDEXED | {"model_type": "hy_v4", "indexer_types": types})
+        describe_model(INDEXED | {"model_type": "glm_moe_dsa", "indexer_types": types})
+
+
+@pytest.mark.parametrize("more", [{"kv_lora_rank": None}, {"kv_lora_rank": 0}])
+def test_a_selection_without_latents_is_not_dropped(more: dict[str, object]) -> None:
+    with pytest.raises(RequirementsError, match=r"an indexer selects(?s:.*)with latents"):
+        describe_model(INDEXED | {"model_type": "deepseek_v32", **more})
 
 
 def test_sparse_selection_without_pages_is_named_with_what_it_needs() -> None:

@@ -54,23 +54,26 @@ def test_heads_and_entries_are_padded(
     assert journal.sparse == [(13, padded, 128)]
 
 
+@pytest.mark.parametrize("has_lens", [False, True])
 def test_a_call_over_records_has_a_bounded_memory(
-    load_fake: Callable[..., Any], journal: Any, monkeypatch: pytest.MonkeyPatch
+    load_fake: Callable[..., Any], journal: Any, monkeypatch: pytest.MonkeyPatch, has_lens: bool
 ) -> None:
     monkeypatch.setattr(builder_module, "MOST_ROWS", 5 * 64)
     for cache, counts in ((RECORDS, [5, 5, 3]), ({}, [13])):
         journal.clear()
-        case = case_of(16, **cache)
+        case = case_of(16, index_lens=has_lens, **cache)
         check(load_fake(case.requirements(return_lse=True)), materialize(case))
         assert [tokens for tokens, _, _ in journal.sparse] == counts
 
 
-def selected(impl: Any, steps: Any, metadata: Any, cache: Any, indices: torch.Tensor) -> torch.Tensor:
+def selected(
+    impl: Any, steps: Any, metadata: Any, cache: Any, indices: torch.Tensor, index_lens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run a layer past the checks of the contract, as on a device, whose slots are not checked."""
     tokens = len(indices)
     query = torch.ones(tokens, 4, 576).bfloat16()
     output, lse = torch.full((tokens, 2048), torch.nan).bfloat16(), torch.full((tokens, 4), torch.nan)
-    impl.wrapped.run_sparse(query, None, cache, metadata, indices, None, output, lse)
+    impl.wrapped.run_sparse(query, None, cache, metadata, indices, index_lens, output, lse)
     return torch.cat([output.float(), lse], 1)
 
 
@@ -91,6 +94,37 @@ def test_slots_beyond_the_pages_are_no_token(load_fake: Callable[..., Any], cach
     assert bool((found[1:, 2048:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_lengths_beyond_a_row_are_those_of_the_row(load_fake: Callable[..., Any], cache: dict[str, Any]) -> None:
+    """The prefill kernel would read as many entries as they say."""
+    steps = Steps(load_fake, kv_in_cache=True, **cache)
+    pages, metadata = steps.backend.make_cache(3), steps.builder.build(steps.batch([1, 1, 1], [70, 2, 5]))
+    indices = torch.full((3, 70), 70, dtype=torch.int32)
+
+    found, right = (
+        selected(steps.impls[0], steps, metadata, pages, indices, torch.tensor(lens, dtype=torch.int32))
+        for lens in ([999, -3, 1], [70, 0, 1])
+    )
+
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("gap", [64, 8])
+@pytest.mark.parametrize("topk", [64, 128])
+def test_latents_of_blocks_that_are_apart(load_fake: Callable[..., Any], gap: int, topk: int) -> None:
+    """The prefill kernel reads rows of one stride, 128 at a time: slots are its rows where blocks are not apart."""
+    steps = Steps(load_fake, kv_in_cache=True, topk=topk)
+    metadata = steps.builder.build(steps.batch([1, 1], [70, 2]))
+    pool = torch.randn(3, 64 * 576 + gap, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages = pool[:, : 64 * 576].view(3, 64, 1, 576)
+    apart, dense = (steps.backend.bind_cache({"k": one, "v": one[..., :512]}) for one in (pages, pages.contiguous()))
+    indices = torch.arange(2 * topk, dtype=torch.int32).view(2, topk) % 192
+
+    found, right = (selected(steps.impls[0], steps, metadata, cache, indices) for cache in (apart, dense))
+
+    assert torch.equal(found, right)
+
+
 def test_layers_share_a_schedule(load_fake: Callable[..., Any], journal: Any) -> None:
     steps = Steps(load_fake, kv_in_cache=True, **RECORDS)
     pages, indices = steps.backend.make_cache(3), torch.full((2, 70), 70, dtype=torch.int32)
@@ -101,22 +135,34 @@ def test_layers_share_a_schedule(load_fake: Callable[..., Any], journal: Any) ->
         assert journal.schedules == count
 
 
-def test_a_graph_makes_its_schedule_again(load_fake: Callable[..., Any], journal: Any) -> None:
-    """What a schedule was captured into may belong to another graph by now."""
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_graph_keeps_the_schedule_that_it_reads(
+    load_fake: Callable[..., Any], journal: Any, *, prepares: bool
+) -> None:
+    """It knows the address alone: neither a capture, which fills in nothing, nor a later step may replace it."""
     steps = Steps(load_fake, kv_in_cache=True, cudagraph="uniform_batch", **RECORDS)
     pages, indices = steps.backend.make_cache(3), torch.full((2, 70), 70, dtype=torch.int32)
     with steps.state.graph_capture(2):
         graph = steps.state.graph(GraphShape(2, 2, 1))
         captured = steps.builder.build(graph.dummy_batch(steps.builder), graph=graph)
+    (call,) = captured.sparse
+    kept = call.schedule.tile_scheduler_metadata, call.schedule.num_splits
+    assert None not in kept
 
     def step() -> None:
-        steps.builder.prepare(captured)
+        if prepares:
+            steps.builder.prepare(captured)
         for impl in steps.impls:
             selected(impl, steps, captured, pages, indices)
 
-    for count in (1, 2):
-        capture(step, torch.device("cpu"))
-        assert journal.schedules == count
+    for _ in range(2):
+        _, replay = capture(step, torch.device("cpu"))
+        metadata = steps.builder.build(steps.batch([1, 1], [70, 2]), graph=graph)
+        assert metadata.sparse == (call,)
+        replay()
+        assert call.schedule.tile_scheduler_metadata is kept[0]
+        assert call.schedule.num_splits is kept[1]
+    assert journal.schedules == 1
 
 
 @pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])

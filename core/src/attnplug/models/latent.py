@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import RequirementsError
+from attnplug.models.patterns import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from attnplug.models.architectures import Architecture
     from attnplug.models.fields import Fields
     from attnplug.models.layers import ModelLayer
+
+_INDEXER_TYPES: Final = frozenset({"full", "shared", FULL})
 
 
 def has_latents(fields: Fields, architecture: Architecture | None) -> bool:
@@ -76,6 +79,16 @@ def _indexer(fields: Fields) -> str:
     return f"a learned indexer{made} chooses {keys} of each query (top-k)"
 
 
+def no_latents(fields: Fields, attn_type: str) -> RequirementsError:
+    """Return the refusal of layers whose tokens an indexer selects, and that have no latents in pages."""
+    rank = fields.get("kv_lora_rank")
+    return RequirementsError(
+        f"{fields.origin} has layers whose tokens an indexer selects, kv_lora_rank={rank!r}, attn_type={attn_type!r}",
+        "they are a decoder's, with latents of 'kv_lora_rank' elements: tokens are selected from a KV cache of latents",
+        "correct the configuration, or describe it with paged=False",
+    )
+
+
 def indexing_layers(fields: Fields, architecture: Architecture, count: int) -> list[int]:
     """
     Return for each layer the layer whose indexer selects its tokens: itself, or the last one before it that has it.
@@ -87,9 +100,12 @@ def indexing_layers(fields: Fields, architecture: Architecture, count: int) -> l
     found: list[int] = []
     for index, kind in enumerate(kinds[:count]):
         found.append(found[-1] if kind == "shared" and found else index)
-    if len(found) < count or kinds[0] == "shared":
+    first = next(iter(kinds), None)
+    wrong = sorted({str(kind) for kind in kinds[:count]} - _INDEXER_TYPES)
+    if len(found) < count or first == "shared" or wrong:
+        others = f", and {', '.join(map(repr, wrong))} among them" if wrong else ""
         raise RequirementsError(
-            f"{fields.origin} has indexer types of {len(kinds)} layers for {count}, the first one {kinds[0]!r}",
+            f"{fields.origin} has indexer types of {len(kinds)} layers for {count}, the first one {first!r}{others}",
             "each layer has an indexer ('full'), or reuses the selection of an earlier layer ('shared')",
             "correct 'indexer_types' in the configuration",
         )

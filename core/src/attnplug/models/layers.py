@@ -11,7 +11,7 @@ from attnplug.errors import RequirementsError
 from attnplug.models.architectures import TEXT_TYPES
 from attnplug.models.dtypes import find_dtype
 from attnplug.models.fields import Fields, defaults_of
-from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents, indexing_layers
+from attnplug.models.latent import absorbed_heads, expanded_heads, has_latents, indexing_layers, no_latents
 from attnplug.models.patterns import BLOCK_SPARSE, CHUNKED, CROSS, FULL, INDEXED, SLIDING
 from attnplug.models.quantization import cache_scheme
 from attnplug.models.refusals import inexpressible
@@ -135,7 +135,10 @@ def attention_layers(
             name = path.format(*divmod(index, architecture.per_layer))
             scale = architecture.scale(one, shape["head_size"], index)
             # Without pages there is nothing to absorb for: each call has keys and values.
-            if is_latent and wanted["paged"] and masked["attn_type"] == "decoder":
+            is_absorbed = is_latent and wanted["paged"] and masked["attn_type"] == "decoder"
+            if kind == INDEXED and not is_absorbed:
+                raise no_latents(one, masked["attn_type"])
+            if is_absorbed:
                 own = {**shape, **absorbed_heads(one, is_indexed=kind == INDEXED)}
                 uncompressed = None if kind == INDEXED else _uncompressed(wanted, shape)
             else:

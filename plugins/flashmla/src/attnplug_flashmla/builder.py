@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -12,7 +13,7 @@ from attnplug.contract import Metadata, MetadataBuilder
 from attnplug_flashmla.kernels import Call, SparseCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -126,9 +127,9 @@ class FlashMLABuilder(MetadataBuilder):
         del split, fast
         if self._is_sparse:
             if graph is None:
-                return {"sparse": self._sparse_calls(batch.num_actual_tokens)}
-            tokens = graph.key.num_tokens
-            return {"sparse": self.per_graph(graph, "sparse", lambda: self._sparse_calls(tokens))}
+                return {"sparse": self._sparse_calls(batch.num_actual_tokens, self._kernels.sparse_call)}
+            make = partial(self._sparse_calls, graph.key.num_tokens, self._kernels.graph_call)
+            return {"sparse": self.per_graph(graph, "sparse", make)}
         if graph is None:
             query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
         else:
@@ -137,9 +138,7 @@ class FlashMLABuilder(MetadataBuilder):
         return {"calls": tuple([self._call(batch, span, graph) for span in spans])}
 
     def prepare_in_graph(self, metadata: Metadata) -> None:
-        """Write the schedules again, for the lengths on the device; those of sparse calls follow from shapes."""
-        for sparse in cast("FlashMLAMetadata", metadata).sparse:
-            sparse.renew()
+        """Write the schedules again, for the lengths on the device; those of sparse calls stay as they are."""
         for call in cast("FlashMLAMetadata", metadata).calls:
             if call.padding is not None:
                 self._write_padded(metadata.batch, call, call.padding)
@@ -152,10 +151,10 @@ class FlashMLABuilder(MetadataBuilder):
         """Schedules are made of the lengths on the device alone."""
         return True
 
-    def _sparse_calls(self, tokens: int) -> tuple[SparseCall, ...]:
+    def _sparse_calls(self, tokens: int, make: Callable[[int, int], SparseCall]) -> tuple[SparseCall, ...]:
         """Return the calls for query tokens. Each is a request of the decode kernel, which has a bounded memory."""
         most = _most(1, self._kernels.sparse_heads) if self._kernels.has_records else max(1, tokens)
-        return tuple([self._kernels.sparse_call(first, min(first + most, tokens)) for first in range(0, tokens, most)])
+        return tuple([make(first, min(first + most, tokens)) for first in range(0, tokens, most)])
 
     def _call(self, batch: Batch, span: Span, graph: GraphBuffers | None) -> Call:
         requests = slice(span.first_req, span.first_req + (span.count if span.behind is None else 1))

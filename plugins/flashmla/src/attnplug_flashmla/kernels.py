@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 
 from attnplug.errors import PluginLoadError
+from attnplug.ops import quantize_latents
 from attnplug_flashmla.plugin import LIBRARY
 from attnplug_flashmla.selection import mask_indices, places_of, rows_of
 
@@ -57,18 +58,13 @@ class SparseCall:
     Attributes:
         first: The first query row.
         last: The row behind the last one.
-        schedule: The library's object with the schedule of its decode kernel. The first layer of a step fills it in,
-            from the shapes alone.
+        schedule: The library's object with the schedule of its decode kernel, which follows from the shapes alone. The
+            first layer of a step fills it in; in a call of a graph it is made ahead.
     """
 
     first: int
     last: int
     schedule: Any
-
-    def renew(self) -> None:
-        """Have the next layer make the schedule again: inside a graph, a graph's own memory holds it."""
-        self.schedule.have_initialized = False
-        self.schedule.tile_scheduler_metadata = self.schedule.num_splits = None
 
 
 class Kernels:
@@ -103,14 +99,18 @@ class Kernels:
         self._library: Any = flash_mla_interface
         self.is_fp8 = agreement.kv_cache_dtype == "fp8_e4m3"
         self.has_records = agreement.kv_cache_dtype == "fp8_ds_mla"
-        self._heads = agreement.requirements.num_q_heads
+        required = agreement.requirements
+        self._device = device
+        self._heads = required.num_q_heads
+        self._size = required.head_size
+        self._block_size = agreement.block_size or 1  # with pages there is one
+        self._topk = required.topk or 0
         self.sparse_heads = TILE if self._heads <= TILE else 2 * TILE
         missing = self.sparse_heads - self._heads
         self._zeros: Tensor | None = None
-        if agreement.requirements.topk is not None and missing > 0:
-            size = agreement.requirements.head_size
-            self._zeros = torch.zeros(1, missing, size, dtype=torch.bfloat16, device=device)
-        self._value_size = agreement.requirements.head_size_v or agreement.requirements.head_size
+        if required.topk is not None and missing > 0:
+            self._zeros = torch.zeros(1, missing, self._size, dtype=torch.bfloat16, device=device)
+        self._value_size = required.head_size_v or required.head_size
 
     def schedule(self, lens: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
         """
@@ -158,6 +158,21 @@ class Kernels:
     def sparse_call(self, first: int, last: int) -> SparseCall:
         """Return a call for query rows, without a schedule yet."""
         return SparseCall(first, last, self._library.FlashMLASchedMeta())
+
+    def graph_call(self, first: int, last: int) -> SparseCall:
+        """
+        Return a call that a graph records, with its schedule, which a run without a token makes.
+
+        A graph knows addresses alone. Memory of its own would hold nothing before its first replay, and memory that is
+        replaced later would be freed under it.
+        """
+        call, tokens = self.sparse_call(first, last), last - first
+        if self.has_records:
+            query = torch.zeros(tokens, self._heads, self._size, dtype=torch.bfloat16, device=self._device)
+            pages = quantize_latents(query.new_zeros(self._block_size, 1, self._size)).unsqueeze(0)
+            indices = torch.full((tokens, self._topk), -1, dtype=torch.int32, device=self._device)
+            self.attend_selected(query, pages, indices, None, call, 1.0)
+        return call
 
     def attend_selected(
         self, query: Tensor, pages: Tensor, indices: Tensor, index_lens: Tensor | None, call: SparseCall, scale: float
