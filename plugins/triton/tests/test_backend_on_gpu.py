@@ -37,6 +37,7 @@ class Requests(requests.Requests):
         alibi: linear, sqrt, or None.
         has_sinks: Whether heads have sinks.
         causal: Whether attention is causal.
+        latent: Elements of a value, the first ones of its key; None for values apart.
     """
 
     window: int | None = None
@@ -45,6 +46,12 @@ class Requests(requests.Requests):
     alibi: str | None = None
     has_sinks: bool = False
     causal: bool = field(default=True)
+    latent: int | None = None
+
+    def __attrs_post_init__(self):
+        super().__attrs_post_init__()
+        if self.latent:
+            self.put("values", [keys[..., : self.latent] for keys in self.keys])
 
     @property
     def slopes(self):
@@ -57,12 +64,15 @@ class Requests(requests.Requests):
     @property
     def layer(self):
         tensors = {"alibi_slopes": self.slopes, "sinks": self.sinks}
-        return Layer(name="layer", **{name: None if it is None else it.to(DEVICE) for name, it in tensors.items()})
+        tensors = {name: None if it is None else it.to(DEVICE) for name, it in tensors.items()}
+        return Layer(name="layer", scale=self.scale, **tensors)
 
     @property
     def requested(self):
         return {
             "head_size": self.size,
+            "head_size_v": self.latent,
+            "latent": bool(self.latent),
             "num_q_heads": self.kv_heads * self.group,
             "num_kv_heads": self.kv_heads,
             "dtype": self.dtype,
@@ -112,14 +122,15 @@ class Step:
     def batch(self):
         case, page = self.case, self.page
         table, count = case.block_table(page)
-        cache = torch.full((2, count, page, case.kv_heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
+        parts = 1 if case.latent else 2
+        cache = torch.full((parts, count, page, case.kv_heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
         slots = []
         for request, (new, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
             at = torch.arange(length)
             where = table[request, at // page].long() * page + at % page
             first = 0 if case.window is None else max(0, length - new - case.window + 1)
             kept = at[(first <= at) & (at < length - new)]  # blocks before a window are freed
-            for part, rows in enumerate((case.keys, case.values)):
+            for part, rows in enumerate((case.keys, case.values)[:parts]):
                 cache[part].view(-1, case.kv_heads, case.size)[where[kept].to(DEVICE)] = rows[request][kept.to(DEVICE)]
             table[request, : first // page] = 0
             slots.append(where[length - new :])
@@ -135,11 +146,15 @@ class Step:
             for part in (case.keys, case.values)
         )
         rows = [torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (query, key, value)]
-        out = torch.full((len(query) + padding, query[0].numel()), CANARY, dtype=case.dtype, device=DEVICE)
+        width = case.queries[0].shape[1] * (case.latent or case.size)
+        out = torch.full((len(query) + padding, width), CANARY, dtype=case.dtype, device=DEVICE)
         lse = torch.full((len(query) + padding, query.shape[1]), CANARY, device=DEVICE)
-        cache = self.backend.bind_cache(split_kv(self.cache, "joint", "NHD", case.size))
-        self.impl.forward(*rows, cache, metadata, out, lse=lse)
-        return out.view(len(query) + padding, -1, case.size).cpu(), lse.cpu()
+        if case.latent:
+            rows[2], tensors = None, {"k": self.cache[0], "v": self.cache[0, ..., : case.latent]}
+        else:
+            tensors = split_kv(self.cache, "joint", "NHD", case.size)
+        self.impl.forward(*rows, self.backend.bind_cache(tensors), metadata, out, lse=lse)
+        return out.view(len(query) + padding, query.shape[1], -1).cpu(), lse.cpu()
 
 
 def check(found, case):
@@ -186,6 +201,8 @@ FEATURES = {
     "not causal": {"causal": False},
     "three heads of 80": {"size": 80, "group": 3},
     "float16": {"dtype": torch.float16},
+    "latents": {"size": 48, "latent": 32, "kv_heads": 1, "group": 5},
+    "latents without a rotary part": {"size": 40, "latent": 40, "kv_heads": 1, "group": 8, "window": 9},
 }
 
 
@@ -198,7 +215,7 @@ def test_features(name):
         check(step.run(metadata), step.case)
 
 
-@pytest.mark.parametrize("name", ["window", "sinks", "not causal", "three heads of 80"])
+@pytest.mark.parametrize("name", ["window", "sinks", "not causal", "three heads of 80", "latents"])
 def test_splits_are_merged(calls, name):
     case = Requests([2, 1, 3, 40], [1100, 1050, 3, 60], **{"size": 32, **FEATURES[name]})
     step = Step(case, page=64, decode_query_len=3)
@@ -235,6 +252,17 @@ def test_more_rows_than_a_tile(calls):
 
     check(step.run(step.builder.build(step.batch())), case)
     assert calls == ["_decode", "_prefill"]
+
+
+@pytest.mark.parametrize("splits", [1, None])
+def test_heads_of_latents_are_several_tiles(calls, splits):
+    case = Requests([2, 1, 6], [600, 9, 40], kv_heads=1, group=36, size=48, latent=32)
+    step = Step(case, decode_query_len=2, max_num_splits=splits)
+    assert step.backend.wrapped.short == 2
+    assert step.backend.wrapped.decode_tiles.rows == 64
+
+    check(step.run(step.builder.build(step.batch()), padding=1), case)
+    assert calls == (["_decode", "_prefill"] if splits else ["_decode", "_merge", "_prefill"])
 
 
 def test_lengths_do_not_recompile(monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attnplug_triton.tiles import decode_tiles, prefill_tiles, shared_memory, width_of
+from attnplug_triton.tiles import decode_tiles, latent_tiles, prefill_tiles, shared_memory, width_of
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
@@ -21,6 +21,7 @@ KINDS = {
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
+    "is_latent": False,
     "alibi": 0,
     "is_causal": True,
     "has_lse": True,
@@ -38,13 +39,15 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
 
     kind, itemsize = CACHES[cache]
     shared = shared_memory(divmod(capability, 10))
-    tiles = (
-        decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
-        if phase == "decode"
-        else prefill_tiles(size, size, shared=shared)
-    )
-    width = width_of(size)
-    sizes = {"size": size, "size_v": size, "width": width, "width_v": width, "page_size": page}
+    size_v = forms.get("size_v", size)
+    if forms.get("is_latent"):
+        rows = forms["group"] if phase == "decode" else 64
+        tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, capability=divmod(capability, 10))
+    elif phase == "decode":
+        tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
+    else:
+        tiles = prefill_tiles(size, size, shared=shared)
+    sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
     scales = {"is_scaled": itemsize == 1, "by_bits": kind == "u8", "is_split": True}
     values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
     return compile_kernel(
@@ -57,11 +60,13 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
     )
 
 
-def check(phase: str, capability: int, *given: Any, **forms: Any) -> None:
+def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **forms: Any) -> None:
+    """Compile, and check the code. Tiles of 64 rows and more, which prefills have, are tall."""
     kernel = compiled(phase, capability, *given, **forms)
     code = kernel.asm["ptx"]
 
-    assert ("wgmma.mma_async" if (phase, capability) == ("prefill", 90) else "mma.sync") in code
+    tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall or phase == "prefill" else {}
+    assert tall.get(capability, "mma.sync") in code
     assert "cp.async" in code
     assert kernel.metadata.shared <= shared_memory(divmod(capability, 10)) * 1024
 
@@ -90,3 +95,25 @@ def test_every_feature(phase: str) -> None:
     forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
 
     check(phase, 89, 128, "bf16", 16, **forms)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("capability", "size_v", "size", "group", "cache"),
+    [
+        (80, 512, 64, 128, "e4m3 by bits"),
+        (89, 512, 64, 128, "bf16"),
+        (89, 264, 304, 128, "bf16"),
+        (90, 512, 64, 128, "bf16"),
+        (90, 512, 64, 128, "e4m3"),
+        (90, 512, 64, 16, "bf16"),
+        (90, 512, 0, 64, "bf16"),
+        (100, 512, 64, 128, "bf16"),
+        (120, 512, 64, 20, "e4m3"),
+        (120, 256, 32, 40, "bf16"),
+    ],
+)
+def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group: int, cache: str) -> None:
+    latent = {"is_latent": True, "size_v": size_v, "kv_heads": 1, "group": group}
+
+    check(phase, capability, size, cache, 64, is_tall=group > 32, **latent)

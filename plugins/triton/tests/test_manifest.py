@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PROJECT = Path(__file__).parents[1]
 ADA = Device.cuda("8.9")
 LLAMA = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
+LATENT = {"latent": True, "num_kv_heads": 1, "return_lse": True}
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -41,6 +42,9 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({"kv_cache_dtype": "fp8", "per_head_scales": True}, id="an FP8 KV cache"),
         pytest.param({"head_size": 192, "head_size_v": 128}, id="unequal sizes"),
         pytest.param({"cudagraph": "always", "seq_lens_cpu_kind": "absent"}, id="graphs without lengths on the CPU"),
+        pytest.param({**LATENT, "head_size": 576, "head_size_v": 512}, id="DeepSeek V3"),
+        pytest.param({**LATENT, "head_size": 288, "head_size_v": 256, "kv_cache_dtype": "fp8"}, id="MiniCPM3"),
+        pytest.param({**LATENT, "head_size": 512, "head_size_v": 512}, id="latents without a rotary part"),
         pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
     ],
 )
@@ -54,6 +58,9 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
     [
         ({"paged": False}, "pages only"),
         ({"head_size": 36}, "head_size"),
+        ({"head_size": 512}, "up to head size 256"),
+        ({"head_size_v": 512}, "up to head size 256"),
+        ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
         ({"batch_invariant": True}, "batch_invariant"),

@@ -19,7 +19,7 @@ def test_the_workspace_holds_all_splits(requests, spare, keys, kv_heads, multipr
     found = splits(sequences=requests * kv_heads, keys=keys, tile=64, multiprocessors=multiprocessors)
 
     assert 1 <= found <= MAX_SPLITS
-    assert requests * found <= max_parts(requests + spare, kv_heads, multiprocessors)
+    assert found == 1 or requests * found <= max_parts(requests + spare, kv_heads, multiprocessors)
 
 
 def test_few_long_requests_are_split():

@@ -8,7 +8,15 @@ from attnplug.contract import Backend, dummy_batch_of, torch_dtype, warm_up
 from attnplug.ops import split_bytes
 from attnplug_triton.builder import TritonBuilder
 from attnplug_triton.impl import TritonImpl
-from attnplug_triton.tiles import MAX_ROWS, decode_tiles, max_parts, prefill_tiles, shared_memory, splits
+from attnplug_triton.tiles import (
+    MAX_ROWS,
+    decode_tiles,
+    latent_tiles,
+    max_parts,
+    prefill_tiles,
+    shared_memory,
+    splits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +29,9 @@ _MULTIPROCESSORS: Final = 132
 
 _HAS_E4M3: Final = (8, 9)
 """The first compute capability with instructions that convert e4m3. Triton supports it there alone."""
+
+_LATENT_PROGRAMS: Final = 8
+"""Tiles of rows of a request whose latents all are read, from the L2 cache, for short queries."""
 
 
 class TritonBackend(Backend):
@@ -41,12 +52,18 @@ class TritonBackend(Backend):
         super().__init__(agreement, device)
         requested = agreement.requirements
         self._size_v = requested.head_size_v or requested.head_size
-        self.short = max(1, min(requested.decode_query_len, MAX_ROWS // requested.gqa_ratio))
-        available = shared_memory(self._capability)
+        group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
+        self.short = max(1, min(requested.decode_query_len, most // group))
+        rows, available = self.short * group, shared_memory(self._capability)
         sizes, itemsize = (requested.head_size, self._size_v), torch_dtype(agreement.kv_cache_dtype).itemsize
-        rows = self.short * requested.gqa_ratio
-        self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
-        self.prefill_tiles = prefill_tiles(*sizes, shared=available)
+        if requested.latent:
+            sizes = (requested.head_size - self._size_v, self._size_v)
+            self.decode_tiles = latent_tiles(*sizes, itemsize=itemsize, rows=rows, capability=self._capability)
+            self.prefill_tiles = latent_tiles(*sizes, itemsize=itemsize, rows=MAX_ROWS, capability=self._capability)
+        else:
+            self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
+            self.prefill_tiles = prefill_tiles(*sizes, shared=available)
+        self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
 
     @property
     def _capability(self) -> tuple[int, int] | None:
@@ -68,7 +85,7 @@ class TritonBackend(Backend):
         if requested.attention_chunk is not None:
             keys = min(keys, requested.attention_chunk + self.short)
         return splits(
-            sequences=requests * requested.num_kv_heads,
+            sequences=requests * self._programs,
             keys=keys,
             tile=self.decode_tiles.keys,
             multiprocessors=self._multiprocessors,
@@ -82,7 +99,7 @@ class TritonBackend(Backend):
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of partial outputs."""
         requested = self.agreement.requirements
-        parts = max_parts(limits.max_num_reqs, requested.num_kv_heads, self._multiprocessors)
+        parts = max_parts(limits.max_num_reqs, self._programs, self._multiprocessors)
         return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
 
     def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:

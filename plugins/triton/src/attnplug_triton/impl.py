@@ -39,7 +39,8 @@ class TritonImpl(AttentionImpl):
         layer, requested = self.layer, self.agreement.requirements
         left, chunk, cap = self.window[0], layer.attention_chunk or 0, self.logits_soft_cap or 0.0
         slopes, sinks = layer.alibi_slopes, layer.sinks
-        self._scales = (layer.k_scale_tensor, layer.v_scale_tensor)
+        self._scales = (layer.k_scale_tensor, layer.k_scale_tensor if requested.latent else layer.v_scale_tensor)
+        size = self.head_size - self.head_size_v if requested.latent else self.head_size
         is_scaled = self.agreement.kv_cache_dtype != requested.dtype
         self._params = Params(
             numbers=(left, chunk, self.scale, cap),
@@ -49,14 +50,14 @@ class TritonImpl(AttentionImpl):
                 *(self._scales if is_scaled else (None, None)),
             ),
             constants=(
-                self.num_kv_heads, self.num_queries_per_kv, self.head_size, self.head_size_v,
-                width_of(self.head_size), width_of(self.head_size_v),
+                self.num_kv_heads, self.num_queries_per_kv, size, self.head_size_v,
+                width_of(size), width_of(self.head_size_v),
             ),
             forms=(
                 self.causal or self.window[1] == 0, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi],
                 sinks is not None,
             ),
-            scale_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits),
+            cache_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits, requested.latent),
         )  # fmt: skip
 
     @property
@@ -76,12 +77,12 @@ class TritonImpl(AttentionImpl):
     ) -> None:
         """Write the new rows to the KV cache if forward writes them, then launch the kernels."""
         batch = metadata.batch
-        if self._writes and key is not None and value is not None:
+        if self._writes and key is not None:
             slots: Any = batch.slot_mapping  # with K/V to write there are slots
-            write_kv(key, value, kv_cache.k, kv_cache.v, slots, *self._scales)
+            self.update_kv_cache(key, key[..., : self.head_size_v] if value is None else value, kv_cache, slots)
         out = output.view(-1, self.num_q_heads, self.head_size_v)
         run(query, kv_cache, out, lse, batch, self.plan_of(metadata), self._params)
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
-        """Write rows to their slots, with the layer's scales."""
+        """Write rows to their slots, with the layer's scales. The values of latents are in their keys."""
         write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scales)

@@ -27,16 +27,17 @@ class Params:
     Attributes:
         numbers: Left window, chunk, softmax scale, and soft cap; 0 for those that the layer does not have.
         tensors: ALiBi slopes, sinks, scales of keys, and scales of values; None likewise.
-        constants: Constants of the layer: ``kv_heads`` to ``width_v`` of the kernels.
+        constants: Constants of the layer: ``kv_heads`` to ``width_v`` of the kernels. The size of latents is that of
+            their rotary part.
         forms: Constants of its scores: ``is_causal`` to ``has_sinks`` of the kernels.
-        scale_forms: Constants of its KV cache: ``is_scaled`` to ``by_bits``.
+        cache_forms: Constants of its KV cache: ``is_scaled`` to ``is_latent``.
     """
 
     numbers: tuple[int, int, float, float]
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     constants: tuple[int, ...]
     forms: tuple[bool | int, ...]
-    scale_forms: tuple[bool, bool, bool]
+    cache_forms: tuple[bool, bool, bool, bool]
 
 
 @frozen(eq=False, kw_only=True)
@@ -80,8 +81,10 @@ def run(
         params: The layer.
     """
     keys, values, table = kv_cache.k, kv_cache.v, cast("Tensor", batch.block_table)
-    if params.scale_forms[2]:  # Triton has no e4m3 here
+    if params.cache_forms[2]:  # Triton has no e4m3 here
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    if params.cache_forms[3]:
+        keys = keys[..., params.constants[3] :]
     requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
     tensors = (
         query, keys, values, out,
@@ -92,7 +95,7 @@ def run(
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
     numbers = (table.stride(0), requests, *params.numbers)
     constants = (
-        *params.constants, keys.shape[1], short, *params.forms, lse is not None, *params.scale_forms, INTERPRETED,
+        *params.constants, keys.shape[1], short, *params.forms, lse is not None, *params.cache_forms, INTERPRETED,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:

@@ -25,6 +25,9 @@ _SHARED_MEMORY: Final = {(8, 0): 163, (8, 7): 163} | dict.fromkeys(((9, 0), (10,
 _MIN_SHARED_MEMORY: Final = 99
 """KiB on the other compute capabilities from 8.0 on."""
 
+_OPERAND_BYTES: Final = {9: 2, 10: 6, 11: 6}
+"""Bytes per element of latents that `wgmma` and `tcgen05` need beside two tiles, as Triton compiles them."""
+
 _KIB: Final = 1024
 _SPARE: Final = 2
 """KiB of shared memory for page numbers and reductions."""
@@ -54,8 +57,8 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 
 
 def width_of(size: int) -> int:
-    """Return the power of 2 that a head is padded to in a tile."""
-    return 1 << (size - 1).bit_length()
+    """Return the power of 2 that a head is padded to in a tile, at least the 16 elements of a matrix instruction."""
+    return max(16, 1 << max(0, size - 1).bit_length())
 
 
 def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: int) -> Tiles:
@@ -71,7 +74,7 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: in
     """
     key_bytes = (width_of(size) + width_of(size_v)) * itemsize
     keys = _keys_within(128, key_bytes, (shared // 2 - _SPARE) * _KIB)
-    return Tiles(rows=max(16, width_of(min(rows, MAX_ROWS))), keys=keys, stages=5, warps=4)
+    return Tiles(rows=width_of(min(rows, MAX_ROWS)), keys=keys, stages=5, warps=4)
 
 
 def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
@@ -90,6 +93,33 @@ def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
     return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
 
 
+def latent_tiles(size: int, size_v: int, *, itemsize: int, rows: int, capability: tuple[int, int] | None) -> Tiles:
+    """
+    Return the tiles of latents, for queries of any length: queries are in shared memory too.
+
+    Two tiles of keys are there as well, and more where instructions for 64 rows read them.
+
+    Args:
+        size: Rotary elements of a key.
+        size_v: Elements of a latent.
+        itemsize: Bytes of a cached element.
+        rows: Query rows of a request.
+        capability: The compute capability; None is the interpreter's.
+    """
+    width, available = width_of(size) + width_of(size_v), (shared_memory(capability) - _SPARE) * _KIB
+    operand_bytes = _OPERAND_BYTES.get(9 if capability is None else capability[0], 0)
+
+    def fits(rows: int, keys: int) -> bool:
+        return (rows * 2 + keys * (2 * itemsize + operand_bytes * (rows == MAX_ROWS))) * width <= available
+
+    rows, keys = width_of(min(rows, MAX_ROWS)), 64
+    while rows > 16 and not fits(rows, 16):
+        rows //= 2
+    while keys > 16 and not fits(rows, keys):
+        keys //= 2
+    return Tiles(rows=rows, keys=keys, stages=5, warps=4 if rows == 16 else 8)
+
+
 def _keys_within(most: int, key_bytes: int, available: int) -> int:
     """Return the keys of a tile, of which two fit the available bytes."""
     keys = most
@@ -103,7 +133,7 @@ def splits(*, sequences: int, keys: int, tile: int, multiprocessors: int, most: 
     Return the splits of each request.
 
     Args:
-        sequences: Requests times KV heads.
+        sequences: Requests times the programs of one split: KV heads, times tiles of rows.
         keys: Keys of the longest request.
         tile: Keys of an iteration.
         multiprocessors: Multiprocessors of the device.
@@ -113,6 +143,7 @@ def splits(*, sequences: int, keys: int, tile: int, multiprocessors: int, most: 
     return max(1, min(wanted, keys // (tile * _MIN_TILES), MAX_SPLITS if most is None else min(most, MAX_SPLITS)))
 
 
-def max_parts(requests: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the most splits that the requests of a step have together."""
-    return min(requests * MAX_SPLITS, _PROGRAMS * multiprocessors // kv_heads + 1 + requests)
+def max_parts(requests: int, programs: int, multiprocessors: int) -> int:
+    """Return the most splits of a step's requests, with so many programs for each. A single split has no parts."""
+    most = _PROGRAMS * multiprocessors // programs + 1  # from there on a request has one split
+    return min(requests * MAX_SPLITS, most + min(requests, most))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug_triton.triton_ops import attend, finish, first_key, load_scale, start_softmax
+from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_splits", "left", "chunk"])
@@ -60,6 +60,7 @@ def _decode(
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
+    is_latent: tl.constexpr,
     interpreted: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
@@ -100,20 +101,20 @@ def _decode(
     if is_causal:
         last = tl.minimum(last, position)
 
-    columns, columns_v = tl.arange(0, width), tl.arange(0, width_v)
+    columns_v = tl.arange(0, width_v)
     at = (start + token).to(tl.int64)
-    q_at = query + at[:, None] * q_token + head[:, None] * q_head + columns[None, :]
-    q = tl.load(q_at, mask=row_mask[:, None] & (columns < size)[None, :], other=0.0)
+    q_at = query + at * q_token + head * q_head
+    q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
     unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits)
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
     acc, row_max, row_sum = start_softmax(rows, width_v)
     acc, row_max, row_sum = attend(
-        begin, end, lowest, end - 1, q, position, first, last, slope, acc, row_max, row_sum, key + kv_head * k_head,
-        value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page, v_token, unit, soft_cap,
-        size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped, alibi, True, by_bits, keys,  # noqa: FBT003
-        stages, interpreted,
+        begin, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page,
+        v_token, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped, alibi,
+        True, by_bits, is_latent, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)

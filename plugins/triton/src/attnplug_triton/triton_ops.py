@@ -45,12 +45,44 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, interpreted: tl.constex
 
 
 @triton.jit
+def load_queries(
+    at: tl.tensor,
+    row_mask: tl.tensor,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    width: tl.constexpr,
+    width_v: tl.constexpr,
+    is_latent: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return queries twice; of latents their rotary elements, and those before, which are as many as a value's."""
+    columns, mask = tl.arange(0, width)[None, :], row_mask[:, None]
+    if is_latent:
+        columns_v = tl.arange(0, width_v)[None, :]
+        latent = tl.load(at[:, None] + columns_v, mask=mask & (columns_v < size_v), other=0.0)
+        return tl.load(at[:, None] + size_v + columns, mask=mask & (columns < size), other=0.0), latent
+    else:
+        q = tl.load(at[:, None] + columns, mask=mask & (columns < size), other=0.0)
+        return q, q
+
+
+@triton.jit
+def load_rows(base: tl.tensor, rows: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
+    """Return a tile of the KV cache, with zeros behind the elements of a row."""
+    columns = tl.arange(0, width)[None, :]
+    if size == width:
+        return tl.load(base + rows[:, None] + columns)
+    else:
+        return tl.load(base + rows[:, None] + columns, mask=columns < size, other=0.0)
+
+
+@triton.jit
 def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     begin: tl.int32,
     end: tl.int32,
     lowest: tl.int32,
     highest: tl.int32,
     q: tl.tensor,
+    q_latent: tl.tensor,
     position: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
@@ -77,6 +109,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     alibi: tl.constexpr,
     is_masked: tl.constexpr,
     by_bits: tl.constexpr,
+    is_latent: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
     interpreted: tl.constexpr,
@@ -89,8 +122,11 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
 
     With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
     not loaded: their slots, and their pages, may hold anything.
+
+    With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
+    value's tile is loaded once, for both products.
     """
-    columns, columns_v, offsets = tl.arange(0, width), tl.arange(0, width_v), tl.arange(0, keys)
+    offsets = tl.arange(0, keys)
     for index in tl.range(begin, end, keys, num_stages=stages):
         key_position = index + offsets
         at = key_position
@@ -103,13 +139,14 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         else:
             page = tl.load(pages + at // page_size).to(tl.int64)
         slot = at % page_size
-        k_at = key_base + (page * k_page + slot * k_token)[:, None] + columns[None, :]
-        v_at = value_base + (page * v_page + slot * v_token)[:, None] + columns_v[None, :]
-        if size == width:  # noqa: SIM108 - settled at compile time
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(columns < size)[None, :], other=0.0)
-        scores = multiply(q, tl.trans(widen(k, q, by_bits)), tl.zeros((q.shape[0], keys), tl.float32), interpreted)
+        k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
+        scores = tl.zeros((q.shape[0], keys), tl.float32)
+        if is_latent:
+            v = widen(load_rows(value_base, v_row, size_v, width_v), q, by_bits)
+            scores = multiply(q_latent, tl.trans(v), scores, interpreted)
+        if size > 0:
+            k = widen(load_rows(key_base, k_row, size, width), q, by_bits)
+            scores = multiply(q, tl.trans(k), scores, interpreted)
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
             exponential = tl.math.exp2(scores * (unit * 2.0 / soft_cap))
@@ -136,12 +173,11 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
-        if size_v == width_v:  # noqa: SIM108 - settled at compile time
-            v = tl.load(v_at)
-        else:
-            v = tl.load(v_at, mask=(columns_v < size_v)[None, :], other=0.0)
-        v = widen(v, q, by_bits)
-        acc = multiply(probs.to(v.dtype), v, acc * rescale[:, None], interpreted)
+        if not is_latent:
+            v = widen(load_rows(value_base, v_row, size_v, width_v), q, by_bits)
+        if not interpreted:  # the interpreter truncates where a GPU rounds
+            probs = probs.to(v.dtype)
+        acc = multiply(probs, v, acc * rescale[:, None], interpreted)
     return acc, row_max, row_sum
 
 
