@@ -490,6 +490,12 @@ def test_selected_tokens_of_records():
             TensorError,
             r"index_lens is \(9,\) int32",
         ),
+        ({"indices": selection(9, 9).to("meta")}, TensorError, "int32 on meta"),
+        (
+            {"indices": selection(9, 9), "index_lens": torch.zeros(9, 2, dtype=torch.int32)[:, 0]},
+            TensorError,
+            r"index_lens is \(9,\) int32",
+        ),
         ({"indices": selection(9, 9).clamp(max=12) - 1}, CacheError, "indices from -2 to 11.*0 to 31, or -1"),
         ({"indices": selection(9, 9) + 20}, CacheError, "0 to 31, or -1 for no token"),
     ],
@@ -511,6 +517,32 @@ def test_written_selections_are_refused():
     indices = output.view(torch.int32)[:, :TOPK]
     with pytest.raises(TensorError, match="output and indices that share memory"):
         impl.forward(query, keys, None, cache, builder.build(step(9)), output, lse=lse, indices=indices)
+    indices = cache.k.view(-1, L + R)[:9].view(torch.int32)[:, :TOPK]
+    with pytest.raises(TensorError, match="the KV cache and indices that share memory"):
+        impl.forward(query, keys, None, cache, builder.build(step(9)), output, lse=lse, indices=indices)
+
+
+def test_autocast_leaves_a_selection_alone():
+    backend = load(topk=TOPK)
+    impl, builder = make(backend)
+    (query, keys), cache, (output, lse), indices = rows(9), backend.make_cache(8), outputs(9), selection(9, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        impl.forward(query, keys, None, cache, builder.build(step(9)), output, lse=lse, indices=indices)
+
+    torch.testing.assert_close((output, lse), expected_of(query, keys, indices))
+
+
+def test_rows_beyond_the_batch_select_nothing():
+    """What they hold is not looked at, and their output stays as it is."""
+    backend = load(topk=TOPK)
+    impl, builder = make(backend)
+    (query, keys), cache, (output, lse) = rows(9), backend.make_cache(8), outputs(9)
+    indices = selection(7, 7)
+    padded = torch.cat([indices, torch.full((2, TOPK), 8 * BLOCK, dtype=torch.int32)])
+    impl.forward(query, keys, None, cache, builder.build(step(7)), output, lse=lse, indices=padded)
+
+    torch.testing.assert_close((output[:7], lse[:7]), expected_of(query[:7], keys[:7], indices))
+    assert bool(output[7:].isnan().all() & lse[7:].isnan().all())
 
 
 def test_selections_that_were_not_negotiated_are_refused():

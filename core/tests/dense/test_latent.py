@@ -202,3 +202,6 @@ def test_what_does_not_fit_is_refused():
     scene.batch, scene.pages = batch, scene.pages.expand(-1, -1, 2, -1)
     with pytest.raises(TensorError, match=r"\(3, 4, 2, 10\) was given"):
         scene.run()
+    scene.pages = torch.zeros(3, 4, 1, 576, dtype=torch.uint8)
+    with pytest.raises(TensorError, match=r"(?s)\(3, 4, 1, 576\) torch.uint8 was given.*656 bytes"):
+        scene.run()

@@ -148,10 +148,15 @@ def test_records_are_written_into_their_slots(padded: bool) -> None:
         assert torch.equal(flat[slot], quantize_latents(rows)[row, 0])
 
 
-def test_records_of_other_pages_are_refused() -> None:
-    rows, pages = torch.randn(2, 1, 576).bfloat16(), torch.zeros(2, 4, 1, 576, dtype=torch.uint8)
-    with pytest.raises(TensorError, match="with the heads of the pages"):
-        write_latents(rows, pages, torch.tensor([4, 5]))
+def test_records_of_other_rows_and_pages_are_refused() -> None:
+    """Bytes of another dtype would be written without a word."""
+    rows, pages = torch.randn(2, 1, 576).bfloat16(), torch.zeros(2, 4, 1, 656, dtype=torch.uint8)
+    others = [(one, pages) for one in (rows.half(), rows.float(), rows[..., :512], rows[:, 0])]
+    others += [(rows, one) for one in (pages[..., :576], pages.bfloat16(), pages.view(torch.float8_e4m3fn))]
+    for latents, records in others:
+        with pytest.raises(TensorError, match=r"rows are \(tokens, 1, 576\) bfloat16, and pages .* uint8"):
+            write_latents(latents, records, torch.tensor([4, 5]))
+    assert not pages.any()
     with pytest.raises(CacheError, match="slots 0 to 7"):
         write_latents(rows, torch.zeros(2, 4, 1, 656, dtype=torch.uint8), torch.tensor([4, 8]))
 

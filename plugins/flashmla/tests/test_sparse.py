@@ -172,3 +172,20 @@ def test_a_warm_up_runs_both_forms_of_a_selection(
     Steps(load_fake, **cache).backend.warmup([GraphShape(2, 2, 1)])
 
     assert journal.sparse == [(1, 64, 128)] * 2
+
+
+@pytest.mark.parametrize(("cache", "tokens"), [({}, 2000), (RECORDS, 1024)], ids=["bfloat16", "records"])
+def test_a_profiling_run_takes_the_memory_of_the_largest_call(
+    load_fake: Callable[..., Any], cache: dict[str, Any], tokens: int
+) -> None:
+    """Queries and outputs of 64 heads; over records also partial outputs, of a call of at most 1,024 tokens."""
+    steps = Steps(load_fake, kv_in_cache=True, **cache)
+    query, output = torch.empty(2000, 4, 576).bfloat16(), torch.empty(2000, 2048).bfloat16()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        steps.impls[0].wrapped.run_profile(query, None, None, output, None)
+
+    rows, bytes_of_lse = 64 * tokens, 4
+    expected = rows * (576 * 2 + 512 * 2 + bytes_of_lse)
+    if cache:
+        expected += (rows + 64 * 132) * (512 * 4 + bytes_of_lse)  # a request and a multiprocessor may have one more
+    assert max(event.cpu_memory_usage for event in profile.events()) == expected  # one allocation

@@ -12,6 +12,7 @@ from attnplug.contract import upload
 from attnplug.dense.functions import attention_varlen
 from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.ops import dequantize, dequantize_latents, gather_slots, merge_into
+from attnplug.request.domains import FP8_DS_MLA_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -201,10 +202,12 @@ def _lengths_of(batch: Batch) -> tuple[Tensor, list[int], list[int]]:
 
 
 def _check(pages: Tensor, max_rows: int) -> None:
-    if pages.ndim != 4 or pages.shape[2] != 1:
+    is_record = pages.dtype == torch.uint8
+    if pages.ndim != 4 or pages.shape[2] != 1 or (is_record and pages.shape[3] != FP8_DS_MLA_BYTES):
+        dtype = f" {pages.dtype}" if is_record else ""
         raise TensorError(
-            f"a KV cache of shape {tuple(pages.shape)} was given",
-            "latents are (num_blocks, block_size, 1, kv_lora_rank + rope)",
+            f"a KV cache of shape {tuple(pages.shape)}{dtype} was given",
+            "latents are (num_blocks, block_size, 1, kv_lora_rank + rope), and records of fp8_ds_mla have 656 bytes",
             "pass cache.k of a KV cache of the form 'latent'",
         )
     if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1:

@@ -10,6 +10,7 @@ from attnplug.errors import CacheError, TensorError
 from attnplug.ops.gather import slots_view
 from attnplug.ops.quantize import quantize, quantize_latents
 from attnplug.ops.triton import triton_function
+from attnplug.request.domains import FP8_DS_MLA_BYTES
 
 
 def write_kv(
@@ -93,11 +94,12 @@ def write_latents(rows: Tensor, pages: Tensor, slot_mapping: Tensor, *, padded: 
         padded: Whether a slot may be negative, see `write_pages`.
 
     Raises:
-        TensorError: As of `write_pages`.
+        TensorError: As of `write_pages`, or rows or pages are of another dtype: their bytes would be read as others.
         CacheError: As of `write_pages`.
     """
     write = triton_function("attnplug.ops.triton_quantize", "write_latents") if slot_mapping.is_cuda else None
     if write is None or not write(rows, pages, slot_mapping):
+        _check_latents(rows, pages)
         write_pages(quantize_latents(rows[: slot_mapping.shape[0]]), pages, slot_mapping, padded=padded)
 
 
@@ -124,6 +126,16 @@ def _check_shapes(rows: Tensor, pages: Tensor, num_slots: int) -> None:
             f"rows of shape {tuple(rows.shape)} and {num_slots} slots were given for pages {tuple(pages.shape)}",
             "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
             "pass this step's K or V and its slot mapping",
+        )
+
+
+def _check_latents(rows: Tensor, pages: Tensor) -> None:
+    is_latent = rows.dtype == torch.bfloat16 and rows.shape[1:] == (1, 576)
+    if not is_latent or pages.dtype != torch.uint8 or pages.shape[2:] != (1, FP8_DS_MLA_BYTES):
+        raise TensorError(
+            f"rows {tuple(rows.shape)} {rows.dtype} were given for pages {tuple(pages.shape)} {pages.dtype}",
+            f"rows are (tokens, 1, 576) bfloat16, and pages (num_blocks, block_size, 1, {FP8_DS_MLA_BYTES}) uint8",
+            "write other latents by write_kv or write_pages",
         )
 
 

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_argument(
         "--partial",
         action="store_true",
-        help="leave out attention that no requirements express, such as sparse MLA",
+        help="leave out attention that no requirements express, such as that of an indexer without pages",
     )
     there = parser.add_argument_group("where, and with what")
     there.add_argument(

@@ -32,7 +32,7 @@ SCORE_BYTES: Final = 2**30
 """
 Most bytes of the scores of one indexer: float32 for each of its heads, query and key. Modules hold them twice.
 A pass of many requests scores each of its queries with the keys of all. Within this bound, 32 decodes of DeepSeek-V3.2
-behind 4,096 tokens each are one pass.
+with 4,096 keys each are one pass.
 """
 
 
