@@ -265,6 +265,31 @@ def test_heads_of_latents_are_several_tiles(calls, splits):
     assert calls == (["_decode", "_prefill"] if splits else ["_decode", "_merge", "_prefill"])
 
 
+@pytest.mark.parametrize("splits", [1, None])
+@pytest.mark.parametrize("has_lens", [True, False])
+def test_slots_beyond_the_kv_cache_are_not_read(calls, splits, has_lens):
+    case = Requests([2, 1], [40, 9], kv_heads=1, group=20, size=48, latent=32)
+    step = Step(case, topk=600, max_num_splits=splits)
+    batch = step.batch()
+    indices = torch.tensor([-1, 2**31 - 1, -(2**31), step.cache.shape[1] * step.page], dtype=torch.int32).repeat(3, 150)
+    for token, request in enumerate([0, 0, 1]):
+        at = torch.arange(case.seq_lens[request])
+        table = batch.block_table[request].cpu()
+        indices[token, 7 * at] = table[at // step.page] * step.page + (at % step.page).int()
+    lens = torch.tensor([300] * 3, dtype=torch.int32, device=DEVICE) if has_lens else None
+    key = torch.cat([rows[len(rows) - new :] for rows, new in zip(case.keys, case.query_lens, strict=True)])
+    out = torch.full((4, 20 * 32), CANARY, dtype=case.dtype, device=DEVICE)
+    lse = torch.full((4, 20), CANARY, device=DEVICE)
+    cache = step.backend.bind_cache({"k": step.cache[0], "v": step.cache[0, ..., :32]})
+    given = (torch.cat(case.queries), key, cache, step.builder.build(batch), indices.to(DEVICE), lens, out, lse)
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        step.impl.wrapped.run_sparse(*given)
+    case.put("causal", False)  # all keys are selected
+    check((out.view(4, 20, 32).cpu(), lse.cpu()), case)
+    assert calls == (["_decode", "_merge"] if splits is None else ["_decode"])
+
+
 def test_lengths_do_not_recompile(monkeypatch):
     compiled = {}
     for kernel in (launch._decode_kernel, launch._prefill_kernel):
@@ -292,6 +317,14 @@ def test_a_warm_up_runs_each_kernel(calls, phases, expected):
     step.backend.warmup([GraphShape(1, 1, 1)])
 
     assert calls == expected
+
+
+def test_a_warm_up_compiles_selections_with_and_without_lengths(calls):
+    step = Step(Requests([1], [1], kv_heads=1, size=48, latent=32), topk=64)
+
+    step.backend.warmup([GraphShape(1, 1, 1)])
+
+    assert calls == ["_decode", "_decode"]
 
 
 def test_e4m3_by_bits(monkeypatch):

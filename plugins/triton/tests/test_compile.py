@@ -15,13 +15,15 @@ KINDS = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
     **dict.fromkeys(("query_starts", "seq_lens", "table"), "*i32"),
-    **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles"), "i32"),
+    **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
-    "is_latent": False,
+    **dict.fromkeys(("is_latent", "is_records"), False),
+    "topk": 0,
+    "has_lens": True,
     "alibi": 0,
     "is_causal": True,
     "has_lse": True,
@@ -42,17 +44,18 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
     size_v = forms.get("size_v", size)
     if forms.get("is_latent"):
         rows = forms["group"] if phase == "decode" else 64
+        itemsize = None if forms.get("is_records") else itemsize
         tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, capability=divmod(capability, 10))
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
     else:
         tiles = prefill_tiles(size, size, shared=shared)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
-    scales = {"is_scaled": itemsize == 1, "by_bits": kind == "u8", "is_split": True}
+    scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
     values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
     return compile_kernel(
         _decode if phase == "decode" else _prefill,
-        KINDS | dict.fromkeys(("key", "value"), f"*{kind}"),
+        KINDS | {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"},
         values,
         unaligned=("table_stride", "k_scale", "v_scale"),
         capability=capability,
@@ -117,3 +120,24 @@ def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group:
     latent = {"is_latent": True, "size_v": size_v, "kv_heads": 1, "group": group}
 
     check(phase, capability, size, cache, 64, is_tall=group > 32, **latent)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "is_records"),
+    [
+        (80, "e4m3 by bits", True),
+        (89, "bf16", False),
+        (89, "e4m3", True),
+        (90, "bf16", False),
+        (90, "e4m3", True),
+        (120, "e5m2", False),
+    ],
+)
+def test_selected_latents_fit(capability: int, cache: str, is_records: bool) -> None:
+    latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": 128, "is_causal": False}
+
+    check("decode", capability, 64, cache, 64, is_tall=True, topk=2048, is_records=is_records, **latent)
+
+
+def test_records_fit() -> None:
+    check("prefill", 89, 64, "e4m3", 64, is_records=True, is_latent=True, size_v=512, kv_heads=1, group=128)

@@ -45,6 +45,10 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({**LATENT, "head_size": 576, "head_size_v": 512}, id="DeepSeek V3"),
         pytest.param({**LATENT, "head_size": 288, "head_size_v": 256, "kv_cache_dtype": "fp8"}, id="MiniCPM3"),
         pytest.param({**LATENT, "head_size": 512, "head_size_v": 512}, id="latents without a rotary part"),
+        pytest.param({**LATENT, "head_size": 576, "head_size_v": 512, "topk": 2048}, id="DeepSeek V3.2"),
+        pytest.param(
+            {**LATENT, "head_size": 576, "head_size_v": 512, "topk": 2048, "kv_cache_dtype": "fp8_ds_mla"}, id="records"
+        ),
         pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
     ],
 )

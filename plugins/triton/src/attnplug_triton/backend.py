@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attrs import evolve
+
 from attnplug.contract import Backend, dummy_batch_of, torch_dtype, warm_up
 from attnplug.ops import split_bytes
 from attnplug_triton.builder import TritonBuilder
-from attnplug_triton.impl import TritonImpl
+from attnplug_triton.impl import FP8_DS_MLA, TritonImpl
 from attnplug_triton.tiles import (
     MAX_ROWS,
     decode_tiles,
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attnplug import Agreement, Device
-    from attnplug.contract import Batch, GraphShape, Limits, LoadedBackend
+    from attnplug.contract import Batch, CacheTensor, GraphShape, Limits, LoadedBackend
 
 _MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H100 or H200, for devices that do not report theirs."""
@@ -53,17 +55,26 @@ class TritonBackend(Backend):
         requested = agreement.requirements
         self._size_v = requested.head_size_v or requested.head_size
         group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
-        self.short = max(1, min(requested.decode_query_len, most // group))
+        self.short = max(1, min(requested.decode_query_len, most // group)) if requested.topk is None else 1
         rows, available = self.short * group, shared_memory(self._capability)
-        sizes, itemsize = (requested.head_size, self._size_v), torch_dtype(agreement.kv_cache_dtype).itemsize
+        sizes, dtype = (requested.head_size, self._size_v), agreement.kv_cache_dtype
         if requested.latent:
+            of_latent = None if dtype == FP8_DS_MLA else torch_dtype(dtype).itemsize
             sizes = (requested.head_size - self._size_v, self._size_v)
-            self.decode_tiles = latent_tiles(*sizes, itemsize=itemsize, rows=rows, capability=self._capability)
-            self.prefill_tiles = latent_tiles(*sizes, itemsize=itemsize, rows=MAX_ROWS, capability=self._capability)
+            self.decode_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=rows, capability=self._capability)
+            self.prefill_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=MAX_ROWS, capability=self._capability)
         else:
+            itemsize = torch_dtype(dtype).itemsize
             self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
             self.prefill_tiles = prefill_tiles(*sizes, shared=available)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
+
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """Describe pages. Records have elements of 1, 2 and 4 bytes, and are loaded 16 bytes at a time."""
+        found = super().cache_tensors(num_blocks)
+        if self.agreement.kv_cache_dtype == FP8_DS_MLA:
+            found = {role: evolve(tensor, alignment=16) for role, tensor in found.items()}
+        return found
 
     @property
     def _capability(self) -> tuple[int, int] | None:
@@ -74,10 +85,10 @@ class TritonBackend(Backend):
     def reads_bits(self) -> bool:
         """Whether the kernels convert an FP8 KV cache by its bits, where Triton does not."""
         has_e4m3 = self._capability is None or self._capability >= _HAS_E4M3
-        return self.agreement.kv_cache_dtype == "fp8_e4m3" and not has_e4m3
+        return self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA) and not has_e4m3
 
     def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
-        """Return the splits of each request that fill the device."""
+        """Return the splits of each request that fill the device. With `topk` each token is a request."""
         requested = self.agreement.requirements
         keys = max_seq_len
         if requested.sliding_window is not None:
@@ -99,7 +110,8 @@ class TritonBackend(Backend):
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of partial outputs."""
         requested = self.agreement.requirements
-        parts = max_parts(limits.max_num_reqs, self._programs, self._multiprocessors)
+        members = limits.max_num_reqs if requested.topk is None else limits.max_num_tokens
+        parts = max_parts(members, self._programs, self._multiprocessors)
         return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
 
     def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
@@ -110,6 +122,10 @@ class TritonBackend(Backend):
     def _batches(self) -> Iterator[Batch]:
         """Return a short query, one over keys that are split, and a longer one, as far as they were requested."""
         requested, long = self.agreement.requirements, self.short + 1
+        if requested.topk is not None:  # with and without splits
+            whole = next(bit for bit in range(18) if self.splits(1 << bit, requested.topk, None) == 1)
+            yield from (dummy_batch_of(self.agreement, self.device, [1 << bit]) for bit in sorted({0, whole}))
+            return
         many = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
         steps = [(1, 1), (1, many)] if "decode" in requested.phases else []
         if "prefill" in requested.phases or long <= requested.decode_query_len:

@@ -32,18 +32,23 @@ class TritonBuilder(MetadataBuilder):
         """Return one plan for all layers."""
         del split, fast
         short = self.backend.short
-        if graph is None:
+        topk = self.agreement.requirements.topk
+        if topk is not None:
+            has_short, has_long = True, False
+        elif graph is None:
             has_short, has_long = _kinds(batch, short)
         else:
             query_len = graph.key.query_len
             has_short = query_len is None or query_len <= short
             has_long = query_len is None or query_len > short
-        splits = self.backend.splits(batch.num_reqs, batch.max_seq_len, self.limits.max_num_splits) if has_short else 0
+        members, most_keys = (batch.num_reqs, batch.max_seq_len) if topk is None else (batch.num_actual_tokens, topk)
+        splits = self.backend.splits(members, most_keys, self.limits.max_num_splits) if has_short else 0
         plan = Plan(
             short=short,
             num_splits=splits,
+            num_selections=0 if topk is None else members,
             num_tokens=batch.num_actual_tokens if has_long else 0,
-            parts=self._parts(batch.num_reqs * short, splits) if splits > 1 else None,
+            parts=self._parts(members * short, splits) if splits > 1 else None,
             decode_tiles=self.backend.decode_tiles,
             prefill_tiles=self.backend.prefill_tiles,
         )

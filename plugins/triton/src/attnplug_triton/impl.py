@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import write_kv
+from attnplug.ops import write_kv, write_latents
 from attnplug_triton.launch import Params, run
 from attnplug_triton.tiles import width_of
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnplug.contract import KVCache, Layer, Metadata
     from attnplug_triton.backend import TritonBackend
 
+FP8_DS_MLA: Final = "fp8_ds_mla"
 _ALIBI: Final = {None: 0, "linear": 1, "sqrt": 2}
 
 
@@ -41,7 +42,8 @@ class TritonImpl(AttentionImpl):
         slopes, sinks = layer.alibi_slopes, layer.sinks
         self._scales = (layer.k_scale_tensor, layer.k_scale_tensor if requested.latent else layer.v_scale_tensor)
         size = self.head_size - self.head_size_v if requested.latent else self.head_size
-        is_scaled = self.agreement.kv_cache_dtype != requested.dtype
+        self._is_records = self.agreement.kv_cache_dtype == FP8_DS_MLA
+        is_scaled = self.agreement.kv_cache_dtype != requested.dtype and not self._is_records
         self._params = Params(
             numbers=(left, chunk, self.scale, cap),
             tensors=(
@@ -54,10 +56,12 @@ class TritonImpl(AttentionImpl):
                 width_of(size), width_of(self.head_size_v),
             ),
             forms=(
-                self.causal or self.window[1] == 0, left >= 0, chunk > 0, cap > 0, _ALIBI[requested.alibi],
-                sinks is not None,
+                (self.causal or self.window[1] == 0) and requested.topk is None, left >= 0, chunk > 0, cap > 0,
+                _ALIBI[requested.alibi], sinks is not None,
             ),
-            cache_forms=(is_scaled, requested.per_head_scales, self.backend.reads_bits, requested.latent),
+            cache_forms=(
+                is_scaled, requested.per_head_scales, self.backend.reads_bits, requested.latent, self._is_records,
+            ),
         )  # fmt: skip
 
     @property
@@ -76,13 +80,43 @@ class TritonImpl(AttentionImpl):
         lse: Tensor | None,
     ) -> None:
         """Write the new rows to the KV cache if forward writes them, then launch the kernels."""
+        self._attend(query, key, value, kv_cache, metadata, output, lse)
+
+    def run_sparse(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        kv_cache: KVCache,
+        metadata: Metadata,
+        indices: Tensor,
+        index_lens: Tensor | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Write the new latents to the KV cache if forward writes them, then attend to the selected ones."""
+        self._attend(query, key, None, kv_cache, metadata, output, lse, (indices, index_lens))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: KVCache,
+        metadata: Metadata,
+        output: Tensor,
+        lse: Tensor | None,
+        selection: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
         batch = metadata.batch
         if self._writes and key is not None:
             slots: Any = batch.slot_mapping  # with K/V to write there are slots
             self.update_kv_cache(key, key[..., : self.head_size_v] if value is None else value, kv_cache, slots)
         out = output.view(-1, self.num_q_heads, self.head_size_v)
-        run(query, kv_cache, out, lse, batch, self.plan_of(metadata), self._params)
+        run(query, kv_cache, out, lse, batch, self.plan_of(metadata), self._params, selection)
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write rows to their slots, with the layer's scales. The values of latents are in their keys."""
-        write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scales)
+        if self._is_records:
+            write_latents(key, kv_cache.k, slot_mapping)
+        else:
+            write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scales)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from attrs import frozen
@@ -30,14 +30,14 @@ class Params:
         constants: Constants of the layer: ``kv_heads`` to ``width_v`` of the kernels. The size of latents is that of
             their rotary part.
         forms: Constants of its scores: ``is_causal`` to ``has_sinks`` of the kernels.
-        cache_forms: Constants of its KV cache: ``is_scaled`` to ``is_latent``.
+        cache_forms: Constants of its KV cache: ``is_scaled`` to ``is_records``.
     """
 
     numbers: tuple[int, int, float, float]
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     constants: tuple[int, ...]
     forms: tuple[bool | int, ...]
-    cache_forms: tuple[bool, bool, bool, bool]
+    cache_forms: tuple[bool, bool, bool, bool, bool]
 
 
 @frozen(eq=False, kw_only=True)
@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         short: The most new tokens of a request that the kernel of short queries computes.
         num_splits: Its splits of each request; 0 where no request is short.
+        num_selections: New tokens of the step where each has separate keys; 0 where requests have keys.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
         parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
         decode_tiles: Tile sizes of the kernel of short queries.
@@ -56,17 +57,28 @@ class Plan:
 
     short: int
     num_splits: int
+    num_selections: int
     num_tokens: int
     parts: tuple[Tensor, Tensor] | None
     decode_tiles: Tiles
     prefill_tiles: Tiles
 
 
+_ROTARY: Final = 528
+"""Bytes of a record of fp8_ds_mla before its rotary elements: 512 codes, and 4 scales."""
+
 _decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
 
 
 def run(
-    query: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None, batch: Batch, plan: Plan, params: Params
+    query: Tensor,
+    kv_cache: KVCache,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: Batch,
+    plan: Plan,
+    params: Params,
+    selection: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
     """
     Compute attention of a step over the KV cache, which has its keys and values.
@@ -79,17 +91,20 @@ def run(
         batch: The requests.
         plan: The launches.
         params: The layer.
+        selection: The slots that each token attends to, ``(tokens, topk)`` int32, and how many of them, ``(tokens,)``
+            int32 or None for all. None attends to the keys of the requests.
     """
-    keys, values, table = kv_cache.k, kv_cache.v, cast("Tensor", batch.block_table)
-    if params.cache_forms[2]:  # Triton has no e4m3 here
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    if params.cache_forms[3]:
-        keys = keys[..., params.constants[3] :]
+    keys, values = _pages(kv_cache, params)
     requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
+    members, topk, table, lens, has_lens = requests, 0, cast("Tensor", batch.block_table), batch.seq_lens, True
+    if selection is not None:
+        table, index_lens = selection
+        members, topk, has_lens = plan.num_selections, table.shape[1], index_lens is not None
+        lens = table if index_lens is None else index_lens
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-        batch.query_start_loc, batch.seq_lens, table,
+        batch.query_start_loc, lens, table,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
@@ -101,15 +116,15 @@ def run(
     if splits:
         parts = (out, out) if plan.parts is None else plan.parts  # the kernel does not read those of a single split
         _decode_kernel.run(
-            requests * kv_heads * splits * -(-short * group // tiles.rows),
+            members * kv_heads * splits * -(-short * group // tiles.rows),
             (*tensors, *parts),
             strides,
-            (*numbers, splits),
-            (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1),
+            (*numbers, splits, members, keys.shape[0] * keys.shape[1]),
+            (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1, topk, has_lens),
             num_warps=tiles.warps,
         )
         if splits > 1:
-            merge_splits(*parts, out, lse, batch.query_start_loc, query_len=short)
+            merge_splits(*parts, out, lse, batch.query_start_loc, query_len=None if topk else short)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
         num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
@@ -121,3 +136,14 @@ def run(
             (*constants, tiles.rows, tiles.keys, tiles.stages),
             num_warps=tiles.warps,
         )
+
+
+def _pages(kv_cache: KVCache, params: Params) -> tuple[Tensor, Tensor]:
+    """Return keys and values as the kernels read them: of latents, the rotary elements, and those before."""
+    keys, values = kv_cache.k, kv_cache.v
+    _, _, by_bits, is_latent, is_records = params.cache_forms
+    if is_records:
+        return keys[..., _ROTARY:].view(torch.bfloat16), values if by_bits else values.view(torch.float8_e4m3fn)
+    if by_bits:  # Triton has no e4m3 here
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    return keys[..., params.constants[3] :] if is_latent else keys, values

@@ -28,6 +28,9 @@ _MIN_SHARED_MEMORY: Final = 99
 _OPERAND_BYTES: Final = {9: 2, 10: 6, 11: 6}
 """Bytes per element of latents that `wgmma` and `tcgen05` need beside two tiles, as Triton compiles them."""
 
+_RECORD_BYTES: Final = 736
+"""Bytes of shared memory for a record of 656 bytes, as Triton compiles its scales."""
+
 _KIB: Final = 1024
 _SPARE: Final = 2
 """KiB of shared memory for page numbers and reductions."""
@@ -93,7 +96,9 @@ def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
     return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
 
 
-def latent_tiles(size: int, size_v: int, *, itemsize: int, rows: int, capability: tuple[int, int] | None) -> Tiles:
+def latent_tiles(
+    size: int, size_v: int, *, itemsize: int | None, rows: int, capability: tuple[int, int] | None
+) -> Tiles:
     """
     Return the tiles of latents, for queries of any length: queries are in shared memory too.
 
@@ -102,15 +107,16 @@ def latent_tiles(size: int, size_v: int, *, itemsize: int, rows: int, capability
     Args:
         size: Rotary elements of a key.
         size_v: Elements of a latent.
-        itemsize: Bytes of a cached element.
+        itemsize: Bytes of a cached element; None for records of fp8_ds_mla.
         rows: Query rows of a request.
         capability: The compute capability; None is the interpreter's.
     """
     width, available = width_of(size) + width_of(size_v), (shared_memory(capability) - _SPARE) * _KIB
+    key_bytes = _RECORD_BYTES if itemsize is None else width * itemsize
     operand_bytes = _OPERAND_BYTES.get(9 if capability is None else capability[0], 0)
 
     def fits(rows: int, keys: int) -> bool:
-        return (rows * 2 + keys * (2 * itemsize + operand_bytes * (rows == MAX_ROWS))) * width <= available
+        return (rows * 2 + keys * operand_bytes * (rows == MAX_ROWS)) * width + keys * 2 * key_bytes <= available
 
     rows, keys = width_of(min(rows, MAX_ROWS)), 64
     while rows > 16 and not fits(rows, 16):

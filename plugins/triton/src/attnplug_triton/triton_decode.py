@@ -8,7 +8,7 @@ import triton.language as tl
 from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_splits", "left", "chunk"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "left", "chunk", "num_splits", "num_tokens", "num_slots"])
 def _decode(
     query: tl.tensor,
     key: tl.tensor,
@@ -42,6 +42,8 @@ def _decode(
     scale: tl.float32,
     soft_cap: tl.float32,
     num_splits: tl.int32,
+    num_tokens: tl.int32,
+    num_slots: tl.int32,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     size: tl.constexpr,
@@ -61,28 +63,44 @@ def _decode(
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
+    is_records: tl.constexpr,
     interpreted: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
     is_split: tl.constexpr,
+    topk: tl.constexpr,
+    has_lens: tl.constexpr,
 ) -> None:
     """
     One program computes a split of the keys of one KV head, for rows of one request.
 
     Rows are the query heads of the KV head for all new tokens. Requests with more than `short` are not computed here.
+
+    With `topk` each token is a request, whose keys are in the slots of its row of `table`: as many as `seq_lens` has,
+    or `topk` without `has_lens`.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
-    request = (program // kv_heads) % num_reqs
-    split = (program // (kv_heads * num_reqs)) % num_splits
-    first_row = (program // (kv_heads * num_reqs)) // num_splits * rows
-    start = tl.load(query_starts + request)
-    count = tl.load(query_starts + request + 1) - start
+    requests = num_tokens if topk > 0 else num_reqs
+    request = (program // kv_heads) % requests
+    split = (program // (kv_heads * requests)) % num_splits
+    first_row = (program // (kv_heads * requests)) // num_splits * rows
+    if topk > 0:
+        start = request
+        count = tl.where(request < tl.load(query_starts + num_reqs), 1, 0)
+    else:
+        start = tl.load(query_starts + request)
+        count = tl.load(query_starts + request + 1) - start
     if (count > short) | (first_row >= count * group):
         return
 
-    length = tl.load(seq_lens + request)
+    if topk == 0:
+        length = tl.load(seq_lens + request)
+    elif has_lens:
+        length = tl.minimum(tl.maximum(tl.load(seq_lens + request), 0), topk)
+    else:
+        length = tl.full((), topk, tl.int32)
     row = first_row + tl.arange(0, rows)
     row_mask = row < count * group
     token, head = row // group, kv_head * group + row % group
@@ -105,7 +123,7 @@ def _decode(
     at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
-    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits)
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
@@ -113,11 +131,11 @@ def _decode(
     acc, row_max, row_sum = attend(
         begin, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
         key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page,
-        v_token, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked, is_capped, alibi,
-        True, by_bits, is_latent, keys, stages, interpreted,  # noqa: FBT003
+        v_token, num_slots, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked,
+        is_capped, alibi, True, by_bits, is_latent, is_records, topk > 0, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
-    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, split == 0, has_sinks)
     mask = row_mask[:, None] & (columns_v < size_v)[None, :]
     if is_split:

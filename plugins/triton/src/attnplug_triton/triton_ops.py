@@ -36,6 +36,21 @@ def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def load_records(
+    base: tl.tensor, rows: tl.tensor, is_row: tl.tensor, like: tl.tensor, by_bits: tl.constexpr
+) -> tl.tensor:
+    """Return the latents of records of fp8_ds_mla: 512 codes, and a float32 scale for each 128 of them behind."""
+    at = base.to(tl.pointer_type(tl.float32)) + (rows // 4)[:, None] + 128 + tl.arange(0, 4)[None, :]
+    scales = tl.load(at, mask=is_row[:, None], other=0.0)
+    columns = tl.arange(0, 4)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    codes = tl.load(base + rows[:, None, None] + columns, mask=is_row[:, None, None], other=0.0)
+    wide = widen(codes, scales, by_bits)
+    if by_bits:
+        scales = scales * 256.0
+    return tl.reshape((wide * scales[:, :, None]).to(like.dtype), (rows.shape[0], 512))
+
+
+@triton.jit
 def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
     """Return the accumulator plus a product. The interpreter multiplies bfloat16 as if its bits were integers."""
     if interpreted:
@@ -66,10 +81,19 @@ def load_queries(
 
 
 @triton.jit
-def load_rows(base: tl.tensor, rows: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """Return a tile of the KV cache, with zeros behind the elements of a row."""
+def load_rows(
+    base: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    is_selected: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile of the KV cache, with zeros behind the elements of a row, and for rows that are not selected."""
     columns = tl.arange(0, width)[None, :]
-    if size == width:
+    if is_selected:
+        return tl.load(base + rows[:, None] + columns, mask=is_row[:, None] & (columns < size), other=0.0)
+    elif size == width:
         return tl.load(base + rows[:, None] + columns)
     else:
         return tl.load(base + rows[:, None] + columns, mask=columns < size, other=0.0)
@@ -97,6 +121,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     k_token: tl.int64,
     v_page: tl.int64,
     v_token: tl.int64,
+    num_slots: tl.int32,
     unit: tl.float32,
     soft_cap: tl.float32,
     size: tl.constexpr,
@@ -110,6 +135,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     is_masked: tl.constexpr,
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
+    is_records: tl.constexpr,
+    is_selected: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
     interpreted: tl.constexpr,
@@ -124,7 +151,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     not loaded: their slots, and their pages, may hold anything.
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
-    value's tile is loaded once, for both products.
+    value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
+
+    With `is_selected`, `pages` are the slots of the keys. None outside of the `num_slots` of the KV cache is loaded.
     """
     offsets = tl.arange(0, keys)
     for index in tl.range(begin, end, keys, num_stages=stages):
@@ -134,18 +163,28 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             at = tl.minimum(at, highest)
             if has_first:
                 at = tl.maximum(at, lowest)
-        if page_size % keys == 0:
-            page = tl.load(pages + index // page_size).to(tl.int64)
+        if is_selected:
+            slot = tl.load(pages + at)
+            is_row = (slot >= 0) & (slot < num_slots)
+            slot = tl.where(is_row, slot, 0)
+            page, slot = (slot // page_size).to(tl.int64), slot % page_size
         else:
-            page = tl.load(pages + at // page_size).to(tl.int64)
-        slot = at % page_size
+            is_row = at >= 0
+            if page_size % keys == 0:
+                page = tl.load(pages + index // page_size).to(tl.int64)
+            else:
+                page = tl.load(pages + at // page_size).to(tl.int64)
+            slot = at % page_size
         k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
         scores = tl.zeros((q.shape[0], keys), tl.float32)
         if is_latent:
-            v = widen(load_rows(value_base, v_row, size_v, width_v), q, by_bits)
+            if is_records:
+                v = load_records(value_base, v_row, is_row, q, by_bits)
+            else:
+                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
             scores = multiply(q_latent, tl.trans(v), scores, interpreted)
         if size > 0:
-            k = widen(load_rows(key_base, k_row, size, width), q, by_bits)
+            k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
             scores = multiply(q, tl.trans(k), scores, interpreted)
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
@@ -162,6 +201,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             visible = key_position[None, :] <= last[:, None]
             if has_first:
                 visible = visible & (key_position[None, :] >= first[:, None])
+            if is_selected:
+                visible = visible & is_row[None, :]
             scores = tl.where(visible, scores, float("-inf"))
 
         if is_capped or alibi > 0:
@@ -174,7 +215,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
         if not is_latent:
-            v = widen(load_rows(value_base, v_row, size_v, width_v), q, by_bits)
+            v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
         if not interpreted:  # the interpreter truncates where a GPU rounds
             probs = probs.to(v.dtype)
         acc = multiply(probs, v, acc * rescale[:, None], interpreted)

@@ -79,6 +79,7 @@ def _prefill(
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
+    is_records: tl.constexpr,
     interpreted: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
@@ -122,7 +123,7 @@ def _prefill(
     at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
-    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits)
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
@@ -131,21 +132,24 @@ def _prefill(
     if has_first:
         acc, row_max, row_sum = attend(
             begin, unmasked, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-            key_base, value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
-            page_size, has_first, is_capped, alibi, True, by_bits, is_latent, keys, stages, interpreted,  # noqa: FBT003
+            key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
+            width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
+            interpreted,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         unmasked, diagonal, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
-        page_size, has_first, is_capped, alibi, False, by_bits, is_latent, keys, stages, interpreted,  # noqa: FBT003
+        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
+        width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
+        interpreted,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         diagonal, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, unit, soft_cap, size, size_v, width, width_v,
-        page_size, has_first, is_capped, alibi, True, by_bits, is_latent, keys, stages, interpreted,  # noqa: FBT003
+        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
+        width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
+        interpreted,
     )  # fmt: skip
 
-    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits)
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, True, has_sinks)  # noqa: FBT003
     out_at = out + at[:, None] * out_token + head[:, None] * size_v + columns_v[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & (columns_v < size_v)[None, :])
