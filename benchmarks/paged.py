@@ -3,10 +3,12 @@ Measure paged attention of several backends on a GPU, in turn.
 
     python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashinfer/fa3 --out DIR [--seconds 120]
     python benchmarks/paged.py triton/unified --tiles decode,keys=128 --tiles prefill,rows=64,warps=4 --out DIR
+    python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashmla --latents --out DIR
 
 Device times of `forward`, in bfloat16 with 32 query and 8 KV heads of 128: decodes, decodes of 4 tokens, first
 prefills, chunks behind 4,096 tokens, and a mixed step; each over that of the second backend, if there are several.
-``--tiles`` adds the first backend, which is the plugin triton's, with other tile sizes. The results so far stay in DIR.
+With ``--latents`` keys are latents of 512 elements beside 64 rotary ones, of 16 and 128 query heads. ``--tiles`` adds
+the first backend, which is the plugin triton's, with other tile sizes. The results so far stay in DIR.
 """
 
 from __future__ import annotations
@@ -62,6 +64,19 @@ STEPS = (
     mixed(64, 4096, 4, 1024),
     decodes(256, 1024),
 )
+LATENTS = tuple(
+    evolve(
+        step,
+        what=f"latents, {heads} heads: {step.what}",
+        num_q_heads=heads,
+        num_kv_heads=1,
+        head_size=576,
+        head_size_v=512,
+        latent=True,
+    )
+    for step in (decodes(64, 4096), decodes(1, 1 << 15), chunks(64, 4, 4092), chunks(8, 128, 4096))
+    for heads in (16, 128)
+)
 
 
 def main() -> int:
@@ -70,17 +85,19 @@ def main() -> int:
     parser.add_argument("backends", nargs="+", help="backend/variant")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--tiles", action="append", default=[], type=_tiles, help="decode or prefill, and sizes")
+    parser.add_argument("--latents", action="store_true", help="steps of latents")
     parser.add_argument("--only", default="", help="steps whose description has this word")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit")
     parser.add_argument("--repeats", type=int, default=6, help="as for `attnplug bench`")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    here = [name for name in options.backends if is_here(Target(name, "cuda"))]
+    chosen = LATENTS if options.latents else STEPS
+    here = [name for name in options.backends if is_here(Target(name, "cuda"), chosen[0].requirements("bfloat16"))]
     if not here:
         return NOT_HERE
     measure = partial(_measure, here, options.tiles, options.kv_cache_dtype, options.repeats)
-    steps = [(step.what, partial(measure, step)) for step in STEPS if options.only in step.what]
+    steps = [(step.what, partial(measure, step)) for step in chosen if options.only in step.what]
     command = " ".join(["python benchmarks/paged.py", *sys.argv[1:]])
     return 1 if measure_all(steps, command, options.out / NAME, options.seconds).failures else 0
 

@@ -236,6 +236,16 @@ def test_splits_observe_the_split_kv_limit(most):
     check(step.run(metadata), step.case)
 
 
+def test_batch_invariance_fixes_the_splits(calls):
+    for lens in ([1, 1], [1100, 40]), ([1] * 7, [1100, 3, 1, 1, 1, 1, 1]), ([1], [1100]):
+        step = Step(Requests(*lens, size=32, kv_heads=1), page=64, batch_invariant=True)
+        metadata = step.builder.build(step.batch())
+        assert step.impl.wrapped.plan_of(metadata).num_splits == 4
+        check(step.run(metadata), step.case)
+
+    assert set(calls) == {"_decode", "_merge"}
+
+
 def test_a_batch_of_one_kind_takes_one_launch(calls):
     for lens, kernel in (([1, 1, 2], "_decode"), ([5, 0, 7], "_prefill")):
         calls.clear()

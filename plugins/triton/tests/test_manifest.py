@@ -49,6 +49,7 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param(
             {**LATENT, "head_size": 576, "head_size_v": 512, "topk": 2048, "kv_cache_dtype": "fp8_ds_mla"}, id="records"
         ),
+        pytest.param({"batch_invariant": True, "sinks": True}, id="batch invariance"),
         pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
     ],
 )
@@ -67,7 +68,7 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
         ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
-        ({"batch_invariant": True}, "batch_invariant"),
+        ({"dcp_size": 2}, "dcp_size"),
     ],
 )
 def test_refused(fields: dict[str, Any], words: str) -> None:

@@ -35,6 +35,10 @@ _HAS_E4M3: Final = (8, 9)
 _LATENT_PROGRAMS: Final = 8
 """Tiles of rows of a request whose latents all are read, from the L2 cache, for short queries."""
 
+_FIXED_SPLITS: Final = 16
+_FIXED_BYTES: Final = 1 << 28
+"""The most splits of each request where they do not depend on the batch, and the most bytes of their outputs."""
+
 
 class TritonBackend(Backend):
     """
@@ -110,9 +114,26 @@ class TritonBackend(Backend):
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of partial outputs."""
         requested = self.agreement.requirements
-        members = limits.max_num_reqs if requested.topk is None else limits.max_num_tokens
-        parts = max_parts(members, self._programs, self._multiprocessors)
+        members, fixed = self._members(limits), self.fixed_splits(limits)
+        parts = max_parts(members, self._programs, self._multiprocessors) if fixed is None else members * fixed
         return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
+
+    def fixed_splits(self, limits: Limits) -> int | None:
+        """
+        Return the splits of every request where results may not depend on the batch, by limits alone; None elsewhere.
+
+        The kernel divides the keys of a request by this number and by its own length.
+        """
+        requested = self.agreement.requirements
+        if not (requested.batch_invariant if limits.batch_invariant is None else limits.batch_invariant):
+            return None
+        split = split_bytes(self._members(limits) * self.short, requested.num_q_heads, self._size_v)
+        most = max(1, min(_FIXED_SPLITS, _FIXED_BYTES // split, limits.max_num_splits or _FIXED_SPLITS))
+        return self.splits(1, limits.max_seq_len if requested.topk is None else requested.topk, most)
+
+    def _members(self, limits: Limits) -> int:
+        """Return the most requests that may be split. With `topk` each token is a request."""
+        return limits.max_num_reqs if self.agreement.requirements.topk is None else limits.max_num_tokens
 
     def warmup(self, loaded: LoadedBackend, shapes: Sequence[GraphShape]) -> None:
         """Compile the kernels by a tiny step of each kind."""

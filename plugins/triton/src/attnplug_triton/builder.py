@@ -42,7 +42,10 @@ class TritonBuilder(MetadataBuilder):
             has_short = query_len is None or query_len <= short
             has_long = query_len is None or query_len > short
         members, most_keys = (batch.num_reqs, batch.max_seq_len) if topk is None else (batch.num_actual_tokens, topk)
-        splits = self.backend.splits(members, most_keys, self.limits.max_num_splits) if has_short else 0
+        splits = 0
+        if has_short:
+            fixed = self.backend.fixed_splits(self.limits)
+            splits = fixed or self.backend.splits(members, most_keys, self.limits.max_num_splits)
         plan = Plan(
             short=short,
             num_splits=splits,
