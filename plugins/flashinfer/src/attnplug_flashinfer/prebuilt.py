@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-from packaging.version import Version
 
 from attnplug_flashinfer.routes import kernels_of, kind_of_profile, kinds_of_steps
 
@@ -70,7 +69,7 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
 def _is_newer() -> bool:
     """Whether the library is 0.7 or newer."""
     installed = installed_version("flashinfer-python")
-    return installed is not None and Version(installed).release >= (0, 7)
+    return installed is not None and tuple(map(int, re.findall(r"\d+", installed)[:2])) >= (0, 7)
 
 
 def installed_version(name: str) -> str | None:
