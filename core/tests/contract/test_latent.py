@@ -438,7 +438,7 @@ def test_selected_tokens_are_attended_to(monkeypatch, at_once, has_lens):
 
 
 def test_no_slot_beyond_the_pages_is_read():
-    """A device's slots are not checked, so that the built-in backend hides those that are none."""
+    """Slots on a device are not checked: the built-in backend masks those outside of the KV cache."""
     backend = load(topk=TOPK)
     impl, builder = make(backend)
     (query, keys), cache, (output, lse) = rows(9), backend.make_cache(8), outputs(9)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).parents[1]
 VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa3_tokenspeed", "fa4", "torch")
-AMONG_OURS = ("--backend", "flash_attn")  # other plugins of this workspace may serve the request, too
+OF_TRITON = "triton/unified"  # the workspace's kernels over pages come before a variant that gathers them
 NEEDS = {
     "fa2": "flash-attn >=2.7.1,<2.9",
     "fa2_vllm": "vllm >=0.19",
@@ -110,7 +110,7 @@ def test_another_version_of_a_library_is_reported(site: InstalledPlugin, tmp_pat
         "tokenspeed-fa3": "3.0.0.post20260408",
         "flash-attn-4": "4.0.0b8",
     }
-    explanation = site.explanation("cuda:9.0", *AMONG_OURS, libraries=site.libraries(tmp_path, old))
+    explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, old))
 
     verdicts = {v["id"].partition("/")[2]: v for v in explanation["verdicts"] if v["id"].startswith("flash_attn/")}
     for variant, needed in NEEDS.items():
@@ -118,7 +118,8 @@ def test_another_version_of_a_library_is_reported(site: InstalledPlugin, tmp_pat
         there = old[needed.partition(" ")[0]]
         assert (reason["code"], reason["supported"]) == ("version", f"{needed} is required and {there} is installed")
         check_fix(verdicts[variant]["fix"], variant)
-    assert explanation["chosen"] == "flash_attn/torch"
+    assert verdicts["torch"]["status"] == "eligible"
+    assert explanation["chosen"] == OF_TRITON
 
 
 def test_flash_attention_4_alone_is_no_flash_attention_2(site: InstalledPlugin, tmp_path: Path) -> None:
@@ -142,28 +143,33 @@ def test_with_every_library_each_device_selects_its_variant(site: InstalledPlugi
     assert chosen("cuda:9.0", *sixteen) == "flash_attn/fa3_vllm"
     assert chosen("cuda:10.0", *sixteen) == "flash_attn/fa4"
     assert chosen("cuda:9.0", "--alibi", "linear") == "flash_attn/fa2"
-    assert not chosen("cuda:8.0", "--sinks").startswith("flash_attn/")
+    assert chosen("cuda:8.0", "--sinks") == OF_TRITON
+    assert chosen("cuda:8.0", "--sinks", "--backend", "flash_attn", "--backend", "torch").startswith("torch/")
     assert chosen("cpu") == "torch/sdpa"
 
 
 @pytest.mark.parametrize(
     ("there", "chosen"),
     [
-        ({"vllm": "0.24.0", "flash-attn-4": "4.0.0b36"}, "fa3_vllm"),
-        ({"flash-attn-3": "3.0.0b1", "flash-attn-4": "4.0.0b11"}, "fa3"),
-        ({"tokenspeed-fa3": "3.0.0.post20260810", "flash-attn-4": "4.0.0b11"}, "fa3_tokenspeed"),
-        ({"flash-attn-4": "4.0.0b20", "flash-attn": "2.8.3.post1"}, "fa4"),
-        ({"flash-attn": "2.7.4.post1+cu13"}, "fa2"),
-        ({}, "torch"),
+        ({"vllm": "0.24.0", "flash-attn-4": "4.0.0b36"}, "flash_attn/fa3_vllm"),
+        ({"flash-attn-3": "3.0.0b1", "flash-attn-4": "4.0.0b11"}, "flash_attn/fa3"),
+        ({"tokenspeed-fa3": "3.0.0.post20260810", "flash-attn-4": "4.0.0b11"}, "flash_attn/fa3_tokenspeed"),
+        ({"flash-attn-4": "4.0.0b20", "flash-attn": "2.8.3.post1"}, "flash_attn/fa4"),
+        ({"flash-attn": "2.7.4.post1+cu13"}, "flash_attn/fa2"),
+        ({}, OF_TRITON),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_on_hopper_the_best_of_what_is_there_is_chosen(
     site: InstalledPlugin, tmp_path: Path, there: dict[str, str], chosen: str
 ) -> None:
-    explanation = site.explanation("cuda:9.0", *AMONG_OURS, libraries=site.libraries(tmp_path, there))
+    explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, there))
 
-    assert explanation["chosen"] == f"flash_attn/{chosen}"
+    assert explanation["chosen"] == chosen
+    own = next(
+        v["id"] for v in explanation["verdicts"] if v["status"] in {"chosen", "eligible"} and v["id"] != OF_TRITON
+    )
+    assert own == (chosen if there else "flash_attn/torch")
 
 
 def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp_path: Path) -> None:
