@@ -151,7 +151,7 @@ def compile_kernel(
     constants: Mapping[str, Any],
     *,
     unaligned: Iterable[str] = (),
-    capability: int = 90,
+    capability: int | str = 90,
     **options: int,
 ) -> Any:
     """
@@ -162,7 +162,7 @@ def compile_kernel(
         kinds: The types of its arguments by name; others are ``i64``.
         constants: Its constants by name. Names that it does not have are ignored.
         unaligned: Pointers and strides that are no multiples of 16.
-        capability: Ten times the compute capability.
+        capability: Ten times the compute capability, or the LLVM target of an AMD GPU.
         options: Options of the launch.
     """
     import triton  # noqa: PLC0415 - not on every platform
@@ -179,11 +179,13 @@ def compile_kernel(
     }
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
+    if isinstance(capability, str):
+        target = GPUTarget("hip", capability, 64 if capability.startswith("gfx9") else 32)
+    else:
+        target = GPUTarget("cuda", capability, 32)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", folder)
-        return triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
-        )
+        return triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
 
 
 @frozen

@@ -34,22 +34,30 @@ FORMS = {
 CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
 
 
-def compiled(phase: str, capability: int, size: int, cache: str, page: int, **forms: Any) -> Any:
+AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+
+
+def architecture_of(capability: int | str) -> str:
+    """Return the architecture of ten times a compute capability, or of an LLVM target."""
+    return capability if isinstance(capability, str) else f"{capability // 10}.{capability % 10}"
+
+
+def compiled(phase: str, capability: int | str, size: int, cache: str, page: int, **forms: Any) -> Any:
     """Return a compiled kernel with the tiles of a device."""
     from attnplug_triton.triton_decode import _decode  # noqa: PLC0415 - needs Triton
     from attnplug_triton.triton_prefill import _prefill  # noqa: PLC0415 - needs Triton
 
     kind, itemsize = CACHES[cache]
-    shared = shared_memory(divmod(capability, 10))
+    arch = architecture_of(capability)
     size_v = forms.get("size_v", size)
     if forms.get("is_latent"):
         rows = forms["group"] if phase == "decode" else 64
         itemsize = None if forms.get("is_records") else itemsize
-        tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, capability=divmod(capability, 10))
+        tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, arch=arch)
     elif phase == "decode":
-        tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
+        tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, arch=arch)
     else:
-        tiles = prefill_tiles(size, size, shared=shared)
+        tiles = prefill_tiles(size, size, arch=arch)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
     values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
@@ -63,15 +71,17 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
     )
 
 
-def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **forms: Any) -> None:
+def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False, **forms: Any) -> None:
     """Compile, and check the code. Tiles of 64 rows and more, which prefills have, are tall."""
     kernel = compiled(phase, capability, *given, **forms)
-    code = kernel.asm["ptx"]
 
-    tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall or phase == "prefill" else {}
-    assert tall.get(capability, "mma.sync") in code
-    assert "cp.async" in code
-    assert kernel.metadata.shared <= shared_memory(divmod(capability, 10)) * 1024
+    if isinstance(capability, str):
+        assert ("v_mfma" if capability.startswith("gfx9") else "v_wmma") in kernel.asm["amdgcn"]
+    else:
+        tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall or phase == "prefill" else {}
+        assert tall.get(capability, "mma.sync") in kernel.asm["ptx"]
+        assert "cp.async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= shared_memory(architecture_of(capability)) * 1024
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -87,17 +97,24 @@ def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **for
         (89, 256, "bf16", 16),
         (90, 256, "e4m3", 16),
         (90, 80, "e5m2", 1),
+        *((arch, 128, "bf16", 16) for arch in AMD),
+        ("gfx90a", 256, "e4m3 by bits", 16),
+        ("gfx942", 256, "bf16", 1),
+        ("gfx950", 256, "e4m3", 128),
+        ("gfx1100", 64, "e4m3 by bits", 16),
+        ("gfx1201", 256, "e4m3", 16),
     ],
 )
-def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) -> None:
+def test_it_fits(phase: str, capability: int | str, size: int, cache: str, page: int) -> None:
     check(phase, capability, size, cache, page)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_every_feature(phase: str) -> None:
+@pytest.mark.parametrize("capability", [89, "gfx942", "gfx1201"])
+def test_every_feature(phase: str, capability: int | str) -> None:
     forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
 
-    check(phase, 89, 128, "bf16", 16, **forms)
+    check(phase, capability, 128, "bf16", 16, **forms)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -114,9 +131,13 @@ def test_every_feature(phase: str) -> None:
         (100, 512, 64, 128, "bf16"),
         (120, 512, 64, 20, "e4m3"),
         (120, 256, 32, 40, "bf16"),
+        ("gfx90a", 256, 256, 16, "bf16"),
+        ("gfx942", 512, 64, 128, "bf16"),
+        ("gfx950", 448, 128, 128, "e4m3"),
+        ("gfx1201", 512, 64, 20, "e4m3"),
     ],
 )
-def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group: int, cache: str) -> None:
+def test_latents_fit(phase: str, capability: int | str, size_v: int, size: int, group: int, cache: str) -> None:
     latent = {"is_latent": True, "size_v": size_v, "kv_heads": 1, "group": group}
 
     check(phase, capability, size, cache, 64, is_tall=group > 32, **latent)
@@ -131,9 +152,11 @@ def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group:
         (90, "bf16", False),
         (90, "e4m3", True),
         (120, "e5m2", False),
+        ("gfx90a", "e4m3 by bits", True),
+        ("gfx942", "bf16", False),
     ],
 )
-def test_selected_latents_fit(capability: int, cache: str, is_records: bool) -> None:
+def test_selected_latents_fit(capability: int | str, cache: str, is_records: bool) -> None:
     latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": 128, "is_causal": False}
 
     check("decode", capability, 64, cache, 64, is_tall=True, topk=2048, is_records=is_records, **latent)

@@ -79,8 +79,24 @@ def test_refused(fields: dict[str, Any], words: str) -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    for device in (Device.cpu(), Device.cuda("7.5"), Device.parse("mi300x")):
-        assert verdict(LLAMA, device).status == "refused"
+    for text in ("cpu", "t4", "mi100", "cuda:iluvatar", "xpu"):
+        assert verdict(LLAMA, Device.parse(text)).status == "refused"
+
+
+@pytest.mark.parametrize("product", ["mi210", "mi300x", "mi355x", "rx7900xtx", "rx9070xt"])
+def test_amd_gpus(product: str) -> None:
+    device, fp8 = Device.parse(product), LLAMA.evolve(kv_cache_dtype="fp8")
+    deepseek = LLAMA.evolve(**LATENT, head_size=576, head_size_v=512)
+
+    assert verdict(LLAMA, device).status == "chosen"
+    assert verdict(deepseek, device).status == "chosen"
+    assert (verdict(fp8, device).status == "refused") == (product == "mi300x")
+
+
+def test_fnuz_encodings_are_refused() -> None:
+    for dtype in ("fp8_e4m3", "fp8_e5m2"):
+        found = verdict(LLAMA.evolve(kv_cache_dtype=dtype), Device.parse("mi300x"))
+        assert "e4m3fnuz" in str(found.reasons)
 
 
 def test_it_ranks_between_kernel_libraries_and_gathered_pages() -> None:

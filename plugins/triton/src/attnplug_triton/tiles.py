@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from attnplug import Device
 
 MAX_ROWS: Final = 64
 """Rows of short queries in a program: queries times query heads per KV head."""
@@ -19,17 +22,24 @@ _MIN_TILES: Final = 4
 """The fewest tiles of a split: fewer are not worth a program."""
 
 _LARGE: Final = 227
-_SHARED_MEMORY: Final = {(8, 0): 163, (8, 7): 163} | dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), _LARGE)
-"""KiB of shared memory per program (CUDA C++ Programming Guide, Compute Capabilities)."""
+_SHARED_MEMORY: Final = {"8.0": 163, "8.7": 163, "gfx950": 160} | dict.fromkeys(("9.0", "10.0", "10.3", "11.0"), _LARGE)
+"""KiB of shared memory per program (CUDA C++ Programming Guide, Compute Capabilities; AMD GPU specifications, LDS)."""
 
 _MIN_SHARED_MEMORY: Final = 99
 """KiB on the other compute capabilities from 8.0 on."""
 
-_OPERAND_BYTES: Final = {9: 2, 10: 6, 11: 6}
+_AMD_SHARED_MEMORY: Final = 64
+"""KiB on the other AMD GPUs, whose programs do not share those of two compute units."""
+
+_OPERAND_BYTES: Final = {"9": 2, "10": 6, "11": 6}
 """Bytes per element of latents that `wgmma` and `tcgen05` need beside two tiles, as Triton compiles them."""
 
 _RECORD_BYTES: Final = 736
 """Bytes of shared memory for a record of 656 bytes, as Triton compiles its scales."""
+
+_AMD: Final = "gfx"
+_SMALL_WAVES: Final = ("gfx11", "gfx12")
+"""Architectures of AMD with 32 lanes per wave, and 256 registers per lane."""
 
 _KIB: Final = 1024
 _SPARE: Final = 2
@@ -54,9 +64,27 @@ class Tiles:
     warps: int
 
 
-def shared_memory(capability: tuple[int, int] | None) -> int:
-    """Return the KiB of shared memory of a compute capability; None is the interpreter's."""
-    return max(_SHARED_MEMORY.values()) if capability is None else _SHARED_MEMORY.get(capability, _MIN_SHARED_MEMORY)
+def architecture(device: Device) -> str | None:
+    """Return a compute capability, as ``"9.0"``, or an LLVM target, as ``"gfx942"``; None for the interpreter."""
+    if device.vendor == "amd":
+        return device.arch or _AMD
+    capability = device.compute_capability
+    return None if capability is None else f"{capability.major}.{capability.minor}"
+
+
+def shared_memory(arch: str | None) -> int:
+    """Return the KiB of shared memory of an architecture."""
+    if arch is None:
+        return _LARGE
+    return _SHARED_MEMORY.get(arch, _AMD_SHARED_MEMORY if arch.startswith(_AMD) else _MIN_SHARED_MEMORY)
+
+
+def has_e4m3(arch: str | None) -> bool:
+    """Whether Triton converts e4m3 to 16 bits on an architecture, in all releases from 3.4 on."""
+    if arch is None or arch.startswith(_AMD):
+        return arch is None or arch == "gfx950" or arch.startswith("gfx12")
+    major, minor = map(int, arch.split("."))
+    return (major, minor) >= (8, 9)
 
 
 def width_of(size: int) -> int:
@@ -64,7 +92,7 @@ def width_of(size: int) -> int:
     return max(16, 1 << max(0, size - 1).bit_length())
 
 
-def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: int) -> Tiles:
+def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, arch: str | None) -> Tiles:
     """
     Return the tiles of short queries: as many keys as leave shared memory for two programs with two tiles each.
 
@@ -73,32 +101,31 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: in
         size_v: Size of a value head.
         itemsize: Bytes of a cached element.
         rows: Query rows of a request.
-        shared: KiB of shared memory.
+        arch: The architecture.
     """
     key_bytes = (width_of(size) + width_of(size_v)) * itemsize
-    keys = _keys_within(128, key_bytes, (shared // 2 - _SPARE) * _KIB)
-    return Tiles(rows=width_of(min(rows, MAX_ROWS)), keys=keys, stages=5, warps=4)
+    keys = _keys_within(128, key_bytes, (shared_memory(arch) // 2 - _SPARE) * _KIB)
+    return Tiles(rows=width_of(min(rows, MAX_ROWS)), keys=keys, stages=5, warps=_warps(4, arch))
 
 
-def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
+def prefill_tiles(size: int, size_v: int, *, arch: str | None) -> Tiles:
     """
     Return the tiles of longer queries: two of keys and values, of 16 bits, fit shared memory beside the queries.
 
     Args:
         size: Size of a query and key head.
         size_v: Size of a value head.
-        shared: KiB of shared memory.
+        arch: The architecture.
     """
-    width, width_v = width_of(size), width_of(size_v)
+    width, width_v, shared = width_of(size), width_of(size_v), shared_memory(arch)
     is_wide = max(width, width_v) > 128
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
-    keys = _keys_within(64, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
-    return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
+    most = 16 if _has_small_waves(arch) else 64  # more keys spill registers there
+    keys = _keys_within(most, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
+    return Tiles(rows=rows, keys=keys, stages=3, warps=_warps(8 if rows == 128 or is_wide else 4, arch))
 
 
-def latent_tiles(
-    size: int, size_v: int, *, itemsize: int | None, rows: int, capability: tuple[int, int] | None
-) -> Tiles:
+def latent_tiles(size: int, size_v: int, *, itemsize: int | None, rows: int, arch: str | None) -> Tiles:
     """
     Return the tiles of latents, for queries of any length: queries are in shared memory too.
 
@@ -109,11 +136,11 @@ def latent_tiles(
         size_v: Elements of a latent.
         itemsize: Bytes of a cached element; None for records of fp8_ds_mla.
         rows: Query rows of a request.
-        capability: The compute capability; None is the interpreter's.
+        arch: The architecture.
     """
-    width, available = width_of(size) + width_of(size_v), (shared_memory(capability) - _SPARE) * _KIB
+    width, available = width_of(size) + width_of(size_v), (shared_memory(arch) - _SPARE) * _KIB
     key_bytes = _RECORD_BYTES if itemsize is None else width * itemsize
-    operand_bytes = _OPERAND_BYTES.get(9 if capability is None else capability[0], 0)
+    operand_bytes = _OPERAND_BYTES.get("9" if arch is None else arch.partition(".")[0], 0)
 
     def fits(rows: int, keys: int) -> bool:
         return (rows * 2 + keys * operand_bytes * (rows == MAX_ROWS)) * width + keys * 2 * key_bytes <= available
@@ -123,7 +150,16 @@ def latent_tiles(
         rows //= 2
     while keys > 16 and not fits(rows, keys):
         keys //= 2
-    return Tiles(rows=rows, keys=keys, stages=5, warps=4 if rows == 16 else 8)
+    return Tiles(rows=rows, keys=keys, stages=5, warps=_warps(4 if rows == 16 else 8, arch))
+
+
+def _warps(warps: int, arch: str | None) -> int:
+    """Return the warps of a program: twice as many where waves have half the registers of those of 64 lanes."""
+    return warps * 2 if _has_small_waves(arch) else warps
+
+
+def _has_small_waves(arch: str | None) -> bool:
+    return arch is not None and arch.startswith(_SMALL_WAVES)
 
 
 def _keys_within(most: int, key_bytes: int, available: int) -> int:
