@@ -93,6 +93,11 @@ def test_amd_gpus(product: str) -> None:
     assert (verdict(fp8, device).status == "refused") == (product == "mi300x")
 
 
+def test_turing_is_refused_with_the_reason() -> None:
+    for dtype in ("bfloat16", "float16"):
+        assert "no matrix instructions" in str(verdict(LLAMA.evolve(dtype=dtype), Device.parse("t4")).reasons)
+
+
 def test_fnuz_encodings_are_refused() -> None:
     for dtype in ("fp8_e4m3", "fp8_e5m2"):
         found = verdict(LLAMA.evolve(kv_cache_dtype=dtype), Device.parse("mi300x"))
