@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from attnplug_triton.tiles import decode_tiles, latent_tiles, prefill_tiles, shared_memory, width_of
+from attnplug_triton.tiles import (
+    TileKey,
+    Tiles,
+    decode_tiles,
+    has_e4m3,
+    latent_tiles,
+    measured_tiles,
+    prefill_tiles,
+    shared_memory,
+    width_of,
+)
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
@@ -42,15 +52,19 @@ def architecture_of(capability: int | str) -> str:
     return capability if isinstance(capability, str) else f"{capability // 10}.{capability % 10}"
 
 
-def compiled(phase: str, capability: int | str, size: int, cache: str, page: int, **forms: Any) -> Any:
-    """Return a compiled kernel with the tiles of a device."""
+def compiled(
+    phase: str, capability: int | str, size: int, cache: str, page: int, *, tiles: Tiles | None = None, **forms: Any
+) -> Any:
+    """Return a compiled kernel, by default with the tiles that follow from the device."""
     from attnplug_triton.triton_decode import _decode  # noqa: PLC0415 - needs Triton
     from attnplug_triton.triton_prefill import _prefill  # noqa: PLC0415 - needs Triton
 
     kind, itemsize = CACHES[cache]
     arch = architecture_of(capability)
     size_v = forms.get("size_v", size)
-    if forms.get("is_latent"):
+    if tiles is not None:
+        pass
+    elif forms.get("is_latent"):
         rows = forms["group"] if phase == "decode" else 64
         itemsize = None if forms.get("is_records") else itemsize
         tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, arch=arch)
@@ -165,6 +179,22 @@ def test_selected_latents_fit(capability: int | str, cache: str, is_records: boo
     latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": 128, "is_causal": False}
 
     check("decode", capability, 64, cache, 64, is_tall=True, topk=2048, is_records=is_records, **latent)
+
+
+@pytest.mark.parametrize(("key", "tiles"), measured_tiles().items(), ids=str)
+def test_measured_tiles_fit(key: TileKey, tiles: Tiles) -> None:
+    arch = str(key.arch)
+    capability = arch if arch.startswith("gfx") else int(arch.replace(".", ""))
+    caches = {"bfloat16": "bf16", "fp8_e5m2": "e5m2"}
+    cache = caches.get(key.dtype, "e4m3" if has_e4m3(arch) else "e4m3 by bits")
+    forms = {"size_v": key.size_v, "is_records": key.dtype == "fp8_ds_mla", "group": key.request_rows or 8}
+    if key.phase not in ("decode", "prefill"):
+        forms |= {"is_latent": True, "kv_heads": 1}
+    if key.phase == "selected":
+        forms |= {"topk": 2048, "is_causal": False}
+    phase = "prefill" if "prefill" in key.phase else "decode"
+
+    check(phase, capability, key.size, cache, key.page, is_tall=tiles.rows >= 64, tiles=tiles, **forms)
 
 
 def test_records_fit() -> None:

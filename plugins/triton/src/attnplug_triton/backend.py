@@ -12,13 +12,17 @@ from attnplug_triton.builder import TritonBuilder
 from attnplug_triton.impl import FP8_DS_MLA, TritonImpl
 from attnplug_triton.tiles import (
     MAX_ROWS,
+    TileKey,
     architecture,
     decode_tiles,
     has_e4m3,
     latent_tiles,
     max_parts,
+    measured_tiles,
+    page_class,
     prefill_tiles,
     splits,
+    width_of,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +62,8 @@ class TritonBackend(Backend):
         self._size_v = requested.head_size_v or requested.head_size
         group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
         self.short = max(1, min(requested.decode_query_len, most // group)) if requested.topk is None else 1
-        rows, arch = self.short * group, architecture(self.device_properties)
-        sizes, dtype = (requested.head_size, self._size_v), agreement.kv_cache_dtype
+        self._rows, arch = self.short * group, architecture(self.device_properties)
+        sizes, dtype, rows = (requested.head_size, self._size_v), agreement.kv_cache_dtype, self._rows
         if requested.latent:
             of_latent = None if dtype == FP8_DS_MLA else torch_dtype(dtype).itemsize
             sizes = (requested.head_size - self._size_v, self._size_v)
@@ -69,7 +73,23 @@ class TritonBackend(Backend):
             itemsize = torch_dtype(dtype).itemsize
             self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, arch=arch)
             self.prefill_tiles = prefill_tiles(*sizes, arch=arch)
+        self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
+        self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
+
+    def tile_key(self, kernel: str) -> TileKey:
+        """Return what measured tile sizes of a kernel, ``"decode"`` or ``"prefill"``, depend on."""
+        agreement, requested = self.agreement, self.agreement.requirements
+        dtype = agreement.kv_cache_dtype
+        return TileKey(
+            arch=architecture(self.device_properties),
+            phase="selected" if requested.topk is not None else f"latent {kernel}" if requested.latent else kernel,
+            size=requested.head_size - (self._size_v if requested.latent else 0),
+            size_v=self._size_v,
+            dtype="bfloat16" if dtype == "float16" else dtype,
+            page=page_class(agreement.block_size or 0),
+            request_rows=width_of(min(self._rows, MAX_ROWS)) if kernel == "decode" else 0,
+        )
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Describe pages. Records have elements of 1, 2 and 4 bytes, and are loaded 16 bytes at a time."""

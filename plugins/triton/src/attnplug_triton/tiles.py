@@ -1,13 +1,21 @@
-"""Tile sizes, by shared memory and head size, and splits of keys."""
+"""Tile sizes, as measured (``tiles.json``) or by shared memory and head size; and splits of keys."""
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnplug import Device
+
+TABLE: Final = Path(__file__).with_name("tiles.json")
+"""The measured tile sizes: rows that `benchmarks/tiles.py` writes."""
 
 MAX_ROWS: Final = 64
 """Rows of short queries in a program: queries times query heads per KV head."""
@@ -62,6 +70,42 @@ class Tiles:
     keys: int
     stages: int
     warps: int
+
+
+@frozen
+class TileKey:
+    """
+    What measured tile sizes depend on.
+
+    Attributes:
+        arch: The architecture, see `architecture`.
+        phase: ``"decode"``, ``"prefill"``, ``"latent decode"``, ``"latent prefill"``, or ``"selected"`` for `topk`.
+        size: Size of a query and key head; of latents the rotary elements.
+        size_v: Size of a value head; of latents the other elements.
+        dtype: The KV cache dtype; ``"bfloat16"`` for float16 too.
+        page: The largest power of 2, at most 128, that the tokens of a page are a multiple of.
+        request_rows: Query rows of a request, as a tile has them; 0 where these are any.
+    """
+
+    arch: str | None
+    phase: str
+    size: int
+    size_v: int
+    dtype: str
+    page: int
+    request_rows: int = 0
+
+
+def page_class(block_size: int) -> int:
+    """Return the largest power of 2, at most 128, that divides a block size."""
+    return min(128, block_size & -block_size)
+
+
+@cache
+def measured_tiles() -> Mapping[TileKey, Tiles]:
+    """Read the table."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["rows"]
+    return {TileKey(**row["key"]): Tiles(**row["tiles"]) for row in rows}
 
 
 def architecture(device: Device) -> str | None:
