@@ -200,6 +200,7 @@ FEATURES = {
     "window and sinks": {"window": 9, "has_sinks": True},
     "not causal": {"causal": False},
     "three heads of 80": {"size": 80, "group": 3},
+    "heads of 512": {"size": 512},
     "float16": {"dtype": torch.float16},
     "latents": {"size": 48, "latent": 32, "kv_heads": 1, "group": 5},
     "latents without a rotary part": {"size": 40, "latent": 40, "kv_heads": 1, "group": 8, "window": 9},

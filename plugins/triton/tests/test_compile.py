@@ -69,7 +69,7 @@ def compiled(
         itemsize = None if forms.get("is_records") else itemsize
         tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, arch=arch)
     elif phase == "decode":
-        tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, arch=arch)
+        tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
         tiles = prefill_tiles(size, size, arch=arch)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
@@ -92,7 +92,8 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
     if isinstance(capability, str):
         assert ("v_mfma" if capability.startswith("gfx9") else "v_wmma") in kernel.asm["amdgcn"]
     else:
-        tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall or phase == "prefill" else {}
+        is_tall |= phase == "prefill" and given[0] <= 256
+        tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall else {}
         assert tall.get(capability, "mma.sync") in kernel.asm["ptx"]
         assert "cp.async" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= shared_memory(architecture_of(capability)) * 1024
@@ -111,6 +112,12 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
         (89, 256, "bf16", 16),
         (90, 256, "e4m3", 16),
         (90, 80, "e5m2", 1),
+        (80, 512, "bf16", 16),
+        (89, 512, "e4m3", 1),
+        (90, 512, "bf16", 128),
+        (120, 512, "bf16", 16),
+        ("gfx942", 512, "bf16", 16),
+        ("gfx1201", 512, "e4m3", 16),
         *((arch, 128, "bf16", 16) for arch in AMD),
         ("gfx90a", 256, "e4m3 by bits", 16),
         ("gfx942", 256, "bf16", 1),
@@ -121,6 +128,11 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
 )
 def test_it_fits(phase: str, capability: int | str, size: int, cache: str, page: int) -> None:
     check(phase, capability, size, cache, page)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, "gfx942", "gfx1201"])
+def test_many_rows_of_large_heads_fit(capability: int | str) -> None:
+    check("decode", capability, 512, "bf16", 16, group=64)
 
 
 def test_turing_has_no_matrix_instructions() -> None:

@@ -41,6 +41,7 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({"block_size": 1, "kv_layout": "NHD"}, id="pages of one token"),
         pytest.param({"kv_cache_dtype": "fp8", "per_head_scales": True}, id="an FP8 KV cache"),
         pytest.param({"head_size": 192, "head_size_v": 128}, id="unequal sizes"),
+        pytest.param({"head_size": 512, "num_kv_heads": 4}, id="Gemma 4"),
         pytest.param({"cudagraph": "always", "seq_lens_cpu_kind": "absent"}, id="graphs without lengths on the CPU"),
         pytest.param({**LATENT, "head_size": 576, "head_size_v": 512}, id="DeepSeek V3"),
         pytest.param({**LATENT, "head_size": 288, "head_size_v": 256, "kv_cache_dtype": "fp8"}, id="MiniCPM3"),
@@ -63,8 +64,8 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
     [
         ({"paged": False}, "pages only"),
         ({"head_size": 36}, "head_size"),
-        ({"head_size": 512}, "up to head size 256"),
-        ({"head_size_v": 512}, "up to head size 256"),
+        ({"head_size": 520}, "up to head size 512"),
+        ({"head_size": 576, "head_size_v": 512}, "up to head size 512"),
         ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),

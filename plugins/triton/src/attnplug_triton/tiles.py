@@ -45,6 +45,9 @@ _OPERAND_BYTES: Final = {"9": 2, "10": 6, "11": 6}
 _RECORD_BYTES: Final = 736
 """Bytes of shared memory for a record of 656 bytes, as Triton compiles its scales."""
 
+_HUGE_ROWS: Final = 32
+"""The most rows of a tile of heads above 256 elements: more of them spill registers, and exceed 99 KiB."""
+
 _AMD: Final = "gfx"
 _SMALL_WAVES: Final = ("gfx11", "gfx12")
 """Architectures of AMD with 32 lanes per wave, and 256 registers per lane."""
@@ -148,8 +151,11 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, arch: str 
         arch: The architecture.
     """
     key_bytes = (width_of(size) + width_of(size_v)) * itemsize
-    keys = _keys_within(128, key_bytes, (shared_memory(arch) // 2 - _SPARE) * _KIB)
-    return Tiles(rows=width_of(min(rows, MAX_ROWS)), keys=keys, stages=5, warps=_warps(4, arch))
+    shared, is_huge = shared_memory(arch), max(width_of(size), width_of(size_v)) > 256
+    rows = width_of(min(rows, _HUGE_ROWS if is_huge else MAX_ROWS))
+    keys = _keys_within(128, key_bytes, (shared // 2 - _SPARE) * _KIB)
+    stages = 5 if 3 * keys * key_bytes <= shared * _KIB else 3  # three tiles at once, or one
+    return Tiles(rows=rows, keys=keys, stages=stages, warps=_warps(8 if is_huge and rows > 16 else 4, arch))
 
 
 def prefill_tiles(size: int, size_v: int, *, arch: str | None) -> Tiles:
@@ -164,6 +170,8 @@ def prefill_tiles(size: int, size_v: int, *, arch: str | None) -> Tiles:
     width, width_v, shared = width_of(size), width_of(size_v), shared_memory(arch)
     is_wide = max(width, width_v) > 128
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
+    if max(width, width_v) > 256:
+        rows = _HUGE_ROWS
     most = 16 if _has_small_waves(arch) else 64  # more keys spill registers there
     keys = _keys_within(most, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
     return Tiles(rows=rows, keys=keys, stages=3, warps=_warps(8 if rows == 128 or is_wide else 4, arch))
