@@ -45,16 +45,15 @@ MARKS: Final = (
 )
 """Marks of a module whose tests run kernels."""
 
-_RELEASE: Final = (
-    tuple(int(part) for part in metadata.version("triton").split(".")[:2]) if find_spec("triton") else None
-)
+RELEASE: Final = tuple(int(part) for part in metadata.version("triton").split(".")[:2]) if find_spec("triton") else None
+"""The installed release of Triton."""
 
 NEEDS_TRITON: Final = pytest.mark.skipif(
-    _RELEASE is None or _RELEASE < (3, 3), reason="Triton 3.3 or newer is not installed"
+    RELEASE is None or RELEASE < (3, 3), reason="Triton 3.3 or newer is not installed"
 )
 """The mark of a test that compiles a kernel by ``ASTSource``, whose arguments differ before Triton 3.3."""
 
-DIVISION: Final = "div.rn.f32" if _RELEASE is None or _RELEASE >= (3, 6) else "div.rn.ftz.f32"
+DIVISION: Final = "div.rn.f32" if RELEASE is None or RELEASE >= (3, 6) else "div.rn.ftz.f32"
 """The PTX instruction of a division that rounds to nearest. Before Triton 3.6 it flushes subnormal numbers."""
 
 

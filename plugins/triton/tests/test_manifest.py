@@ -11,6 +11,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.discovery.plugin import read_known
 from attnplug.manifest.reader import read_manifest
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug_kit.check.examine import examine
 from tests.backends.fakes import manifest_of
 
@@ -92,6 +94,25 @@ def test_amd_gpus(product: str) -> None:
     assert verdict(LLAMA, device).status == "chosen"
     assert verdict(deepseek, device).status == "chosen"
     assert (verdict(fp8, device).status == "refused") == (product == "mi300x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({}, False),
+        ({"head_size": 512}, True),
+        ({"head_size_v": 512}, True),
+        ({**LATENT, "head_size": 96, "head_size_v": 64}, True),
+    ],
+)
+def test_large_tiles_require_triton_3_5(fields: dict[str, Any], is_refused: bool) -> None:
+    manifest, request = read_manifest(manifest_of("attnplug_triton")), Request(LLAMA.evolve(**fields), ADA)
+    old, new = (
+        make_candidate(manifest, manifest.variants[0], {"triton": version}.get) for version in ("3.4.0", "3.5.1")
+    )
+
+    assert any("Triton 3.4" in str(reason) for reason in negotiate(old, request).objections) == is_refused
+    assert negotiate(new, request).objections == ()
 
 
 def test_turing_is_refused_with_the_reason() -> None:
