@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from attnplug.manifest.reader import read_manifest
 from attnplug_triton.tiles import (
     TileKey,
     Tiles,
@@ -17,6 +18,7 @@ from attnplug_triton.tiles import (
     shared_memory,
     width_of,
 )
+from tests.backends.fakes import manifest_of
 from tests.backends.triton_on_cpu import NEEDS_TRITON, RELEASE, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
@@ -44,7 +46,8 @@ FORMS = {
 CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
 
 
-AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+AMD = read_manifest(manifest_of("attnplug_triton")).variants[0].supports["arch"].choices()
+"""The LLVM targets that are declared."""
 
 
 def architecture_of(capability: int | str) -> str:
