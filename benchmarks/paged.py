@@ -3,6 +3,7 @@ Measure paged attention of several backends on a GPU, in turn.
 
     python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashinfer/fa3 --out DIR [--seconds 120]
     python benchmarks/paged.py triton/unified --tiles decode,keys=128 --tiles prefill,rows=64,warps=4 --out DIR
+    python benchmarks/paged.py triton/unified --block-size 128 --tiles prefill,descriptors=0 --only prefill --out DIR
     python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashmla --latents --out DIR
 
 Device times of `forward`, in bfloat16 with 32 query and 8 KV heads of 128: decodes, decodes of 4 tokens, first
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--latents", action="store_true", help="steps of latents")
     parser.add_argument("--only", default="", help="steps whose description has this word")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--block-size", type=int, help="tokens of a page; the agreed ones without it")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit")
     parser.add_argument("--repeats", type=int, default=6, help="as for `attnplug bench`")
     options = parser.parse_args()
@@ -96,7 +98,8 @@ def main() -> int:
     here = [name for name in options.backends if is_here(Target(name, "cuda"), chosen[0].requirements("bfloat16"))]
     if not here:
         return NOT_HERE
-    measure = partial(_measure, here, options.tiles, options.kv_cache_dtype, options.repeats)
+    engine = {"kv_cache_dtype": options.kv_cache_dtype, "block_size": options.block_size}
+    measure = partial(_measure, here, options.tiles, engine, options.repeats)
     steps = [(step.what, partial(measure, step)) for step in chosen if options.only in step.what]
     command = " ".join(["python benchmarks/paged.py", *sys.argv[1:]])
     return 1 if measure_all(steps, command, options.out / NAME, options.seconds).failures else 0
@@ -107,10 +110,11 @@ def _tiles(text: str) -> Tiles:
     return kernel, {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
 
 
-def _measure(backends: Sequence[str], tiles: Sequence[Tiles], dtype: str, repeats: int, step: Step) -> SectionResult:
+def _measure(
+    backends: Sequence[str], tiles: Sequence[Tiles], engine: dict[str, Any], repeats: int, step: Step
+) -> SectionResult:
     length = step.query_lens[0] if step.query_lens[0] <= 8 else 1  # drafts, not chunks
-    engine = {"decode_query_len": length, **({} if dtype == "auto" else {"kv_cache_dtype": dtype})}
-    rigs = {name: make_rig(step, Target(name, "cuda"), **engine) for name in backends}
+    rigs = {name: make_rig(step, Target(name, "cuda"), decode_query_len=length, **engine) for name in backends}
     first = rigs[backends[0]]
     calls = {name: rig.forward() for name, rig in rigs.items()} | dict(_with_tiles(first, tiles))
     expected = first.forward()().clone()
