@@ -27,6 +27,7 @@ import torch
 from attrs import evolve
 from stepwise import NOT_HERE, is_here, measure_all
 
+from attnplug.ops import write_kv
 from attnplug_kit.bench import (
     Contender,
     DeviceClock,
@@ -171,7 +172,7 @@ def _with_kernels_of_vllm(rig: Rig) -> Calls:
     attend = given(rig, cache, rig.metadata.batch, output)
 
     def call() -> torch.Tensor:
-        rig.impl.write_kv(rig.key, rig.value, cache, rig.slots)
+        write_kv(rig.key, rig.value, cache.k, cache.v, rig.slots)
         attend()
         return output.view(step.num_tokens, -1)
 
