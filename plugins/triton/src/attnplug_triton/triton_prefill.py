@@ -141,19 +141,20 @@ def _prefill(
             width, width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False,  # noqa: FBT003
             False, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
-    if by_descriptor:  # behind the last key of a request, a page may hold anything
-        written = tl.maximum(full, tl.minimum(end + keys - 1, length) // keys * keys)
-        acc, row_max, row_sum = attend(
-            full, written, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-            key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
-            width, width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
-            True, keys, stages, interpreted,  # noqa: FBT003
-        )  # fmt: skip
-        full = written
+    written = tl.maximum(full, tl.minimum(end + keys - 1, length) // keys * keys)  # what is behind may hold anything
+    key_tiles, value_tiles = key_base, value_base
+    if by_descriptor:
+        key_tiles, value_tiles = key_pages, value_pages
     acc, row_max, row_sum = attend(
-        full, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        full, written, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
+        width, width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
+        by_descriptor, keys, stages, interpreted,
+    )  # fmt: skip
+    acc, row_max, row_sum = attend(
+        written, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
         key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False, False, keys,  # noqa: FBT003
+        width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, False, keys,  # noqa: FBT003
         stages, interpreted,
     )  # fmt: skip
 
