@@ -8,6 +8,7 @@ import pytest
 
 from attnplug.manifest.reader import read_manifest
 from attnplug_triton.tiles import (
+    DESCRIBED_KEYS,
     TileKey,
     Tiles,
     decode_tiles,
@@ -74,22 +75,26 @@ def compiled(
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
-        tiles = prefill_tiles(size, size, arch=arch)
+        tiles = prefill_tiles(size, size, arch=arch, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
-    values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
+    sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, "by_descriptor": tiles.descriptors}
+    kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
+    pages = {f"{name}_pages": kind for name, kind in kinds.items()}
+    if tiles.descriptors:
+        pages = dict.fromkeys(pages, f"tensordesc<bf16[1, {tiles.keys}, 1, {width_of(size)}]>")
     return compile_kernel(
         _decode if phase == "decode" else _prefill,
-        KINDS | {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"},
-        values,
+        KINDS | kinds | pages,
+        {**FORMS, **sizes, **scales, **forms},
         unaligned=("table_stride", "k_scale", "v_scale"),
         capability=capability,
         num_warps=tiles.warps,
     )
 
 
-def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False, **forms: Any) -> None:
-    """Compile, and check the code. Tiles of 64 rows and more, which prefills have, are tall."""
+def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False, **forms: Any) -> str:
+    """Compile, check the code, and return it. Tiles of 64 rows and more, which prefills have, are tall."""
     if RELEASE is not None and RELEASE < (3, 5):
         if isinstance(capability, str):
             pytest.skip("Triton 3.4 has no linker for AMD GPUs; ROCm has it")
@@ -98,13 +103,16 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
     kernel = compiled(phase, capability, *given, **forms)
 
     if isinstance(capability, str):
-        assert ("v_mfma" if capability.startswith("gfx9") else "v_wmma") in kernel.asm["amdgcn"]
+        code = str(kernel.asm["amdgcn"])
+        assert ("v_mfma" if capability.startswith("gfx9") else "v_wmma") in code
     else:
+        code = str(kernel.asm["ptx"])
         is_tall |= phase == "prefill" and given[0] <= 256
         tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall else {}
-        assert tall.get(capability, "mma.sync") in kernel.asm["ptx"]
-        assert "cp.async" in kernel.asm["ptx"]
+        assert tall.get(capability, "mma.sync") in code
+        assert "cp.async" in code
     assert kernel.metadata.shared <= shared_memory(architecture_of(capability)) * 1024
+    return code
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -146,6 +154,13 @@ def test_many_rows_of_large_heads_fit(capability: int | str) -> None:
 def test_turing_has_no_matrix_instructions() -> None:
     """The manifest's reason for a refusal; the rule goes once a release of Triton has them."""
     assert "mma.sync" not in compiled("decode", 75, 64, "bf16", 16).asm["ptx"]
+
+
+@pytest.mark.parametrize(("capability", "size"), [(90, 64), (90, 80), (90, 128), (90, 256), (100, 128), (120, 128)])
+def test_descriptors_load_tiles(capability: int, size: int) -> None:
+    code = check("prefill", capability, size, "bf16", 64)
+
+    assert ("cp.async.bulk.tensor" in code) == (capability != 120)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

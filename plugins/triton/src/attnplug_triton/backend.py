@@ -11,6 +11,7 @@ from attnplug.ops import split_bytes
 from attnplug_triton.builder import TritonBuilder
 from attnplug_triton.impl import FP8_DS_MLA, TritonImpl
 from attnplug_triton.tiles import (
+    DESCRIBED_KEYS,
     MAX_ROWS,
     TileKey,
     architecture,
@@ -72,7 +73,8 @@ class TritonBackend(Backend):
         else:
             itemsize = torch_dtype(dtype).itemsize
             self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, arch=arch)
-            self.prefill_tiles = prefill_tiles(*sizes, arch=arch)
+            is_described = dtype == requested.dtype and (agreement.block_size or 1) % DESCRIBED_KEYS == 0
+            self.prefill_tiles = prefill_tiles(*sizes, arch=arch, descriptors=is_described)
         self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
         self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)

@@ -23,6 +23,9 @@ MAX_ROWS: Final = 64
 MAX_SPLITS: Final = 64
 """The most splits of one request."""
 
+DESCRIBED_KEYS: Final = 64
+"""Keys of a tile that tensor descriptors load; pages are multiples of it."""
+
 _PROGRAMS: Final = 2
 """Programs per multiprocessor that splits aim for."""
 
@@ -67,12 +70,14 @@ class Tiles:
         keys: Keys of an iteration.
         stages: Pipeline stages; page numbers take the first one.
         warps: Warps of a program.
+        descriptors: Whether tensor descriptors load keys and values, where pages are multiples of a tile.
     """
 
     rows: int
     keys: int
     stages: int
     warps: int
+    descriptors: bool = False
 
 
 @frozen
@@ -158,7 +163,7 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, arch: str 
     return Tiles(rows=rows, keys=keys, stages=stages, warps=_warps(8 if is_huge and rows > 16 else 4, arch))
 
 
-def prefill_tiles(size: int, size_v: int, *, arch: str | None) -> Tiles:
+def prefill_tiles(size: int, size_v: int, *, arch: str | None, descriptors: bool = False) -> Tiles:
     """
     Return the tiles of longer queries: two of keys and values, of 16 bits, fit shared memory beside the queries.
 
@@ -166,9 +171,20 @@ def prefill_tiles(size: int, size_v: int, *, arch: str | None) -> Tiles:
         size: Size of a query and key head.
         size_v: Size of a value head.
         arch: The architecture.
+        descriptors: Whether tensor descriptors may load keys and values.
     """
     width, width_v, shared = width_of(size), width_of(size_v), shared_memory(arch)
     is_wide = max(width, width_v) > 128
+    if (
+        descriptors and shared == _LARGE and max(width, width_v) <= 256
+    ):  # two programs per multiprocessor, of heads up to 128
+        return Tiles(
+            rows=128 if is_wide else 64,
+            keys=DESCRIBED_KEYS,
+            stages=2 if is_wide else 3,
+            warps=8 if is_wide else 4,
+            descriptors=True,
+        )
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
     if max(width, width_v) > 256:
         rows = _HUGE_ROWS
