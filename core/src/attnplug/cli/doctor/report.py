@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.cli.device_report import DeviceReport, report_device
 from attnplug.cli.doctor.engines import EngineState, examine_engines
@@ -20,7 +20,7 @@ from attnplug.evidence.store import EvidenceStore
 from attnplug.negotiation.ranking import AUTO, Policy, is_named
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
-from attnplug.request.settings import Settings
+from attnplug.request.settings import Settings, names_of_pair
 from attnplug.selection.options import check_owner, profile_error
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def examine(*, load: bool) -> Report:
         candidates = registry.candidates(attrs.evolve(settings, strict=False))
         problems += _problems_of_candidates(candidates)
         problems += _problems_of_settings(registry, candidates, settings, device.device)
-        unused = tuple(_unused_of_list(candidates, settings, device.device))
+        unused = tuple(_unused_of_list(candidates, _without_pairs(settings), device.device))
         loading = tuple(load_ready(candidates, device.device)) if load else ()
     problems += [Problem(result.id, result.text, result.fix) for result in loading if result.status == "failed"]
     engines = examine_engines(load=load)
@@ -235,6 +235,7 @@ def _problems_of_settings(
     """Yield what is wrong with the listed backends, the KV-cache layout, the options of backends, and the profile."""
     unknown = tuple(_unknown_backends(registry, settings))
     yield from unknown
+    settings = _without_pairs(settings)
     if settings.backend and not unknown:
         yield from _nothing_permitted(candidates, settings, device)
     yield from _layout_of_none(candidates, settings)
@@ -242,6 +243,12 @@ def _problems_of_settings(
     error = profile_error(settings)
     if error is not None:
         yield Problem.of(_source(settings, "profile"), error)
+
+
+def _without_pairs(settings: Settings) -> Settings:
+    """Return the settings with both backends in place of each routed pair: what is said of one is said of it."""
+    names = (one for name in settings.backend for one in names_of_pair(name) or (name,))
+    return evolve(settings, backend=tuple(dict.fromkeys(names)))
 
 
 def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Problem]:
