@@ -129,7 +129,7 @@ def examine(*, load: bool) -> Report:
         candidates = registry.candidates(attrs.evolve(settings, strict=False))
         problems += _problems_of_candidates(candidates)
         problems += _problems_of_settings(registry, candidates, settings, device.device)
-        unused = tuple(_unused_of_list(candidates, _without_pairs(settings), device.device))
+        unused = tuple(_unused_of_list(candidates, settings, device.device))
         loading = tuple(load_ready(candidates, device.device)) if load else ()
     problems += [Problem(result.id, result.text, result.fix) for result in loading if result.status == "failed"]
     engines = examine_engines(load=load)
@@ -235,9 +235,11 @@ def _problems_of_settings(
     """Yield what is wrong with the listed backends, the KV-cache layout, the options of backends, and the profile."""
     unknown = tuple(_unknown_backends(registry, settings))
     yield from unknown
-    settings = _without_pairs(settings)
     if settings.backend and not unknown:
-        yield from _nothing_permitted(candidates, settings, device)
+        pair = names_of_pair(settings.backend[0]) if len(settings.backend) == 1 else None
+        for name in pair or ("",):  # both of a pair that is alone have to run here
+            yield from _nothing_permitted(candidates, settings, device, name)
+    settings = _without_pairs(settings)
     yield from _layout_of_none(candidates, settings)
     yield from _wrong_options(registry, settings)
     error = profile_error(settings)
@@ -259,15 +261,20 @@ def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Proble
             yield Problem.of(_source(settings, "backend"), error)
 
 
-def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings, device: Device) -> Iterator[Problem]:
-    """Yield that no listed backend can run here. Where nothing at all is ready, that is another problem."""
-    policy = Policy(settings.backend)
+def _nothing_permitted(
+    candidates: Sequence[Candidate], settings: Settings, device: Device, of_pair: str = ""
+) -> Iterator[Problem]:
+    """
+    Yield that no listed backend can run here, or of a pair not this one. Where nothing at all is ready, that is another
+    problem.
+    """
+    policy = Policy((of_pair,) if of_pair else _without_pairs(settings).backend)
     permitted = [candidate for candidate in candidates if policy.admits(candidate)]
     ready = [candidate for candidate in candidates if candidate.availability == "ready"]
     if not ready or any(candidate in permitted and not device_objections(candidate, device) for candidate in ready):
         return
     why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in permitted)
-    listed = ", ".join(map(repr, settings.backend))
+    listed = repr(of_pair) if of_pair else ", ".join(map(repr, settings.backend))
     fix = _fix_of_list(permitted, settings, device)
     yield Problem(_source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", fix)
 
@@ -276,7 +283,7 @@ def _unused_of_list(candidates: Sequence[Candidate], settings: Settings, device:
     """Yield each listed backend of which nothing can run here, where another permitted one can."""
     if next(iter(_nothing_permitted(candidates, settings, device)), None) is not None:
         return
-    for name in settings.backend:
+    for name in _without_pairs(settings).backend:
         named = [candidate for candidate in candidates if name != AUTO and is_named(candidate, name)]
         if named and not any(c.availability == "ready" and not device_objections(c, device) for c in named):
             why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in named)
