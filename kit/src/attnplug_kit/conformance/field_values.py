@@ -246,10 +246,11 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
     for paged in (True, False):
         for dtype in dtypes:
             for size in _head_sizes(subject, fields):
+                latents = _latent_size(subject, size) if fields.get("latent") else None
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
                     own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
                     if fields.get("latent"):
-                        own |= {"num_kv_heads": 1, "head_size_v": _latent_size(subject, size)}
+                        own |= {"num_kv_heads": 1, "head_size_v": latents}
                     yield RequestSpec.of({**common, **own, **fields}, fields)
                     if own.get("head_size_v"):  # without rotary elements
                         yield RequestSpec.of({**common, **own, "head_size_v": None, **fields}, fields)

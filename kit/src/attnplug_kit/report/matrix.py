@@ -13,7 +13,7 @@ from attrs import frozen
 from attnplug import explain
 from attnplug.manifest import Exact
 from attnplug.request import FIELDS, Flag, Level, Name, Names, Table
-from attnplug_kit.conformance.field_values import Capability, FieldValues, plainest
+from attnplug_kit.conformance.field_values import Capability, FieldValues, is_served, plainest
 from attnplug_kit.conformance.models import MODELS
 from attnplug_kit.conformance.subject import Subject
 from attnplug_kit.fields import ROWS
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from attnplug import Device, Verdict
+    from attnplug.manifest import Constraint
     from attnplug.negotiation import Candidate
     from attnplug.request import Field
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.report.runs import KitRun
 
 Status = Literal["run", "declared", "refused"]
@@ -139,11 +141,11 @@ def make_matrix(candidates: Sequence[Candidate], devices: Mapping[str, Device], 
     """
     supposed = tuple(each.if_installed for each in candidates)
     features = tuple(_features(supposed))
-    cells = {
-        (each.id, name): tuple(_cells(each, device, features, runs))
-        for each in supposed
-        for name, device in devices.items()
-    }
+    cells: dict[tuple[str, str], tuple[Cell, ...]] = {}
+    for each in supposed:
+        specs: dict[Feature, RequestSpec] = {}
+        for name, device in devices.items():
+            cells[each.id, name] = tuple(_cells(each, device, features, runs, specs))
     return Matrix(devices, supposed, features, cells, tuple(runs))
 
 
@@ -184,7 +186,14 @@ def _values(item: Field, candidates: Sequence[Candidate]) -> list[Any]:
 # Cells
 
 
-def _cells(candidate: Candidate, device: Device, features: Sequence[Feature], runs: Sequence[KitRun]) -> Iterator[Cell]:
+def _cells(
+    candidate: Candidate,
+    device: Device,
+    features: Sequence[Feature],
+    runs: Sequence[KitRun],
+    specs: dict[Feature, RequestSpec],
+) -> Iterator[Cell]:
+    """Yield a cell for each feature. Requests that are served on another device are tried first, and kept."""
     facts = [(name, value) for name, value in device.facts().items() if value is not None]
     reasons = candidate.objections(facts)
     if reasons:
@@ -192,20 +201,26 @@ def _cells(candidate: Candidate, device: Device, features: Sequence[Feature], ru
         return
     values = FieldValues(Subject(candidate.id, device, candidate), {}, ())
     counting = [run for run in runs if _counts(run, candidate, device)]
-    yield from (_cell(values, feature, counting) for feature in features)
+    for feature in features:
+        yield _cell(values, feature, counting, specs)
 
 
 def _counts(run: KitRun, candidate: Candidate, device: Device) -> bool:
     return run.evidence.id == candidate.id and run.evidence.counts_for(candidate.distribution, device)
 
 
-def _cell(values: FieldValues, feature: Feature, runs: Sequence[KitRun]) -> Cell:
+def _cell(values: FieldValues, feature: Feature, runs: Sequence[KitRun], specs: dict[Feature, RequestSpec]) -> Cell:
     subject, own = values.subject, {feature.field: feature.value}
     reasons = subject.candidate.objections(own.items())
-    spec = None if reasons else plainest(subject, Capability(feature.field, feature.value))
+    if reasons:
+        return Cell("refused", _joined(reasons))
+    spec = specs.get(feature)
+    if spec is None or not is_served(subject, spec):
+        spec = plainest(subject, Capability(feature.field, feature.value))
     requirements = None if spec is None else spec.requirements()
-    if requirements is None:
-        return Cell("refused", _joined(reasons or values.refusal(**own)))
+    if spec is None or requirements is None:
+        return Cell("refused", _joined(values.refusal(**own)))
+    specs[feature] = spec
     found = explain(requirements, subject.device, backend=subject.id, assume_installed=True)
     verdict = next(each for each in found.verdicts if each.id == subject.id)
     if verdict.status not in ("chosen", "eligible"):
@@ -233,10 +248,18 @@ def _joined(reasons: Sequence[Any]) -> str:
 
 def _described(candidate: Candidate) -> dict[str, Any]:
     variant, manifest = candidate.variant, candidate.manifest
-    declared = {} if variant is None else {name: str(each) for name, each in variant.supports.items()}
+    declared = {} if variant is None else {name: _words(name, each) for name, each in variant.supports.items()}
     return {
         "id": candidate.id,
         "summary": (variant and variant.summary) or (manifest.summary if manifest else ""),
         "distribution": candidate.distribution,
         "declares": declared,
     }
+
+
+def _words(name: str, declared: Constraint) -> str:
+    """Return what a manifest declares for a field; of a flag whether it may be requested, or has to be."""
+    item = FIELDS[name]
+    if not isinstance(item.domain, Flag):
+        return str(declared)
+    return "yes" if declared.allows(item.neutral) else "only"

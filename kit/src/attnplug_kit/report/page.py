@@ -93,7 +93,7 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Cell]]]) -> 
     """Return a table; on a phone each row is a card. Each row has an id, which may be empty, and its cells."""
     head = "".join(f'<th scope="col">{_text(each)}</th>' for each in heads)
     body = "\n".join(_row(heads, name, cells) for name, cells in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    return f'<table class="attnplug-table"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
 
 
 def _row(heads: Sequence[str], name: str, cells: Sequence[Cell]) -> str:
