@@ -167,9 +167,9 @@ def _models(decisions: Sequence[Decision]) -> str:
     devices = list(dict.fromkeys(each.device for each in decisions))
     models = list(dict.fromkeys(each.model for each in decisions))
     found = {(each.model, each.device): each for each in decisions}
-    rows = (("", [_text(model), *(tuple(_decided(found[model, device])) for device in devices)]) for model in models)
+    rows = [(model, [tuple(_decided(found[model, device])) for device in devices]) for model in models]
     note = "Decided for all layers of a model together. Not verified: a part of the request that no kit run covers."
-    return f"<p>{note}</p>\n{_table(('model', *devices), rows)}"
+    return f"<p>{note}</p>\n{_table(('model', *devices), (('', [_text(model), *cells]) for model, cells in rows))}"
 
 
 def _decided(decision: Decision) -> Iterator[str]:

@@ -59,9 +59,8 @@ def runs_of(candidates: Iterable[Candidate], folders: Iterable[str] = ()) -> tup
 
 
 def _about(candidate: Candidate, users: Iterable[Evidence]) -> Iterator[KitRun]:
-    shipped = ()
-    if candidate.manifest is not None:
-        shipped = read_folder(Path(candidate.manifest.path).parent / FOLDER).evidence
+    path = candidate.manifest.path if candidate.manifest else ""
+    shipped = read_folder(Path(path).parent / FOLDER).evidence if path else ()
     for evidence in (*shipped, *users):
         if evidence.id == candidate.id and evidence.verifies:
             yield KitRun(evidence, _facts(Path(evidence.origin)))
