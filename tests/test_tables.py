@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -170,3 +170,35 @@ def test_a_run_that_does_not_count_verifies_nothing(tmp_path: Path, changed: dic
     _add_run(root, **changed)
 
     assert {status for status, _, _ in _cells(root, "10.0 (B200)").values()} == {"declared"}
+
+
+def test_a_cell_is_run_where_a_shipped_file_has_its_value() -> None:
+    """Read from the files alone, for every cell of the documentation, in both directions."""
+    found = json.loads((tables.ROOT / capabilities.DATA).read_text("utf-8"))
+    versions = {each["id"]: each["distribution"] for each in found["candidates"]}
+    places = ("core/src/**/evidence/*.json", "plugins/*/src/**/evidence/*.json")
+    files = [json.loads(path.read_text("utf-8")) for place in places for path in tables.ROOT.glob(place)]
+
+    wrong = []
+    for variant, devices in found["cells"].items():
+        for device, cells in devices.items():
+            own = [
+                run
+                for run in files
+                if (run["backend"], run["distribution"]) == (variant, versions[variant])
+                and run["device"].get("compute_capability", "CPU") == device.split()[0]
+            ]
+            for (field, label), (status, *_) in zip(found["features"], cells, strict=True):
+                if field != "block_sparse" and any(_served(run, field, label) for run in own) != (status == 0):
+                    wrong.append(f"{variant} on {device}: {label}")
+
+    assert sum(map(len, found["cells"].values())) == len(versions) * len(capabilities.DEVICES)
+    assert wrong == []
+
+
+def _served(run: dict[str, Any], field: str, label: str) -> bool:
+    value = label.partition("=")[2] or "True"
+    if field in run["ranges"]:
+        low, high = run["ranges"][field]
+        return bool(low <= float(value) <= high)
+    return any((item["field"], str(item["value"])) == (field, value) for item in run["served"])

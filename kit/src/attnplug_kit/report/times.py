@@ -32,8 +32,8 @@ class Timed:
 
 
 def times_of_profile(path: str | None) -> tuple[Timed, ...]:
-    """Return the times of the profile that selection reads, which is valid; nothing without one."""
-    if path is None:
+    """Return the times of the profile that selection reads, which is valid; nothing without a file of TOML."""
+    if path is None or Path(path).suffix != ".toml":
         return ()
     tables = parse_toml(Path(path).read_text("utf-8"))["measured"]
     source = Path(path).name  # a report may be published: the folder is not part of it
