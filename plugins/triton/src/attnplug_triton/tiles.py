@@ -100,7 +100,7 @@ def prefill_tiles(size: int, size_v: int, *, shared: int, descriptors: bool = Fa
     """
     width, width_v = width_of(size), width_of(size_v)
     is_wide = max(width, width_v) > 128
-    if descriptors and shared == _LARGE:  # two programs per multiprocessor, of heads up to 128
+    if descriptors and shared == _LARGE and max(width, width_v) <= 256:  # two programs per multiprocessor up to 128
         return Tiles(
             rows=128 if is_wide else 64,
             keys=DESCRIBED_KEYS,
