@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import field, frozen
 
 from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
@@ -16,7 +16,7 @@ from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.request.tables import freeze
 from attnplug.selection.explanation import Explanation
-from attnplug.selection.options import check_options
+from attnplug.selection.options import RequestTimes, check_options
 from attnplug.selection.process import PROCESS, ProcessState, current_state
 from attnplug.selection.scope import Overrides, current_scope, overrides
 from attnplug.selection.selection import Selection
@@ -150,12 +150,16 @@ class Evaluations:
         ranked: Those that can serve and may be chosen, best first.
         others: The rest, by name.
         assume_installed: Whether missing kernel libraries are supposed to be there.
+        times: The measured times for the request.
+        profile_notes: What of the profile does not count here, and why.
     """
 
     request: Request
     ranked: Ranked
     others: tuple[Evaluation, ...]
     assume_installed: bool = False
+    times: RequestTimes = field(factory=RequestTimes)
+    profile_notes: tuple[str, ...] = ()
 
 
 def evaluate_all(state: ProcessState, request: Request, *, assume_installed: bool = False) -> Evaluations:
@@ -170,13 +174,21 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     for name in settings.backend:
         registry.check_name(name)
     check_options(registry, settings)
-    policy = Policy(settings.backend, state.profile.measured(request), registry.default_orders)
+    times = state.profile.times(request, registry.version_of)
+    policy = Policy(settings.backend, times.local, registry.default_orders, times.shipped)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
     for candidate in registry.candidates(settings, assume_installed=assume_installed):
         found = evaluate(candidate, request, state.evidence)
         (eligible if found.serves and policy.admits(candidate) else others).append(found)
-    return Evaluations(request, rank(eligible, policy), tuple(others), assume_installed)
+    return Evaluations(
+        request,
+        rank(eligible, policy),
+        tuple(others),
+        assume_installed,
+        times,
+        state.profile.notes(request.device, registry.version_of),
+    )
 
 
 def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explanation:
@@ -217,6 +229,8 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         found.ranked.because,
         () if first is None else _to_install(first),
         _least(eligible, first),
+        "" if chosen is None or behind is None else found.times.line(chosen.decided_by, chosen.id, behind.candidate.id),
+        found.profile_notes,
     )
 
 
