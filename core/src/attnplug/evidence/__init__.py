@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from attnplug.evidence.store import FOLDER as FOLDER
     from attnplug.evidence.store import EvidenceFolder as EvidenceFolder
     from attnplug.evidence.store import read_folder as read_folder
-    from attnplug.evidence.times import MARGIN as MARGIN
     from attnplug.evidence.times import current_versions as current_versions
+    from attnplug.evidence.times import relative_times as relative_times
 
 _MODULES: Final = {
     "attnplug.evidence.coverage": "Evidence hashable",
@@ -30,7 +30,7 @@ _MODULES: Final = {
         "bucket_of content_hash dump_entries entry_name MeasuredTime merged parse_entries PHASES ProfileEntry"
     ),
     "attnplug.evidence.store": "FOLDER EvidenceFolder read_folder",
-    "attnplug.evidence.times": "current_versions MARGIN",
+    "attnplug.evidence.times": "current_versions relative_times",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

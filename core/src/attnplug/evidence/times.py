@@ -72,7 +72,8 @@ class Measured:
         if entry is None:
             return ""
         time, other = entry.times[chosen], entry.times.get(rival)
-        libraries = "".join(f", {name} {version}" for name, version in sorted(time.libraries.items()))
+        kernels = {name: it for name, it in time.libraries.items() if not name.startswith("attnplug-")}
+        libraries = "".join(f", {name} {version}" for name, version in sorted((kernels or time.libraries).items()))
         where = f"{entry.shape}, {entry.device.name or entry.device.type}, {entry.measured_on}{libraries}"
         against = f" against {_us(other.microseconds)} of {rival}" if other is not None else ""
         count = f"; {len(self.entries)} shapes" if len(self.entries) > 1 else ""

@@ -67,6 +67,7 @@ _LARGEST_ENTRIES: Final = 2**25  # bytes of a file of entries at most; an entry 
 _MOST_FILES: Final = 10_000  # files of a folder at most
 _SHIPPED: Final = Path(__file__).parents[1] / "evidence" / "profiles"
 _PIN: Final = "#sha256="
+_OFF: Final = "off"  # in place of a path: no profile counts, the shipped ones included
 
 Table = tuple[tuple[Condition, ...], Mapping[str, float]]
 
@@ -118,7 +119,7 @@ class Profile:
 
     Attributes:
         path: The file or folder of the settings, with ``#sha256=HASH`` behind it where its content is pinned; None
-            without one.
+            without one; ``off`` where no measured time counts, shipped ones included.
         shipped_in: The folder of the shipped files, a file per device.
     """
 
@@ -134,7 +135,7 @@ class Profile:
         Raises:
             SettingsError: The file cannot be read, is not a profile, or not the pinned one.
         """
-        return read_profile(self.path) if self.path else ProfileContent()
+        return read_profile(self.path) if self.path and self.path != _OFF else ProfileContent()
 
     def times(self, request: Request, version_of: VersionOf) -> RequestTimes:
         """
@@ -147,7 +148,7 @@ class Profile:
         Raises:
             SettingsError: As for `content`.
         """
-        if self.path is None and request.device.name is None:
+        if self.path == _OFF or (self.path is None and request.device.name is None):
             return _NOTHING
         tables = self._of_levels(request.device, version_of)
         found = [table.measured(request.requirements, request.device) for table in tables]
@@ -163,7 +164,7 @@ class Profile:
         Raises:
             SettingsError: As for `content`.
         """
-        if self.path is None and device.name is None:
+        if self.path == _OFF or (self.path is None and device.name is None):
             return ()
         found = [note for table in self._of_levels(device, version_of) for note in table.notes(device)]
         return (*self.content.notes, *found)
