@@ -244,16 +244,18 @@ def _entry(data: Any, origin: str) -> ProfileEntry:
     except AttnplugError as error:
         raise ValueError(f"{error.problem}; {error.expected}") from error
     return ProfileEntry(
-        _text(data, "measured_on"),
-        device,
-        _texts(data, "versions"),
-        requirements,
-        phase,
-        *(_count(data, name) for name in ("num_seqs", "kv_len", "query_len")),
-        _text(data, "default"),
-        {_line("a candidate", id_): _time(id_, time) for id_, time in times.items()},
-        _texts(data, "rejected"),
-        origin,
+        measured_on=_text(data, "measured_on"),
+        device=device,
+        versions=_texts(data, "versions"),
+        requirements=requirements,
+        phase=phase,
+        num_seqs=_count(data, "num_seqs"),
+        kv_len=_count(data, "kv_len"),
+        query_len=_count(data, "query_len"),
+        default=_text(data, "default"),
+        times={_line("a candidate", id_): _time(id_, time) for id_, time in times.items()},
+        rejected=_texts(data, "rejected"),
+        origin=origin,
     )
 
 
@@ -261,7 +263,7 @@ def _time(id_: str, data: Any) -> MeasuredTime:
     if not isinstance(data, Mapping):
         raise ValueError(f"the time of {id_!r} is {shown(data)}, and it is an object")  # noqa: TRY004 - likewise
     numbers = {name: data.get(name, 0.0) for name in ("spread", "build_us", "compile_s")}
-    rounds, in_graph, microseconds = data.get("rounds", 0), data.get("in_graph", False), data.get("microseconds")
+    rounds, in_graph, microseconds = data.get("rounds", 0), data.get("in_graph", False), data.get("microseconds", 0)
     if type(microseconds) not in (int, float) or not 0 < microseconds < inf:
         raise ValueError(f"{id_!r} takes {shown(microseconds)} microseconds, and it is a positive number")
     for name, number in numbers.items():
