@@ -3,12 +3,16 @@ Measure paged attention of several backends on a GPU, in turn.
 
     python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashinfer/fa3 --out DIR [--seconds 120]
     python benchmarks/paged.py triton/unified --tiles decode,keys=128 --tiles prefill,rows=64,warps=4 --out DIR
+    python benchmarks/paged.py triton/unified --block-size 128 --tiles prefill,descriptors=0 --only prefill --out DIR
     python benchmarks/paged.py triton/unified flash_attn/fa3_vllm flashmla --latents --out DIR
+    python benchmarks/paged.py triton flashmla --latents --topk 2048 [--kv-cache-dtype fp8_ds_mla] --out DIR
 
 Device times of `forward`, in bfloat16 with 32 query and 8 KV heads of 128: decodes, decodes of 4 tokens, first
 prefills, chunks behind 4,096 tokens, and a mixed step; each over that of the second backend, if there are several.
 With ``--latents`` keys are latents of 512 elements beside 64 rotary ones, of 16 and 128 query heads. ``--tiles`` adds
-the first backend, which is the plugin triton's, with other tile sizes. The results so far stay in DIR.
+the first backend, which is the plugin triton's, with other tile sizes; ``--vllm`` the Triton kernels of an installed
+vLLM, called as its TRITON_ATTN and TRITON_MLA call them, over the cache of the first backend. The results so far stay
+in DIR.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 from attrs import evolve
 from stepwise import NOT_HERE, is_here, measure_all
 
+from attnplug.ops import write_kv
 from attnplug_kit.bench import (
     Contender,
     DeviceClock,
@@ -41,9 +46,11 @@ from attnplug_kit.bench import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from attnplug.contract import Batch, KVCache
     from attnplug_kit.bench import Rig
 
     Tiles = tuple[str, dict[str, int]]
+    Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 NAME = "paged"
 
@@ -86,17 +93,22 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--tiles", action="append", default=[], type=_tiles, help="decode or prefill, and sizes")
     parser.add_argument("--latents", action="store_true", help="steps of latents")
+    parser.add_argument("--topk", type=int, help="of latents: tokens that each one attends to")
+    parser.add_argument("--vllm", action="store_true", help="beside the Triton kernels of vLLM")
     parser.add_argument("--only", default="", help="steps whose description has this word")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--block-size", type=int, help="tokens of a page; the agreed ones without it")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit")
     parser.add_argument("--repeats", type=int, default=6, help="as for `attnplug bench`")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = LATENTS if options.latents else STEPS
+    chosen = [evolve(step, topk=options.topk) for step in (LATENTS if options.latents else STEPS)]
     here = [name for name in options.backends if is_here(Target(name, "cuda"), chosen[0].requirements("bfloat16"))]
     if not here:
         return NOT_HERE
-    measure = partial(_measure, here, options.tiles, options.kv_cache_dtype, options.repeats)
+    engine = {"kv_cache_dtype": options.kv_cache_dtype, "block_size": options.block_size}
+    more = _with_kernels_of_vllm if options.vllm else _nothing_more
+    measure = partial(_measure, here, options.tiles, more, engine, options.repeats)
     steps = [(step.what, partial(measure, step)) for step in chosen if options.only in step.what]
     command = " ".join(["python benchmarks/paged.py", *sys.argv[1:]])
     return 1 if measure_all(steps, command, options.out / NAME, options.seconds).failures else 0
@@ -107,12 +119,18 @@ def _tiles(text: str) -> Tiles:
     return kernel, {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
 
 
-def _measure(backends: Sequence[str], tiles: Sequence[Tiles], dtype: str, repeats: int, step: Step) -> SectionResult:
+def _measure(
+    backends: Sequence[str],
+    tiles: Sequence[Tiles],
+    more: Callable[[Rig], Calls],
+    engine: dict[str, Any],
+    repeats: int,
+    step: Step,
+) -> SectionResult:
     length = step.query_lens[0] if step.query_lens[0] <= 8 else 1  # drafts, not chunks
-    engine = {"decode_query_len": length, **({} if dtype == "auto" else {"kv_cache_dtype": dtype})}
-    rigs = {name: make_rig(step, Target(name, "cuda"), **engine) for name in backends}
+    rigs = {name: make_rig(step, Target(name, "cuda"), decode_query_len=length, **engine) for name in backends}
     first = rigs[backends[0]]
-    calls = {name: rig.forward() for name, rig in rigs.items()} | dict(_with_tiles(first, tiles))
+    calls = {name: rig.forward() for name, rig in rigs.items()} | dict(_with_tiles(first, tiles)) | dict(more(first))
     expected = first.forward()().clone()
     for name, call in calls.items():
         torch.testing.assert_close(call(), expected, rtol=0.1, atol=0.05, msg=lambda text, name=name: f"{name}: {text}")
@@ -128,7 +146,7 @@ def _measure(backends: Sequence[str], tiles: Sequence[Tiles], dtype: str, repeat
     return SectionResult(tuple(numbers), setup_of(first.backend))
 
 
-def _with_tiles(rig: Rig, tiles: Sequence[Tiles]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _with_tiles(rig: Rig, tiles: Sequence[Tiles]) -> Calls:
     """Yield the calls of the plugin triton with other tile sizes."""
     backend: Any = rig.backend.wrapped
     for kernel, sizes in tiles:
@@ -137,6 +155,77 @@ def _with_tiles(rig: Rig, tiles: Sequence[Tiles]) -> Iterator[tuple[str, Callabl
         setattr(backend, name, evolve(kept, **sizes))
         yield f"{kernel} with {words}", evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
         setattr(backend, name, kept)
+
+
+def _nothing_more(rig: Rig) -> Calls:
+    del rig
+    yield from ()
+
+
+def _with_kernels_of_vllm(rig: Rig) -> Calls:
+    """Yield the calls of vLLM's Triton backends that serve the step, behind the same cache write."""
+    step, cache, query = rig.step, rig.cache, rig.query
+    output = torch.empty_like(rig.output).view(step.num_tokens, step.num_q_heads, -1)
+    given: Any = _latents_in_vllm if step.latent else _attention_in_vllm
+    if cache is None or step.topk or cache.k.dtype != query.dtype or (step.latent and not step.is_decode):
+        return
+    attend = given(rig, cache, rig.metadata.batch, output)
+
+    def call() -> torch.Tensor:
+        write_kv(rig.key, rig.value, cache.k, cache.v, rig.slots)
+        attend()
+        return output.view(step.num_tokens, -1)
+
+    yield "vLLM", call
+
+
+def _attention_in_vllm(rig: Rig, cache: KVCache, batch: Batch, output: torch.Tensor) -> Callable[[], object]:
+    """Return the call of TRITON_ATTN, with its builder's segments of short queries."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention  # noqa: PLC0415 - where it is measured
+
+    step, segments = rig.step, 16
+    threshold = 128 // step.num_kv_heads  # requests that its kernel splits
+    partial_sums = [output.new_empty(threshold, step.num_q_heads, segments, dtype=torch.float32) for _ in range(2)]
+    scales = output.new_ones(1, dtype=torch.float32).expand(step.num_reqs, step.num_kv_heads)
+    return partial(
+        unified_attention,
+        rig.query,
+        cache.k,
+        cache.v,
+        output,
+        batch.query_start_loc,
+        max(step.query_lens),
+        batch.seq_lens,
+        max(step.seq_lens),
+        step.scale,
+        True,  # noqa: FBT003 - causal
+        (-1, -1),
+        batch.block_table,
+        0,
+        None,
+        scales,
+        scales,
+        seq_threshold_3D=threshold,
+        num_par_softmax_segments=segments,
+        softmax_segm_output=partial_sums[0].new_empty(*partial_sums[0].shape, step.head_size),
+        softmax_segm_max=partial_sums[0],
+        softmax_segm_expsum=partial_sums[1],
+    )
+
+
+def _latents_in_vllm(rig: Rig, cache: KVCache, batch: Batch, output: torch.Tensor) -> Callable[[], object]:
+    """Return the call of TRITON_MLA, with its number of splits."""
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd  # noqa: PLC0415 - likewise
+
+    step = rig.step
+    splits = min(1 << (max(step.seq_lens) // 512 - 1).bit_length(), 2 * 132)  # 512 keys each, on 132 multiprocessors
+    parts = output.new_empty(step.num_reqs, step.num_q_heads, splits, step.size_v + 1, dtype=torch.float32)
+    lse = output.new_empty(step.num_reqs, step.num_q_heads)
+    pages = cache.k, cache.k[..., : step.size_v]
+    return partial(
+        decode_attention_fwd, rig.query, *pages, output, lse, batch.block_table, batch.seq_lens, parts, splits,
+        step.scale, rig.block_size, is_mla=True,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,18 +9,13 @@ import torch
 from attrs import evolve
 
 from attnplug_flashmla.builder import MOST_ROWS, PIECE, spans_of
-from attnplug_flashmla.plugin import RECORDS as ADMITS_RECORDS
+from attnplug_flashmla.kernels import Kernels
 from attnplug_kit.oracle import Case, SceneRunner, check, check_replays, materialize, padded_for
 from plugins.flashmla.tests.real import FLASHMLA
 
 pytestmark = pytest.mark.gpu
 
 load_real = FLASHMLA.load_fixture()
-
-
-@pytest.fixture(autouse=True)
-def _records_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ADMITS_RECORDS, "1")
 
 
 def case_of(heads: int, query_lens: tuple[int, ...], context_lens: tuple[int, ...], **more: Any) -> Case:
@@ -124,6 +119,29 @@ def test_replays_with_other_selections(load_real, cache: dict[str, Any]) -> None
 
     scenes = [materialize(padded_for(case, spare=2)) for case in cases]
     check_replays(backend, scenes, num_reqs=4, max_seq_len=4096)
+
+
+@pytest.mark.parametrize("cache", [{}, RECORDS], ids=["bfloat16", "records"])
+def test_heads_of_no_query_may_hold_anything(load_real, cache: dict[str, Any], monkeypatch) -> None:
+    """The plugin leaves them as they are in memory: NaN there changes no bit of another head."""
+    case = case_of(16, (1, 5), (900, 70), topk=256, **cache)
+    backend = load_real(case.requirements(return_lse=True), "sgl")
+
+    def results(number: float) -> tuple[torch.Tensor, torch.Tensor]:
+        def with_all_heads(kernels: Kernels, query: torch.Tensor) -> torch.Tensor:
+            whole = query.new_full((query.shape[0], kernels.sparse_heads, 576), number)
+            whole[:, :16] = query
+            return whole
+
+        monkeypatch.setattr(Kernels, "_with_all_heads", with_all_heads)
+        scene = materialize(case)
+        runner = SceneRunner(backend, scene)
+        call = runner.call(scene)
+        runner.forward(call, runner.builder.build(call.batch))
+        return call.output, call.lse
+
+    for found, expected in zip(results(torch.nan), results(0.0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("gap", [64, 8])

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from attrs import evolve
 
 import attnplug
 from attnplug import Agreement, Requirements
@@ -41,14 +40,6 @@ def machine(tmp_path: Path) -> FakeMachine:
 
 def test_a_complete_machine_is_not_refused(machine: FakeMachine) -> None:
     assert machine.probe(AGREED) is None
-
-
-def test_records_are_for_tests_alone(machine: FakeMachine) -> None:
-    records = evolve(AGREED, kv_cache_dtype="fp8_ds_mla")
-
-    assert machine.reason(records, code="probe").startswith("kv_cache_dtype | a benchmark over records")
-    assert machine.probe(records, ATTNPLUG_FLASHMLA_RECORDS="1") is None
-    assert machine.probe(records, "cpu") is None
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,10 @@ FEATURES = {
 }
 
 
+@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name):
-    step = Step(Requests(*MIXED, **{"size": 32, **FEATURES[name]}), decode_query_len=3)
+def test_features(name, page):
+    step = Step(Requests(*MIXED, **{"size": 32, **FEATURES[name]}), page, decode_query_len=3)
     metadata = step.builder.build(step.batch())
 
     with bounds_checked() if INTERPRETED else nullcontext():
@@ -244,6 +245,25 @@ def test_batch_invariance_fixes_the_splits(calls):
         check(step.run(metadata), step.case)
 
     assert set(calls) == {"_decode", "_merge"}
+
+
+@pytest.mark.parametrize("name", ["window", "not causal", "three heads of 80"])
+@pytest.mark.parametrize(("page", "spare"), [(64, 0), (96, 0), (128, 0), (128, 4)])
+def test_descriptors_load_whole_tiles(monkeypatch, page, spare, name):
+    used = []
+    describe = launch._descriptors
+    monkeypatch.setattr(launch, "_descriptors", lambda *given: used.append(describe(*given)) or used[-1])
+    case = Requests([70, 100, 64], [300, 100, 256], **{"size": 32, **FEATURES[name]})
+    step = Step(case, page)
+    has_descriptors = step.backend.wrapped.prefill_tiles.descriptors
+    metadata = step.builder.build(step.batch())
+    shape = step.cache.shape[2:]
+    step.cache = torch.nn.functional.pad(step.cache.flatten(2), (0, spare))[..., : shape.numel()].unflatten(-1, shape)
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        check(step.run(metadata), case)
+    assert has_descriptors == (page != 96)
+    assert [len(descriptors) for descriptors in used] == [2 * (has_descriptors and not spare)]
 
 
 def test_a_batch_of_one_kind_takes_one_launch(calls):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attnplug_triton.tiles import decode_tiles, latent_tiles, prefill_tiles, shared_memory, width_of
+from attnplug_triton.tiles import DESCRIBED_KEYS, decode_tiles, latent_tiles, prefill_tiles, shared_memory, width_of
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
@@ -49,22 +49,27 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
     else:
-        tiles = prefill_tiles(size, size, shared=shared)
+        tiles = prefill_tiles(size, size, shared=shared, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
-    values = {**FORMS, **sizes, **scales, "rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, **forms}
+    sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
+    sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}
+    kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
+    pages = {f"{name}_pages": kind for name, kind in kinds.items()}
+    if tiles.descriptors:
+        pages = dict.fromkeys(pages, f"tensordesc<bf16[1, {tiles.keys}, 1, {width_of(size)}]>")
     return compile_kernel(
         _decode if phase == "decode" else _prefill,
-        KINDS | {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"},
-        values,
+        KINDS | kinds | pages,
+        {**FORMS, **sizes, **scales, **forms},
         unaligned=("table_stride", "k_scale", "v_scale"),
         capability=capability,
         num_warps=tiles.warps,
     )
 
 
-def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **forms: Any) -> None:
-    """Compile, and check the code. Tiles of 64 rows and more, which prefills have, are tall."""
+def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **forms: Any) -> str:
+    """Compile, check the code, and return it. Tiles of 64 rows and more, which prefills have, are tall."""
     kernel = compiled(phase, capability, *given, **forms)
     code = kernel.asm["ptx"]
 
@@ -72,6 +77,7 @@ def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **for
     assert tall.get(capability, "mma.sync") in code
     assert "cp.async" in code
     assert kernel.metadata.shared <= shared_memory(divmod(capability, 10)) * 1024
+    return code
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -91,6 +97,13 @@ def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **for
 )
 def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) -> None:
     check(phase, capability, size, cache, page)
+
+
+@pytest.mark.parametrize(("capability", "size"), [(90, 64), (90, 80), (90, 128), (90, 256), (100, 128), (120, 128)])
+def test_descriptors_load_tiles(capability: int, size: int) -> None:
+    code = check("prefill", capability, size, "bf16", 64)
+
+    assert ("cp.async.bulk.tensor" in code) == (capability != 120)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

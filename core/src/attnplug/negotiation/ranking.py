@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from attnplug.negotiation.matching import all_hold
+from attnplug.request.settings import names_of_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -167,7 +168,11 @@ def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
 def is_named(candidate: Candidate, name: str) -> bool:
     """
     Whether a name selects a candidate: its id, its backend, or an alias of the backend, alone or before ``/variant``.
+    That of a routed pair has two of these.
     """
+    names = names_of_pair(name)
+    if candidate.roles or names is not None:
+        return names is not None and len(candidate.roles) == len(names) and all(map(is_named, candidate.roles, names))
     backend, _, variant = name.partition("/")
     names_backend = backend == candidate.backend or backend in candidate.aliases
     return names_backend and (not variant or candidate.id == f"{candidate.backend}/{variant}")

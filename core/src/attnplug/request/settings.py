@@ -26,6 +26,9 @@ from attnplug.request.tables import read_only
 BackendNames = str | Sequence[str]
 """A backend, or backends in order of preference."""
 
+PAIR = "+"
+"""Joins the names of a routed pair: the backend of pure decodes, then that of all other batches."""
+
 PREFIX = "ATTNPLUG_"
 OPTION_PREFIX = "ATTNPLUG_OPT_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -280,6 +283,11 @@ def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str
                 )
             found[backend, option] = (environ[variable], f"environment variable {variable}")
     return found
+
+
+def names_of_pair(name: str) -> tuple[str, ...] | None:
+    """Return the names that a routed pair joins, as they were written; None for the name of one backend."""
+    return tuple(name.split(PAIR)) if PAIR in name else None
 
 
 def _named_file(environ: Mapping[str, str]) -> Path | None:

@@ -278,7 +278,9 @@ def not_verified(item: Unverified) -> str:
 
 
 def terms_of(terms: Agreement) -> Iterator[str]:
-    """Yield what was agreed on, in a line, and in another one what is left to bind."""
+    """Yield what was agreed on, in a line, and in others the roles of a pair, and what is left to bind."""
+    if terms.roles is not None:
+        yield f"routed: pure decodes to {terms.roles.decode.id}, all other batches to {terms.roles.rest.id}"
     if terms.requirements.paged:
         values = {name: getattr(terms, name) for name in (*CACHE_TERMS, "kv_cache_dtype", "cudagraph")}
         yield assigned({name: value for name, value in values.items() if value is not None})

@@ -106,10 +106,6 @@ class Kernels:
         self._block_size = agreement.block_size or 1  # with pages there is one
         self._topk = required.topk or 0
         self.sparse_heads = TILE if self._heads <= TILE else 2 * TILE
-        missing = self.sparse_heads - self._heads
-        self._zeros: Tensor | None = None
-        if required.topk is not None and missing > 0:
-            self._zeros = torch.zeros(1, missing, self._size, dtype=torch.bfloat16, device=device)
         self._value_size = required.head_size_v or required.head_size
 
     def schedule(self, lens: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
@@ -215,7 +211,9 @@ class Kernels:
         return out[:, : self._heads], lse[:, : self._heads]
 
     def _with_all_heads(self, query: Tensor) -> Tensor:
-        """Return queries of as many heads as the kernels compute, in one launch. Those of no head are zeros."""
-        if self._zeros is None:
+        """Return queries of as many heads as the kernels compute. Those of no head are any numbers, or NaN."""
+        if self._heads == self.sparse_heads:
             return query.contiguous()
-        return torch.cat([query, self._zeros.expand(query.shape[0], -1, -1)], 1)
+        whole = query.new_empty(query.shape[0], self.sparse_heads, self._size)  # heads are rows of their own
+        whole[:, : self._heads] = query
+        return whole

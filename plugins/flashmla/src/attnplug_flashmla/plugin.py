@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 LIBRARY: Final = "sgl-flash-mla"
 CALLS: Final = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_decoding_metadata")
 """The library's functions that the plugin calls, with ``use_legacy=True``."""
-
-RECORDS: Final = "ATTNPLUG_FLASHMLA_RECORDS"
-"""The environment variable that admits KV caches of fp8_ds_mla: for tests."""
 
 _CUDA: Final = 13
 """The major version of CUDA that the library is linked with (``libcudart.so.13``)."""
@@ -38,8 +34,8 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
 @hookimpl
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
     """Return what is missing here to run the kernels; None where nothing is."""
-    del variant
-    return probe(device) or _records(agreement, device)
+    del variant, agreement
+    return probe(device)
 
 
 def probe(device: Device) -> Reason | None:
@@ -47,19 +43,6 @@ def probe(device: Device) -> Reason | None:
     if device.type != "cuda":
         return None  # the manifest refuses it, unless a test declares another device
     return missing_cuda() or _cuda_version() or _files()
-
-
-def _records(agreement: Agreement, device: Device) -> Reason | None:
-    """
-    Refuse records until their benchmark has run on a GPU.
-
-    On an H200 the kit passed, and the benchmark read an illegal address: a graph did not keep the schedule that it
-    reads. It does now, which has not run there.
-    """
-    if agreement.kv_cache_dtype != "fp8_ds_mla" or device.type != "cuda" or os.environ.get(RECORDS):
-        return None
-    problem = "a benchmark over records of fp8_ds_mla read an illegal address, and has not run since that was mended"
-    return Reason("probe", "kv_cache_dtype", None, problem, f"request another KV cache, or test it with {RECORDS}=1")
 
 
 def _cuda_version() -> Reason | None:

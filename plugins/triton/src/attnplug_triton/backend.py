@@ -11,6 +11,7 @@ from attnplug.ops import split_bytes
 from attnplug_triton.builder import TritonBuilder
 from attnplug_triton.impl import FP8_DS_MLA, TritonImpl
 from attnplug_triton.tiles import (
+    DESCRIBED_KEYS,
     MAX_ROWS,
     decode_tiles,
     latent_tiles,
@@ -70,7 +71,8 @@ class TritonBackend(Backend):
         else:
             itemsize = torch_dtype(dtype).itemsize
             self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
-            self.prefill_tiles = prefill_tiles(*sizes, shared=available)
+            is_described = dtype == requested.dtype and (agreement.block_size or 1) % DESCRIBED_KEYS == 0
+            self.prefill_tiles = prefill_tiles(*sizes, shared=available, descriptors=is_described)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:

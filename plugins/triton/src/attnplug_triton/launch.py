@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from attrs import frozen
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnplug.ops import Kernel, merge_splits
 from attnplug_triton.triton_decode import _decode
@@ -13,6 +14,8 @@ from attnplug_triton.triton_ops import INTERPRETED
 from attnplug_triton.triton_prefill import _prefill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from attnplug.contract import Batch, KVCache
@@ -66,6 +69,9 @@ class Plan:
 
 _ROTARY: Final = 528
 """Bytes of a record of fp8_ds_mla before its rotary elements: 512 codes, and 4 scales."""
+
+_ALIGNMENT: Final = 16
+"""Bytes that the address and the strides of a tensor descriptor are multiples of."""
 
 _decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
 
@@ -127,13 +133,16 @@ def run(
             merge_splits(*parts, out, lse, batch.query_start_loc, query_len=None if topk else short)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
+        descriptors = _descriptors((keys, values), query, params, tiles)
+        pages = () if descriptors else (keys, values)  # the kernel does not read these tensors
         num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
         _prefill_kernel.run(
             num_tiles * kv_heads,
-            tensors,
+            (*pages, *tensors),
             strides,
             (*numbers, num_tiles),
-            (*constants, tiles.rows, tiles.keys, tiles.stages),
+            (*constants, tiles.rows, tiles.keys, tiles.stages, bool(tiles.joins_diagonal), bool(descriptors)),
+            descriptors=descriptors,
             num_warps=tiles.warps,
         )
 
@@ -147,3 +156,19 @@ def _pages(kv_cache: KVCache, params: Params) -> tuple[Tensor, Tensor]:
     if by_bits:  # Triton has no e4m3 here
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     return keys[..., params.constants[3] :] if is_latent else keys, values
+
+
+def _descriptors(caches: Sequence[Tensor], query: Tensor, params: Params, tiles: Tiles) -> tuple[TensorDescriptor, ...]:
+    """Return tensor descriptors of keys and values that load a tile of a KV head; none where these cannot be made."""
+    is_loaded_whole = caches[0].dtype == query.dtype and caches[0].shape[1] % tiles.keys == 0
+    if not (tiles.descriptors and is_loaded_whole and all(_is_aligned(pages) for pages in caches)):
+        return ()
+    return tuple(
+        TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, tiles.keys, 1, width])
+        for pages, width in zip(caches, params.constants[-2:], strict=True)
+    )
+
+
+def _is_aligned(pages: Tensor) -> bool:
+    size = pages.element_size()
+    return pages.data_ptr() % _ALIGNMENT == 0 and all(step * size % _ALIGNMENT == 0 for step in pages.stride()[:-1])

@@ -12,6 +12,9 @@ MAX_ROWS: Final = 64
 MAX_SPLITS: Final = 64
 """The most splits of one request."""
 
+DESCRIBED_KEYS: Final = 64
+"""Keys of a tile that tensor descriptors load; pages are multiples of it."""
+
 _PROGRAMS: Final = 2
 """Programs per multiprocessor that splits aim for."""
 
@@ -46,12 +49,17 @@ class Tiles:
         keys: Keys of an iteration.
         stages: Pipeline stages; page numbers take the first one.
         warps: Warps of a program.
+        joins_diagonal: Whether one loop of a prefill has the tiles of the diagonal too, masked under a branch. With
+            `mma.sync` that changes the layout of scores, and warps exchange more.
+        descriptors: Whether tensor descriptors load keys and values, where pages are multiples of a tile.
     """
 
     rows: int
     keys: int
     stages: int
     warps: int
+    joins_diagonal: bool = False
+    descriptors: bool = False
 
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
@@ -80,7 +88,7 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, shared: in
     return Tiles(rows=width_of(min(rows, MAX_ROWS)), keys=keys, stages=5, warps=4)
 
 
-def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
+def prefill_tiles(size: int, size_v: int, *, shared: int, descriptors: bool = False) -> Tiles:
     """
     Return the tiles of longer queries: two of keys and values, of 16 bits, fit shared memory beside the queries.
 
@@ -88,12 +96,23 @@ def prefill_tiles(size: int, size_v: int, *, shared: int) -> Tiles:
         size: Size of a query and key head.
         size_v: Size of a value head.
         shared: KiB of shared memory.
+        descriptors: Whether tensor descriptors may load keys and values.
     """
     width, width_v = width_of(size), width_of(size_v)
     is_wide = max(width, width_v) > 128
+    if descriptors and shared == _LARGE and max(width, width_v) <= 256:  # two programs per multiprocessor up to 128
+        return Tiles(
+            rows=128 if is_wide else 64,
+            keys=DESCRIBED_KEYS,
+            stages=2 if is_wide else 3,
+            warps=8 if is_wide else 4,
+            joins_diagonal=True,
+            descriptors=True,
+        )
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
     keys = _keys_within(64, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
-    return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
+    warps = 8 if rows == 128 or is_wide else 4
+    return Tiles(rows=rows, keys=keys, stages=3, warps=warps, joins_diagonal=shared == _LARGE)
 
 
 def latent_tiles(

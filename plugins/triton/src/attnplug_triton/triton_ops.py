@@ -105,6 +105,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     end: tl.int32,
     lowest: tl.int32,
     highest: tl.int32,
+    diagonal: tl.int32,
     q: tl.tensor,
     q_latent: tl.tensor,
     position: tl.tensor,
@@ -117,6 +118,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     key_base: tl.tensor,
     value_base: tl.tensor,
     pages: tl.tensor,
+    kv_head: tl.int32,
     k_page: tl.int64,
     k_token: tl.int64,
     v_page: tl.int64,
@@ -133,10 +135,12 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     is_capped: tl.constexpr,
     alibi: tl.constexpr,
     is_masked: tl.constexpr,
+    has_diagonal: tl.constexpr,
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
     is_selected: tl.constexpr,
+    by_descriptor: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
     interpreted: tl.constexpr,
@@ -148,14 +152,21 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     without keys so far, scores of -inf get the weight 0, and the sums are rescaled by exp2(0).
 
     With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
-    not loaded: their slots, and their pages, may hold anything.
+    not loaded: their slots, and their pages, may hold anything. Otherwise tiles are loaded whole, and a row attends to
+    all of their keys; with `has_diagonal`, to those up to `last` in the tiles from `diagonal` on.
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
 
     With `is_selected`, `pages` are the slots of the keys. None outside of the `num_slots` of the KV cache is loaded.
+
+    With `by_descriptor`, and without `is_masked`, `key_base` and `value_base` are tensor descriptors of the KV cache,
+    which load tiles of `kv_head`.
     """
     offsets = tl.arange(0, keys)
+    next_page = 0
+    if by_descriptor:
+        next_page = tl.load(pages + tl.minimum(begin, highest) // page_size)
     for index in tl.range(begin, end, keys, num_stages=stages):
         key_position = index + offsets
         at = key_position
@@ -163,19 +174,25 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             at = tl.minimum(at, highest)
             if has_first:
                 at = tl.maximum(at, lowest)
-        if is_selected:
+        if by_descriptor:  # a tile ahead, so that the pipeline has a stage less
+            tile = [next_page, index % page_size, kv_head, 0]
+            next_page = tl.load(pages + tl.minimum(index + keys, highest) // page_size)
+        elif is_selected:
             slot = tl.load(pages + at)
             is_row = (slot >= 0) & (slot < num_slots)
             slot = tl.where(is_row, slot, 0)
             page, slot = (slot // page_size).to(tl.int64), slot % page_size
         else:
-            is_row = at >= 0
+            is_row, slot = at >= 0, at % page_size
             if page_size % keys == 0:
                 page = tl.load(pages + index // page_size).to(tl.int64)
+            elif keys % page_size == 0 and not is_masked:  # no iteration computes the slots again
+                slot = offsets % page_size
+                page = tl.load(pages + index // page_size + offsets // page_size).to(tl.int64)
             else:
                 page = tl.load(pages + at // page_size).to(tl.int64)
-            slot = at % page_size
-        k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
+        if not by_descriptor:
+            k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
         scores = tl.zeros((q.shape[0], keys), tl.float32)
         if is_latent:
             if is_records:
@@ -183,7 +200,10 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             else:
                 v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
             scores = multiply(q_latent, tl.trans(v), scores, interpreted)
-        if size > 0:
+        if by_descriptor:
+            k = tl.reshape(key_base.load(tile), (keys, width))
+            scores = multiply(q, tl.trans(k), scores, interpreted)
+        elif size > 0:
             k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
             scores = multiply(q, tl.trans(k), scores, interpreted)
 
@@ -204,6 +224,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             if is_selected:
                 visible = visible & is_row[None, :]
             scores = tl.where(visible, scores, float("-inf"))
+        elif has_diagonal:  # noqa: SIM102 - a constant, and a condition
+            if index >= diagonal:
+                scores = tl.where(key_position[None, :] <= last[:, None], scores, float("-inf"))
 
         if is_capped or alibi > 0:
             new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -214,7 +237,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
-        if not is_latent:
+        if by_descriptor:
+            v = tl.reshape(value_base.load(tile), (keys, width_v))
+        elif not is_latent:
             v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
         if not interpreted:  # the interpreter truncates where a GPU rounds
             probs = probs.to(v.dtype)

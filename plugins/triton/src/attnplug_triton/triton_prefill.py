@@ -30,6 +30,8 @@ def _request_of(
 
 @triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_tiles", "left", "chunk"])
 def _prefill(
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -84,12 +86,18 @@ def _prefill(
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
+    joins_diagonal: tl.constexpr,
+    by_descriptor: tl.constexpr,
 ) -> None:
     """
     One program computes a tile of rows of one KV head and request: its query heads for some new tokens.
 
     Requests with at most `short` new tokens are not computed here. Of each request, the tile with the most keys is
     launched first.
+
+    With `joins_diagonal`, one loop has the tiles that all rows attend to, and those of the diagonal, masked under a
+    branch: another loop has to fill its pipeline first. With `by_descriptor`, `key_pages` and `value_pages` are tensor
+    descriptors of `key` and `value`, and a page is one or more tiles.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -110,13 +118,12 @@ def _prefill(
     has_first: tl.constexpr = is_windowed or is_chunked
     lowest = first_key(first_position, left, chunk, is_windowed, is_chunked)
     begin = lowest // keys * keys
-    unmasked = begin  # all rows attend to the keys from here to `diagonal`
+    full = begin  # all rows attend to the keys from here to `diagonal`
     if has_first:
-        unmasked = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
+        full = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
     last, end, diagonal = tl.full((rows,), length - 1, tl.int32), length, length // keys * keys
     if is_causal:
         last, end, diagonal = position, last_position + 1, (first_position + 1) // keys * keys
-    diagonal = tl.maximum(diagonal, unmasked)
     first = first_key(position, left, chunk, is_windowed, is_chunked)
 
     columns_v = tl.arange(0, width_v)
@@ -131,22 +138,29 @@ def _prefill(
     key_base, value_base, pages = key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride
     if has_first:
         acc, row_max, row_sum = attend(
-            begin, unmasked, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-            key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-            width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-            interpreted,
+            begin, full, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+            key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
+            width, width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
+            False, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
+    key_tiles, value_tiles = key_base, value_base
+    if by_descriptor:
+        key_tiles, value_tiles = key_pages, value_pages
+    rest = diagonal
+    if joins_diagonal:  # a tile with the last key of a request may hold anything behind it
+        rest = tl.minimum(end + keys - 1, length) // keys * keys
+    rest = tl.maximum(full, rest)
     acc, row_max, row_sum = attend(
-        unmasked, diagonal, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-        interpreted,
+        full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
+        width, width_v, page_size, has_first, is_capped, alibi, False, joins_diagonal, by_bits, is_latent, is_records,  # noqa: FBT003
+        False, by_descriptor, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        diagonal, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-        interpreted,
+        rest, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
+        width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False, False,  # noqa: FBT003
+        keys, stages, interpreted,
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

@@ -200,7 +200,7 @@ def _why_none(explanation: Explanation) -> str:
 def _rows(result: Result) -> list[Row]:
     """Return a row for each installed candidate that is neither chosen nor the runner-up of any group of layers."""
     explanations = [group.explanation for group in result.groups]
-    shown = {each.chosen.id for each in explanations if each.chosen}
+    shown = {verdict.id for each in explanations for verdict in each.verdicts if verdict.status == "chosen"}
     shown |= {each.runner_up.id for each in explanations if each.runner_up}
     by_id: dict[str, list[tuple[LayerGroup, Verdict]]] = {}
     for group in result.groups:
