@@ -197,6 +197,12 @@ class Registry:
         """The known orders of backends, per device."""
         return self._known.orders
 
+    def version_of(self, distribution: str) -> str | None:
+        """Return the installed version of a distribution, or None."""
+        if self._version_of is None:
+            self._version_of = scan().version_of
+        return self._version_of(distribution)
+
     def candidates(self, settings: Settings | None = None, *, assume_installed: bool = False) -> tuple[Candidate, ...]:
         """
         Return every variant of every plugin, and the known plugins that are absent, by backend.

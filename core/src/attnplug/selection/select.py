@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
@@ -18,7 +18,7 @@ from attnplug.request.requirements import Requirements
 from attnplug.request.settings import names_of_pair
 from attnplug.request.tables import freeze
 from attnplug.selection.explanation import Explanation
-from attnplug.selection.options import check_options
+from attnplug.selection.options import RequestTimes, check_options
 from attnplug.selection.process import PROCESS, ProcessState, current_state
 from attnplug.selection.scope import Overrides, current_scope, overrides
 from attnplug.selection.selection import Selection
@@ -153,12 +153,16 @@ class Evaluations:
         ranked: Those that can serve and may be chosen, best first.
         others: The rest, by name.
         assume_installed: Whether missing kernel libraries are supposed to be there.
+        times: The measured times for the request.
+        profile_notes: What of the profile does not count here, and why.
     """
 
     request: Request
     ranked: Ranked
     others: tuple[Evaluation, ...]
     assume_installed: bool = False
+    times: RequestTimes = field(factory=RequestTimes)
+    profile_notes: tuple[str, ...] = ()
 
 
 def evaluate_all(state: ProcessState, request: Request, *, assume_installed: bool = False) -> Evaluations:
@@ -173,20 +177,27 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     for name in settings.backend:
         registry.check_name(name)
     check_options(registry, settings)
-    times = state.profile.measured(request)
-    policy = Policy(_listed(settings.backend, request), times, registry.default_orders)
+    times = state.profile.times(request, registry.version_of)
+    policy = Policy(_listed(settings.backend, request), times.local, registry.default_orders, times.shipped)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
     candidates = registry.candidates(settings, assume_installed=assume_installed)
     for candidate in candidates:
         found = evaluate(candidate, request, state.evidence)
         (eligible if found.serves and policy.admits(candidate) else others).append(found)
-    for name in _pairs(policy.listed, times) if routes(request.requirements) else ():
+    for name in _pairs(policy.listed, times.local) if routes(request.requirements) else ():
         pair = _evaluate_pair(state, name, request, candidates)
         if pair is None:  # what it names is not installed
             continue
         (eligible if pair.serves and policy.admits(pair.candidate) else others).append(pair)
-    return Evaluations(request, rank(eligible, policy), tuple(others), assume_installed)
+    return Evaluations(
+        request,
+        rank(eligible, policy),
+        tuple(others),
+        assume_installed,
+        times,
+        state.profile.notes(request.device, registry.version_of),
+    )
 
 
 def _listed(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
@@ -210,7 +221,8 @@ def _evaluate_pair(
     """Evaluate the candidates that the two names of a pair select, each for its batches, and the pair of them."""
     sides = []
     for one, requested in zip(names_of_pair(name) or (), requests_of(request), strict=False):
-        policy = Policy((), state.profile.measured(requested), state.registry.default_orders)
+        times = state.profile.times(requested, state.registry.version_of)
+        policy = Policy((), times.local, state.registry.default_orders, times.shipped)
         found = [evaluate(each, requested, state.evidence) for each in candidates if is_named(each, one)]
         serving = rank([each for each in found if each.serves], policy).evaluations
         sides.append((*serving, *(each for each in found if not each.serves)))
@@ -261,6 +273,8 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         found.ranked.because,
         () if first is None else _to_install(first),
         _least(eligible, first),
+        "" if chosen is None or behind is None else found.times.line(chosen.decided_by, chosen.id, behind.candidate.id),
+        found.profile_notes,
     )
 
 

@@ -15,18 +15,18 @@ from attnplug.cli.doctor.loading import LoadResult, in_one_line, load_ready
 from attnplug.cli.list import describe, device_objections
 from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
+from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import AttnplugError, DeviceError, SettingsError
 from attnplug.evidence.store import EvidenceStore
 from attnplug.negotiation.ranking import AUTO, Policy, is_named
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings, names_of_pair
-from attnplug.selection.options import check_owner, profile_error
+from attnplug.selection.options import check_owner, profile_error, profile_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attnplug.discovery.scan import Diagnostic
     from attnplug.manifest.schema import Manifest
     from attnplug.negotiation.candidate import Candidate
 
@@ -135,6 +135,7 @@ def examine(*, load: bool) -> Report:
     engines = examine_engines(load=load)
     problems += _problems_of_engines(engines)
     store = EvidenceStore(registry.plugins, settings.evidence)
+    unused_times = profile_notes(settings, device.device, registry.version_of)
     return Report(
         environment=environment(),
         device=device,
@@ -142,7 +143,11 @@ def examine(*, load: bool) -> Report:
         registry=registry,
         store=store,
         candidates=candidates,
-        notes=(*registry.notes, *store.notes()),
+        notes=(
+            *registry.notes,
+            *store.notes(),
+            *(Diagnostic(_source(settings, "profile"), "profile", note) for note in unused_times),
+        ),
         warnings=(*warnings, *unused, *(text for engine in engines for text in engine.diagnosis.warnings)),
         loading=loading,
         problems=tuple(problems),

@@ -115,7 +115,11 @@ def _decision(group: LayerGroup) -> list[Line]:
     if not indent:
         lines += [(line,) for text in terms_of(chosen.agreement) for line in wrapped(text, "  ")]
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
-    lines += [(line,) for text in explanation.to_install() for line in wrapped(text, f"{indent}  ")]
+    lines += [
+        (line,)
+        for text in (*explanation.measurement(), *explanation.to_install())
+        for line in wrapped(text, f"{indent}  ")
+    ]
     costs = [verdict.level_cost] if verdict.level_cost else []
     costs += [f"{name}: {text} (slower)" for name, text in verdict.emulated.items()]
     costs += [f"{not_verified(each)}: {_and_more(verdict.unverified)}" for each in verdict.unverified[:1]]
