@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,6 +13,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.browser import CELLS, OVERFLOW, PHONE, Browser, in_browser
 
 pytestmark = pytest.mark.slow
 
@@ -128,3 +131,23 @@ def test_wide_tables_say_that_they_scroll(site: Path, pages: dict[Path, Page]) -
     } == set()
     assert '"scrolls"' in script
     assert ".scrolls::before" in (site / "assets/site.css").read_text("utf-8")
+
+
+@in_browser
+def test_the_matrix_of_capabilities_works_in_a_browser(site: Path, tmp_path: Path) -> None:
+    page = tmp_path / "site" / "reference" / "capabilities.html"  # other tests read every page of the site
+    shutil.copytree(site, tmp_path / "site")
+    browser = Browser(page)
+    run = f"""(() => {{
+        {CELLS}[0].click();
+        const link = document.querySelector(".detail a");
+        return `${{link.textContent}}: ${{document.querySelector(link.hash).textContent}}`;
+    }})()"""
+
+    assert browser.found(run, backend="torch/sdpa", device="CPU", status="run").startswith(
+        "kit run on cpu: torch/sdpacpu"
+    )
+    assert (
+        browser.found(f"(() => {{ {CELLS}.slice(0, 3).forEach((each) => each.click()); return {OVERFLOW}; }})()", PHONE)
+        == "0"
+    )

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.cli.plan import plan_model
-from attnplug.discovery.plugin import Known, Plugin, read_known
-from attnplug.discovery.registry import Registry
 from attnplug.errors import RequirementsError
 from attnplug.models.description import describe_model
 from attnplug.models.fields import LIBRARY
 from attnplug.models.parallel import cache_bytes, shard
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
-from attnplug.request.settings import Settings
-from attnplug.selection import process
-from tools.capabilities import manifests
+from tools.capabilities import DEVICES, only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnplug.cli.plan import ModelPlan
     from attnplug.models.description import ModelDescription
     from attnplug.request.requirements import Requirements
 
 FIXTURES: Final = "core/tests/models/configurations.json"
-DEVICES: Final = {
-    "8.0 (A100)": "cuda:8.0",
-    "8.9 (L40S, RTX 4090)": "cuda:8.9",
-    "9.0 (H100)": "cuda:9.0",
-    "10.0 (B200)": "cuda:10.0",
-    "12.0 (RTX 5090)": "cuda:12.0",
-    "CPU": "cpu",
-}
 _WORDS: Final = {
     "head_size_v": "values of size {}",
     "sliding_window": "window {}",
@@ -93,25 +78,6 @@ def page(root: Path) -> str:
     )
     listed = [f"- {text}" for text in notes]
     return "\n".join([heads + "\n".join(rows), "", "## Why not", "", *listed, ""])
-
-
-@contextmanager
-def only(root: Path) -> Iterator[None]:
-    """Let this process have the backends of a workspace alone, in the order of their names, whatever is installed."""
-    found = manifests(root)
-    plugins = [
-        Plugin(each.name, f"{each.name}.plugin", f"attnplug-{each.name}", "0", each, built_in=each.name == "torch")
-        for each in found
-    ]
-    registry = Registry(plugins, known=Known(orders=read_known().orders), version_of=lambda _: None)
-    before = process.PROCESS.state
-    process.PROCESS.state = process.ProcessState(
-        registry, Settings(), registry.generation, own_device=Device.parse("cpu")
-    )
-    try:
-        yield
-    finally:
-        process.PROCESS.state = before
 
 
 def row(fixture: dict[str, Any], notes: dict[str, str]) -> str:

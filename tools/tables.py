@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final[Mapping[str, Callable[[Path], str]]] = MappingProxyType(
     {
+        capabilities.DATA: capabilities.data,
         "docs/reference/capabilities.md": capabilities.page,
         "docs/reference/compatibility.md": compatibility.page,
         "docs/reference/contract.md": contract.page,

@@ -235,7 +235,8 @@ def test_what_is_not_installed_is_one_line_with_what_to_install(run, monkeypatch
     done = run("bench")
 
     assert (
-        "\nnot installed:\n  check, new, bench: install attnplug-kit\n  demo: install attnplug-transformers\n" in listed
+        "\nnot installed:\n  check, new, bench, report: install attnplug-kit\n  demo: install attnplug-transformers\n"
+        in listed
     )
     assert done.code == 2
     assert done.err.startswith("attnplug: the command 'bench' is not installed\n  expected: it is a command of")

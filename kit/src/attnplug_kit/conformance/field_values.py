@@ -90,11 +90,16 @@ class FieldValues:
         """Return the plainest request with these fields that is served, or None."""
         return next((spec for spec in _specs(self.subject, fields) if is_served(self.subject, spec)), None)
 
-    def refusal(self) -> str:
-        """Return why the plainest request is refused, or an empty text."""
-        requests = (spec.requirements() for spec in _specs(self.subject, {}))
-        plainest = next(requirements for requirements in requests if requirements is not None)
-        return "; ".join(map(str, self.subject.objections(plainest)))
+    def refusal(self, **fields: Any) -> tuple[Reason, ...]:
+        """
+        Return why no request with these fields is served: what the device refuses, else the reasons that name one of
+        them, else those for the plainest request; nothing where that is served, or the kit has no batch for any.
+        """
+        requests = (spec.requirements() for spec in _specs(self.subject, fields))
+        refusals = [self.subject.objections(requirements) for requirements in requests if requirements is not None]
+        elsewhere = (reasons for reasons in refusals if reasons and all(map(_depends_on_the_device, reasons)))
+        about = (reasons for reasons in refusals if any({*fields} & {*each.field.split(" and ")} for each in reasons))
+        return next(elsewhere, next(about, refusals[0] if refusals else ()))
 
 
 def is_served(subject: Subject, spec: RequestSpec) -> bool:
@@ -116,7 +121,7 @@ def field_values_of(subject: Subject) -> FieldValues:
     unserved: list[Unreached] = []
     for capability in _declared(subject):
         because = _out_of_reach(subject, capability)
-        spec = None if because else _plainest(subject, capability)
+        spec = None if because else plainest(subject, capability)
         if spec is not None:
             specs[capability] = spec
             continue
@@ -182,7 +187,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
     return ROWS[name].unreachable
 
 
-def _plainest(subject: Subject, capability: Capability) -> RequestSpec | None:
+def plainest(subject: Subject, capability: Capability) -> RequestSpec | None:
+    """Return the plainest request with a value that is served, or None."""
     fields = {} if FIELDS[capability.field].kind == "device" else {capability.field: capability.value}
     served = (spec for spec in _specs(subject, fields) if is_served(subject, spec))
     if capability.field != "head_size_v":
@@ -240,10 +246,11 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
     for paged in (True, False):
         for dtype in dtypes:
             for size in _head_sizes(subject, fields):
+                latents = _latent_size(subject, size) if fields.get("latent") else None
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
                     own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
                     if fields.get("latent"):
-                        own |= {"num_kv_heads": 1, "head_size_v": _latent_size(subject, size)}
+                        own |= {"num_kv_heads": 1, "head_size_v": latents}
                     yield RequestSpec.of({**common, **own, **fields}, fields)
                     if own.get("head_size_v"):  # without rotary elements
                         yield RequestSpec.of({**common, **own, "head_size_v": None, **fields}, fields)
@@ -273,12 +280,10 @@ def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
 def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
     """Return why no request with a value is served, and whether the manifest contradicts itself."""
     # It does where it declares the value, and its rules refuse it whatever the device and the installed versions.
-    requests = (spec.requirements() for spec in _specs(subject, {capability.field: capability.value}))
-    refusals = [subject.objections(requirements) for requirements in requests if requirements is not None]
-    if not refusals:
+    reasons = FieldValues(subject, {}, ()).refusal(**{capability.field: capability.value})
+    if not reasons:
         return "the kit has no batch for it", False
-    elsewhere = [reasons for reasons in refusals if reasons and all(map(_depends_on_the_device, reasons))]
-    reasons = elsewhere[0] if elsewhere else refusals[0]
+    elsewhere = all(map(_depends_on_the_device, reasons))
     is_declared = capability.field in subject.supports and capability.value != FIELDS[capability.field].neutral
     # A manifest that declares no form has one for keys and values apart, which a backend for latents alone never uses.
     is_default = str(capability) == "kv_cache_form=joint" and "latent" in subject.supports

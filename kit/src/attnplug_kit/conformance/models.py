@@ -24,7 +24,7 @@ _GPT_OSS: Final = {"head_size": 64, "num_kv_heads": 8, "gqa_ratio": 8, "sinks": 
 
 # From the config.json of each model: hidden_size or head_dim, num_attention_heads, num_key_value_heads, sliding_window,
 # attn_logit_softcapping, attention_chunk_size.
-_MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
+MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Llama-3-8B": {"head_size": 128, "num_kv_heads": 8, "gqa_ratio": 4},
     "Gemma-2-9B": _GEMMA,
     "Gemma-2-9B sliding": {**_GEMMA, "sliding_window": 4096},
@@ -36,6 +36,8 @@ _MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "StarCoder": {"head_size": 128, "num_kv_heads": 1, "gqa_ratio": 48},
     "Phi-3-mini": {"head_size": 96, "num_kv_heads": 32, "gqa_ratio": 1},
 }
+"""The fields of a layer, by model; of its sliding layers apart."""
+
 _LONGEST: Final = 2100
 """Tokens of the longest sequence of a layer without a window or a chunk."""
 
@@ -48,7 +50,7 @@ _PREFILL: Final = 40
 
 def _layers(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return the layers that the subject serves."""
-    found = {name: _layer(subject, fields) for name, fields in _MODELS.items()}
+    found = {name: _layer(subject, fields) for name, fields in MODELS.items()}
     return {name: spec for name, spec in found.items() if spec is not None}
 
 

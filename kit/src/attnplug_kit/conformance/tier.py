@@ -110,7 +110,7 @@ def _left_out(subject: Subject) -> LeftOut | None:
     others = [name for name in subject.open_features if name not in subject.features]
     sets = (names for size in range(1, len(others) + 1) for names in combinations(others, size))
     needed = next((names for names in sets if _serves_with(subject, names)), ())
-    return LeftOut(subject, declared.refusal(), needed)
+    return LeftOut(subject, "; ".join(map(str, declared.refusal())), needed)
 
 
 def _serves_with(subject: Subject, names: tuple[str, ...]) -> bool:

@@ -70,6 +70,8 @@ class Tiles:
         keys: Keys of an iteration.
         stages: Pipeline stages; page numbers take the first one.
         warps: Warps of a program.
+        joins_diagonal: Whether one loop of a prefill has the tiles of the diagonal too, masked under a branch. With
+            `mma.sync` that changes the layout of scores, and warps exchange more.
         descriptors: Whether tensor descriptors load keys and values, where pages are multiples of a tile.
     """
 
@@ -77,6 +79,7 @@ class Tiles:
     keys: int
     stages: int
     warps: int
+    joins_diagonal: bool = False
     descriptors: bool = False
 
 
@@ -175,14 +178,13 @@ def prefill_tiles(size: int, size_v: int, *, arch: str | None, descriptors: bool
     """
     width, width_v, shared = width_of(size), width_of(size_v), shared_memory(arch)
     is_wide = max(width, width_v) > 128
-    if (
-        descriptors and shared == _LARGE and max(width, width_v) <= 256
-    ):  # two programs per multiprocessor, of heads up to 128
+    if descriptors and shared == _LARGE and max(width, width_v) <= 256:  # two programs per multiprocessor up to 128
         return Tiles(
             rows=128 if is_wide else 64,
             keys=DESCRIBED_KEYS,
             stages=2 if is_wide else 3,
             warps=8 if is_wide else 4,
+            joins_diagonal=True,
             descriptors=True,
         )
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
@@ -190,7 +192,8 @@ def prefill_tiles(size: int, size_v: int, *, arch: str | None, descriptors: bool
         rows = _HUGE_ROWS
     most = 16 if _has_small_waves(arch) else 64  # more keys spill registers there
     keys = _keys_within(most, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
-    return Tiles(rows=rows, keys=keys, stages=3, warps=_warps(8 if rows == 128 or is_wide else 4, arch))
+    warps, joins_diagonal = _warps(8 if rows == 128 or is_wide else 4, arch), shared == _LARGE and rows >= 64
+    return Tiles(rows=rows, keys=keys, stages=3, warps=warps, joins_diagonal=joins_diagonal)
 
 
 def latent_tiles(size: int, size_v: int, *, itemsize: int | None, rows: int, arch: str | None) -> Tiles:
