@@ -6,11 +6,12 @@ a backend of SGLang, and through attnplug.
     python benchmarks/sglang_engines.py --pair triton=flash_attn/fa3_vllm --size 1b --out FILE [--rounds 5]
     python benchmarks/sglang_engines.py --pair flashinfer=flashinfer/fa2 --size 8b --load "8 x (8192 + 128)" --out FILE
     python benchmarks/sglang_engines.py --pair triton=flashmla/sgl --size mla --page-size 64 --out FILE
+    python benchmarks/sglang_engines.py --pair fa3=flashmla/sgl=flashmla+flash_attn --size mla-128 --page-size 64
     python benchmarks/sglang_engines.py --pair torch_native=torch/sdpa --size tiny --device cpu --rounds 1 --out FILE
 
-Both engines of a pair live at once and take turns: what disturbs one disturbs the other. Models are Llama-like, or
-DeepSeek-like with dense layers, with random weights, in bfloat16 on a GPU. The exit status is 3 where SGLang or the GPU
-is missing.
+All engines live at once and take turns: what disturbs one disturbs the others. The last of more than two is compared
+with each. Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16 on a GPU. The
+exit status is 3 where SGLang or the GPU is missing.
 """
 
 from __future__ import annotations
@@ -64,8 +65,12 @@ LOADS = {
     "64 x (512 + 128)": (64, 512, 128),
     "8 x (8192 + 128)": (8, 8192, 128),
     "4 x (12 + 8)": (4, 12, 8),
+    "48 x (256 to 8192 + 256)": (48, 8192, 256),
 }
 """Requests, prompt tokens and new tokens."""
+
+SHORTEST = {"48 x (256 to 8192 + 256)": 256}
+"""The shortest prompt of a mixed load: prompts grow evenly, and decodes run beside prefills."""
 
 
 def rows(names: list[str], is_wanted: Callable[[str], bool], *, device: str, tiny: bool) -> Iterator[list[str]]:
@@ -206,7 +211,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Measure a pair, or serve one engine to the process that measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="SGLang's backend = backend/variant of attnplug")
+    parser.add_argument("--pair", required=True, help="SGLang's backend = backend/variant of attnplug, or more of them")
     parser.add_argument("--size", required=True, choices=[*SIZES, "tiny"])
     parser.add_argument(
         "--load", action="append", choices=list(LOADS), help="the first two, or of a tiny model the last"
@@ -222,7 +227,7 @@ def main() -> int:
     if importlib.util.find_spec("sglang") is None or (options.device == "cuda" and not _has_gpu()):
         print("not here: SGLang or the GPU is missing", flush=True)
         return NOT_HERE
-    options.load = options.load or (list(LOADS)[2:] if options.size == "tiny" else list(LOADS)[:2])
+    options.load = options.load or (list(LOADS)[2:3] if options.size == "tiny" else list(LOADS)[:2])
     return _serve(options) if options.serve else _measure_pair(options)
 
 
@@ -233,12 +238,12 @@ def _has_gpu() -> bool:
 
 
 def _measure_pair(options: argparse.Namespace) -> int:
-    own, _, plugged = options.pair.partition("=")
+    names = options.pair.split("=")
     engines: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, Any] = {"command": " ".join(["python benchmarks/sglang_engines.py", *sys.argv[1:]]), "loads": {}}
     try:
-        for name, memory in ((own, 0.4), (plugged, 0.7)):  # of what is free when the engine starts
-            engines[name] = _start(name, memory)
+        for left, name in zip(range(len(names), 0, -1), names, strict=True):
+            engines[name] = _start(name, 1 / (left + 0.5))  # of what is free when the engine starts
             found.setdefault("ready", {})[name] = _answer(engines[name])
         for load in options.load:  # a run that is cut off has the loads before
             found["loads"][load] = _turns(engines, load, options.rounds)
@@ -253,11 +258,14 @@ def _measure_pair(options: argparse.Namespace) -> int:
 
 
 def _start(name: str, memory: float) -> subprocess.Popen[str]:
-    words = [*sys.argv[1:], "--serve", f"attnplug:{name}" if "/" in name else name, "--memory", str(memory)]
+    is_pair = "+" in name  # which SGLang has no name for
+    served = "attnplug" if is_pair else f"attnplug:{name}" if "/" in name else name
+    words = [*sys.argv[1:], "--serve", served, "--memory", str(memory)]
+    setting = {"ATTNPLUG_BACKEND": name} if is_pair else {}
     on_cpu = {ON_CPU: "1"} if "cpu" in sys.argv[1:] else {}
     return subprocess.Popen(  # noqa: S603 - this script again
         [sys.executable, __file__, *words],
-        env={"HF_HUB_OFFLINE": "1", **os.environ, **on_cpu},
+        env={"HF_HUB_OFFLINE": "1", **os.environ, **on_cpu, **setting},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -281,16 +289,22 @@ def _turns(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) ->
             sample = _answer(engines[name])
             if number:
                 samples[name].append(sample)
-    own, plugged = engines
+    own, *others, plugged = engines
     found: dict[str, Any] = {}
     for what in ("tokens_per_s", "between_tokens_ms"):
         values = {name: [sample[what] for sample in samples[name]] for name in engines}
-        ratios = [ours / theirs for ours, theirs in zip(values[plugged], values[own], strict=True)]
         found[what] = {
             name: {"median": statistics.median(each), "spread": [min(each), max(each)]} for name, each in values.items()
         }
-        found[what] |= {"ratio": statistics.median(ratios), "ratios": ratios}
+        found[what] |= _over(values[plugged], values[own])
+        found[what] |= {f"over {name}": _over(values[plugged], values[name]) for name in others}
     return found
+
+
+def _over(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Return the median of the ratios of two engines' rounds, and each."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return {"ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -302,7 +316,7 @@ def _serve(options: argparse.Namespace) -> int:
         try:
             print(json.dumps({"version": importlib.import_module("sglang").__version__}), file=answers, flush=True)
             for line in sys.stdin:
-                print(json.dumps(_timed(engine, *LOADS[line.strip()])), file=answers, flush=True)
+                print(json.dumps(_timed(engine, line.strip())), file=answers, flush=True)
         finally:
             engine.shutdown()
     return 0
@@ -346,12 +360,14 @@ def _paired_engine(options: argparse.Namespace, folder: Path) -> Any:
     )
 
 
-def _timed(engine: Any, count: int, length: int, tokens: int) -> dict[str, float]:
+def _timed(engine: Any, load: str) -> dict[str, float]:
     """Return tokens per second, and the mean time between the tokens of a request: without that of the first ones."""
     import random  # noqa: PLC0415 - as above
 
-    drawn = random.Random(1)
-    prompts = [[drawn.randrange(3, 512) for _ in range(length)] for _ in range(count)]
+    drawn, (count, longest, tokens) = random.Random(1), LOADS[load]
+    shortest = SHORTEST.get(load, longest)
+    lengths = [shortest + index * (longest - shortest) // max(count - 1, 1) for index in range(count)]
+    prompts = [[drawn.randrange(3, 512) for _ in range(length)] for length in lengths]
     seconds = {}
     for new in (1, tokens):
         start = time.perf_counter()

@@ -6,12 +6,12 @@ Measure vLLM's throughput and the time between tokens: its own attention backend
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=blocksparse/triton --size phi3-small --out FILE
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN=flash_attn/fa3_vllm --size 1b-mqa --mode graphs --tp 2 --dcp 2
     python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm --size mla --out FILE [--own-prefills]
+    python benchmarks/vllm_pairs.py --pair FLASH_ATTN_MLA=flash_attn/fa3_vllm=flashmla+flash_attn --size mla-128
 
-Both engines of a pair live at once, each in a separate process, and take turns: what disturbs one disturbs the other.
-Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in bfloat16.
-No backend of vLLM has an int8 KV cache of these formats or a
-block-sparse pattern: there vLLM's own runs the same model in 16 bits, or with dense attention in all layers. The exit
-status is 3 where vLLM or the GPU is missing.
+All engines live at once, each in a separate process, and take turns: what disturbs one disturbs the others. The last of
+more than two is compared with each. Models are Llama-like, or DeepSeek-like with dense layers, with random weights, in
+bfloat16. No backend of vLLM has an int8 KV cache of these formats or a block-sparse pattern: there vLLM's own runs the
+same model in 16 bits, or with dense attention in all layers. The exit status is 3 where vLLM or the GPU is missing.
 """
 
 from __future__ import annotations
@@ -61,13 +61,24 @@ SIZES["mla"] = {  # DeepSeek-V3's latents and heads of DeepSeek-V2-Lite, all lay
     "first_k_dense_replace": 16,
     "n_routed_experts": 8,
 }
+SIZES["mla-128"] = SIZES["mla"] | {"num_attention_heads": 128, "num_key_value_heads": 128}  # heads of DeepSeek-V3
 SIZES["1b-mqa"] = SIZES["1b"] | {"num_key_value_heads": 1}  # ranks of one head may share its context
 LOADS = {
     "64 x (512 + 128)": (64, 512, 128),
     "8 x (8192 + 256)": (8, 8192, 256),
     "2 x (32768 + 128)": (2, 32768, 128),
+    "48 x (256 to 8192 + 256)": (48, 8192, 256),
 }
-CACHE_BYTES = {"1b": 6 << 30, "mla": 6 << 30, "1b-mqa": 6 << 30, "8b": 10 << 30, "phi3-small": 10 << 30}
+SHORTEST = {"48 x (256 to 8192 + 256)": 256}
+"""The shortest prompt of a mixed load: prompts grow evenly, and decodes run beside prefills."""
+CACHE_BYTES = {
+    "1b": 6 << 30,
+    "mla": 6 << 30,
+    "mla-128": 6 << 30,
+    "1b-mqa": 6 << 30,
+    "8b": 10 << 30,
+    "phi3-small": 10 << 30,
+}
 PHI3_SMALL = {"model_type": "phi3small", "architectures": ["Phi3SmallForCausalLM"], "max_position_embeddings": 65536}
 MODES = {
     "compiled": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
@@ -87,7 +98,7 @@ ENVIRONMENT = {
 def main() -> int:
     """Measure one pair, or serve one engine to the process that measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="vLLM's backend = backend/variant of attnplug")
+    parser.add_argument("--pair", required=True, help="vLLM's backend = backend/variant of attnplug, or more of them")
     parser.add_argument("--size", required=True, choices=sorted(CACHE_BYTES))
     parser.add_argument("--load", action="append", choices=list(LOADS), help="the first two, unless named")
     parser.add_argument(
@@ -107,11 +118,10 @@ def main() -> int:
         return NOT_HERE
     if options.serve:
         return _serve(options)
-    own, _, plugged = options.pair.partition("=")
     options.load = options.load or list(LOADS)[:2]
     command = shlex.join(["python", "benchmarks/vllm_pairs.py", *_words(options)])
     started = time.monotonic()
-    engines = {name: _start(options, name) for name in (own, plugged)}
+    engines = {name: _start(options, name) for name in options.pair.split("=")}
     ready = {name: _answer(engine) for name, engine in engines.items()}
     found: dict[str, Any] = {"command": command, "start_s": round(time.monotonic() - started, 1), "ready": ready}
     found["loads"] = {}
@@ -142,14 +152,20 @@ def _measure(engines: dict[str, subprocess.Popen[str]], load: str, rounds: int) 
             sample = _answer(engine)
             if number:
                 samples[name].append(sample)
-    own, plugged = engines
+    own, *others, plugged = engines
     found: dict[str, Any] = {}
     for what in ("tokens_per_s", "between_tokens_ms"):
         values = {name: [sample[what] for sample in samples[name]] for name in engines}
-        ratios = [ours / theirs for ours, theirs in zip(values[plugged], values[own], strict=True)]
         found[what] = {name: round(statistics.median(each), 3) for name, each in values.items()}
-        found[what] |= {"ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in ratios]}
+        found[what] |= _over(values[plugged], values[own])
+        found[what] |= {f"over {name}": _over(values[plugged], values[name]) for name in others}
     return found
+
+
+def _over(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Return the median of the ratios of two engines' rounds, and each."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return {"ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in ratios]}
 
 
 def _start(options: argparse.Namespace, backend: str) -> subprocess.Popen[str]:
@@ -244,6 +260,11 @@ def _engine(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         load: torch.randint(3, 100000, (count, length), generator=generator).tolist()
         for load, (count, length, _) in LOADS.items()
     }
+    for load, shortest in SHORTEST.items():
+        steps = max(len(prompts[load]) - 1, 1)
+        prompts[load] = [
+            prompt[: shortest + index * (len(prompt) - shortest) // steps] for index, prompt in enumerate(prompts[load])
+        ]
     return engine, prompts
 
 

@@ -103,6 +103,14 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
         ("BACKEND", "flash/hst", "'flash' has the variants", "name one of them"),
         ("BACKEND", "flash/new", "flash/new: requires device type cuda; the device is cpu", "permit others"),
         ("BACKEND", "flash/old", "flash/old: requires device type cuda; the device is cpu", "flash/old,auto"),
+        ("BACKEND", "flash/host+flsh", "the backend 'flsh' was requested; did you mean 'flash'?", "correct the name"),
+        ("BACKEND", "flash/host+", "the pair 'flash/host+' was requested", "write 'flashmla+flash_attn'"),
+        (
+            "BACKEND",
+            "flash/new+torch",
+            "flash/new: requires device type cuda; the device is cpu",
+            "flash/new+torch,auto",
+        ),
         ("OPT_FLASH__SPLITZ", "1", "the option 'splitz' of 'flash'", "correct the name"),
         ("OPT_FLASH__SPLITS", "-1", "number of splits", "its default is 0"),
         ("OPT_FLASH__SPLITS", "many", "splits='many' was given by environment variable", "its default is 0"),
@@ -167,8 +175,9 @@ def test_a_layout_that_no_ready_backend_has_is_a_problem(run, site, monkeypatch:
     assert "unset it" in problem["fix"]
 
 
-def test_settings_that_work_are_no_problems(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNPLUG_BACKEND", "FLASH")
+@pytest.mark.parametrize("listed", ["FLASH", "flash/host+torch/sdpa", "torch+FLASH,auto"])
+def test_settings_that_work_are_no_problems(run, site, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", listed)
     monkeypatch.setenv("ATTNPLUG_OPT_FLASH__SPLITS", "3")
 
     assert run("doctor", "--json").json["problems"] == []

@@ -101,6 +101,26 @@ def test_backends_are_tried_in_the_given_order(run, site) -> None:
     assert explanation["provenance"]["backend"] == "the call"
 
 
+def test_a_pair_is_shown_with_both_candidates(run, site) -> None:
+    words = [*OPTIONS, "--paged", *HOPPER, "--backend", "flash/old+torch/sdpa"]
+    routed = "routed: pure decodes to flash/old, all other batches to torch/sdpa"
+
+    explanation = run("explain", *words, "--json").json["explanations"][0]
+    statuses = {id_: status for id_, status in _statuses(explanation).items() if status == "chosen"}
+    assert statuses == dict.fromkeys(["flash/old+torch/sdpa", "flash/old", "torch/sdpa"], "chosen")
+    short = run("explain", *words)
+    assert (short.code, short.out.count(routed)) == (0, 1)
+    rest = short.out.partition("not chosen:")[2]
+    assert "flash/old" not in rest
+    assert "torch/sdpa" not in rest
+    for option in ("--all", "--matrix"):
+        assert "flash/old+torch/sdpa" in run("explain", *words, option).out
+
+    wrong = run("explain", *words, "--batch-invariant")
+    assert wrong.code == 1
+    assert "flash/old+torch/sdpa" in wrong.out.partition("not chosen:")[2]
+
+
 def test_options_of_a_plugin_are_part_of_the_agreement(run, site) -> None:
     done = run("explain", *OPTIONS, *HOPPER, "--option", "flash.splits=3", "--json")
 

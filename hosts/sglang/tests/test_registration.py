@@ -68,8 +68,26 @@ def test_a_default_that_the_named_backends_admit_remains(declared, named, expect
 @pytest.mark.parametrize(("smallest", "default", "expected"), [(16, 1, 16), (64, 1, 64), (16, 64, 64), (512, 1, 1)])
 def test_the_page_is_the_smallest_that_all_admit(monkeypatch, smallest, default, expected):
     candidate = SimpleNamespace(
-        id="acme/host", objections=lambda asked: [] if dict(asked)["block_size"] >= smallest else ["too small"]
+        id="acme/host",
+        backend="acme",
+        objections=lambda asked: [] if dict(asked)["block_size"] >= smallest else ["too small"],
     )
     monkeypatch.setattr(attnplug, "registry", lambda: SimpleNamespace(candidates=lambda: (candidate,)))
     found = page_size.replace_default({"page_size": default}, view("triton", decode="attnplug:acme/host"))
     assert found == {"page_size": expected}
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("", 1), ("auto", 1), ("wide/a,auto", 1), ("wide/a", 32), ("wide/a+tall/a", 96), ("all+tall", 24)],
+)
+def test_the_setting_names_backends_too(monkeypatch, setting, expected):
+    """Alone; of a routed pair both admit the page."""
+    monkeypatch.setattr(page_size, "SIZES", (1, 8, 24, 32, 96))
+    candidates = [
+        SimpleNamespace(id=f"{name}/a", backend=name, objections=partial(lambda step, asked: asked[0][1] % step, step))
+        for name, step in (("wide", 32), ("tall", 24), ("all", 8))
+    ]
+    monkeypatch.setattr(attnplug, "registry", lambda: SimpleNamespace(candidates=lambda: candidates))
+    monkeypatch.setenv("ATTNPLUG_BACKEND", setting)
+    assert page_size.replace_default({"page_size": 1}, view("attnplug")) == {"page_size": expected}

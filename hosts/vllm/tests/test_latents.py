@@ -33,6 +33,7 @@ from attnplug_vllm import facts, latent, prefill, registration, selector
 from hosts.vllm.tests.cuda_platform import use_cuda
 from hosts.vllm.tests.rig import CHOICE, CPU, ORDERS, config_of
 from plugins.flash_attn.tests.rank_groups import ThreadGroup
+from tests.torch_pair import RUNS, offer_pair
 
 RANK, ROPE, NOPE, VALUE = 32, 8, 24, 16
 HEADS, BLOCK, BLOCKS, ROWS = 4, 4, 129, 32
@@ -305,6 +306,20 @@ def test_prefills_run_on_what_attnplug_chose(monkeypatch, absorbed):
     monkeypatch.setattr(latent.LatentBuilder, "reorder_batch_threshold", absorbed)
     rank = Rank()
     compare(lambda new, lens, rows: [rank.run(new, lens, rows)], [rank])
+
+
+@pytest.mark.parametrize("absorbed", [1, 8])
+def test_absorbed_queries_are_routed_by_their_batch(monkeypatch, tmp_path, absorbed):
+    """A routed pair: vLLM expands long prefills by itself, so that the decodes beside them are a batch of decodes."""
+    monkeypatch.setattr(latent.LatentBuilder, "reorder_batch_threshold", absorbed)
+    monkeypatch.setitem(globals(), "CHOICE", (offer_pair(tmp_path),))
+    rank = Rank()
+    compare(lambda new, lens, rows: [rank.run(new, lens, rows)], [rank])
+
+    assert all(name == ("first" if set(lens) == {1} else "second") for name, lens in RUNS)
+    batches = {tuple(lens) for _, lens in RUNS}
+    assert batches >= {(1,), (1, 1), (1, 1, 1)}
+    assert ((1, 7) in batches) is (absorbed == 8)
 
 
 @pytest.fixture

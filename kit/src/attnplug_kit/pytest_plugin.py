@@ -23,7 +23,7 @@ _KIT: Final = Path(__file__).parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the kit."""
     group = parser.getgroup("attnplug", "attnplug's conformance kit (pytest --pyargs attnplug_kit)")
-    group.addoption("--attn-backend", metavar="NAME[/VARIANT]", help="the installed backend to test")
+    group.addoption("--attn-backend", metavar="NAME[/VARIANT]", help="the installed backend, or A+B, to test")
     group.addoption("--attn-device", metavar="DEVICE", help="the device to test it on, as cpu; default: this process's")
     group.addoption(
         "--attn-feature",

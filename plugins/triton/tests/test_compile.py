@@ -52,7 +52,8 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
         tiles = prefill_tiles(size, size, shared=shared, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
     sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
-    sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages, "by_descriptor": tiles.descriptors}
+    sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
+    sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}
     kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
     pages = {f"{name}_pages": kind for name, kind in kinds.items()}
     if tiles.descriptors:

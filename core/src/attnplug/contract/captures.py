@@ -276,24 +276,24 @@ class Captures(InProcess):
         """Whether buffers are those of their shape, and were not released."""
         return self._graphs.get(graph.key) is graph
 
-    def reserve_workspace(self, agreement: Agreement, needed: int) -> None:
+    def reserve_workspace(self, backend: LoadedBackend) -> None:
         """
         Make the workspace as large as a further agreement needs it. `LoadedBackend.make_builder` calls it.
 
         Raises:
             LimitsError: Graphs hold the workspace, and it is too small.
         """
-        given = self.wrapped.workspace_bytes
-        if needed <= given:
+        needed, given = backend.workspace_bytes(self.limits), self.wrapped.workspace_bytes
+        if not self.wrapped.lacks(backend.wrapped):
             return
         with self._lock:
             if self._graphs or self._capture is not None:
                 raise LimitsError(
-                    f"a builder of {agreement.id} was given a state of a workspace of {given} bytes, which graphs hold",
+                    f"a builder of {backend.id} was given a state of a workspace of {given} bytes, which graphs hold",
                     f"this agreement needs {needed}",
                     "make all builders of a state before its first capture, or release_graphs() first",
                 )
-            self.wrapped.enlarge(needed)
+            self.wrapped.enlarge(backend.wrapped)
 
     def join(self, agreement: Agreement) -> None:
         """Let the builders of another agreement share this state. `LoadedBackend.make_builder` calls it."""

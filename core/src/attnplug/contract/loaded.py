@@ -328,7 +328,7 @@ class LoadedBackend:
                 "name each layer once",
             )
         self._check_state(state)
-        state.reserve_workspace(self.agreement, self.workspace_bytes(state.limits))
+        state.reserve_workspace(self)
         made = self.wrapped.builder_class(self.wrapped, [impl.wrapped for impl in impls], state.wrapped)
         check_made(made, MetadataBuilder)
         check_supports_graphs(made)

@@ -687,9 +687,13 @@ class State:
 
     # --- machinery ---
 
-    def enlarge(self, workspace_bytes: int) -> None:
-        """Replace the workspace by one of this size, at its next use. `Captures` calls it."""
-        self._workspace_bytes, self._workspace = workspace_bytes, None
+    def lacks(self, backend: Backend) -> bool:
+        """Whether the workspace is smaller than a further agreement needs it. `Captures` calls it."""
+        return backend.workspace_bytes(self.limits) > self.workspace_bytes
+
+    def enlarge(self, backend: Backend) -> None:
+        """Replace the workspace by one that is large enough for it, at its next use. `Captures` calls it."""
+        self._workspace_bytes, self._workspace = backend.workspace_bytes(self.limits), None
 
 
 @frozen(eq=False, kw_only=True)

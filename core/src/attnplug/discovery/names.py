@@ -9,6 +9,7 @@ import attrs
 from attnplug.discovery.candidates import NameConflict, usable_of
 from attnplug.errors import DuplicateBackendError, UnknownBackendError, near
 from attnplug.negotiation.reason import Reason
+from attnplug.request.settings import PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -68,6 +69,23 @@ def clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
         f"the backend {plugin.name!r} of {plugin.module!r} was registered",
         f"{owner} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
         f"give it another name in its manifest{block}",
+    )
+
+
+def check_pair(name: str) -> tuple[str, str]:
+    """
+    Return the two names that the name of a routed pair joins.
+
+    Raises:
+        UnknownBackendError: It has other than two, or ``auto`` is one of them.
+    """
+    names = name.split(PAIR)
+    if len(names) == 2 and all(names) and "auto" not in names:
+        return names[0], names[1]
+    raise UnknownBackendError(
+        f"the pair {name!r} was requested",
+        f"a pair is the backend of pure decodes, {PAIR!r}, and the backend of all other batches",
+        f"write 'flashmla{PAIR}flash_attn', for example",
     )
 
 

@@ -14,14 +14,21 @@ from attrs import field, frozen
 from attnplug._escape import escaped
 from attnplug._html import block, table
 from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, sole_owner, usable_of
-from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, under_built_in_names, unknown_backend
+from attnplug.discovery.names import (
+    check_pair,
+    clash,
+    drop_foreign_aliases,
+    replaces,
+    under_built_in_names,
+    unknown_backend,
+)
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugins
 from attnplug.discovery.scan import Diagnostic, scan
 from attnplug.errors import RegistryError, UnknownBackendError, near
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
-from attnplug.request.settings import Settings
+from attnplug.request.settings import Settings, names_of_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -190,6 +197,12 @@ class Registry:
         """The known orders of backends, per device."""
         return self._known.orders
 
+    def version_of(self, distribution: str) -> str | None:
+        """Return the installed version of a distribution, or None."""
+        if self._version_of is None:
+            self._version_of = scan().version_of
+        return self._version_of(distribution)
+
     def candidates(self, settings: Settings | None = None, *, assume_installed: bool = False) -> tuple[Candidate, ...]:
         """
         Return every variant of every plugin, and the known plugins that are absent, by backend.
@@ -229,12 +242,17 @@ class Registry:
 
     def check_name(self, name: str) -> None:
         """
-        Check that a name selects something: a backend or an alias, alone or with a variant, or ``auto``.
+        Check that a name selects something: a backend or an alias, alone or with a variant, or ``auto``; or a routed
+        pair of two backends, joined by ``+``.
 
         Raises:
             UnknownBackendError: Nothing installed or known has this name.
             DuplicateBackendError: It is an alias that several backends claim.
         """
+        if names_of_pair(name) is not None:
+            for one in check_pair(name):
+                self.check_name(one)
+            return
         backend, _, variant = name.partition("/")
         called = [each for each in self._identities() if backend in (each.name, *each.aliases)]
         if name != AUTO and not called:
@@ -290,6 +308,11 @@ class Registry:
             return attrs.evolve(content, failures={**content.failures, candidate_id: (reason, fix)})
 
         self._change(mark)
+
+    def failure_of(self, candidate_id: str) -> Reason | None:
+        """Return what was recorded with `mark_broken` of a candidate, or of a routed pair; None where nothing was."""
+        found = self._content.failures.get(candidate_id)
+        return None if found is None else found[0]
 
     def mark_refused(self, candidate_id: str, refusal: ProbeRefusal) -> None:
         """

@@ -35,7 +35,8 @@ class Diagnostic:
 
     Attributes:
         subject: What it is about: a distribution, a folder, a backend.
-        stage: Where it was found: ``scan``, ``settings``, ``manifest``, ``api``, ``alias`` or ``evidence``.
+        stage: Where it was found: ``scan``, ``settings``, ``manifest``, ``api``, ``alias``, ``evidence`` or
+            ``profile``.
         message: What is odd.
     """
 

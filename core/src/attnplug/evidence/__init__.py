@@ -1,4 +1,4 @@
-"""Evidence: what runs of the conformance kit have shown of a candidate, as data."""
+"""Evidence, as data: what runs of the conformance kit have shown of a candidate, and what `attnplug tune` measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ from attnplug._lazy import lazy
 if TYPE_CHECKING:
     from attnplug.evidence.coverage import Evidence as Evidence
     from attnplug.evidence.coverage import hashable as hashable
+    from attnplug.evidence.profile import PHASES as PHASES
+    from attnplug.evidence.profile import MeasuredTime as MeasuredTime
+    from attnplug.evidence.profile import ProfileEntry as ProfileEntry
+    from attnplug.evidence.profile import bucket_of as bucket_of
+    from attnplug.evidence.profile import content_hash as content_hash
+    from attnplug.evidence.profile import dump_entries as dump_entries
+    from attnplug.evidence.profile import entry_name as entry_name
+    from attnplug.evidence.profile import merged as merged
+    from attnplug.evidence.profile import parse_entries as parse_entries
     from attnplug.evidence.store import FOLDER as FOLDER
     from attnplug.evidence.store import EvidenceFolder as EvidenceFolder
     from attnplug.evidence.store import read_folder as read_folder
+    from attnplug.evidence.times import current_versions as current_versions
+    from attnplug.evidence.times import relative_times as relative_times
 
 _MODULES: Final = {
     "attnplug.evidence.coverage": "Evidence hashable",
+    "attnplug.evidence.profile": (
+        "bucket_of content_hash dump_entries entry_name MeasuredTime merged parse_entries PHASES ProfileEntry"
+    ),
     "attnplug.evidence.store": "FOLDER EvidenceFolder read_folder",
+    "attnplug.evidence.times": "current_versions relative_times",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -23,6 +23,7 @@ from attnplug.negotiation.received import (
 )
 from attnplug.request.fields import FIELDS
 from attnplug.request.requirements import Requirements
+from attnplug.request.settings import PAIR
 from attnplug.request.tables import read_only
 
 if TYPE_CHECKING:
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 _VERSION: Final = 2
 """Of the terms, in saved decisions. Version 1 could name a graph level that the candidate refuses with its layout."""
+
+
+@frozen
+class Roles:
+    """
+    The agreements of a routed pair: two candidates that share a KV cache.
+
+    Attributes:
+        decode: Of the candidate that attends in pure decodes.
+        rest: Of the candidate that attends in all other batches.
+    """
+
+    decode: Agreement
+    rest: Agreement
 
 
 @frozen
@@ -53,6 +68,8 @@ class Agreement:
             otherwise. ``str`` of it is ``"16, multiples of 32"``, `Constraint.alternatives` the same as data.
         reads_lengths: Whether the host has bounds of the lengths on the CPU or none, and the backend needs exact ones,
             or whether it has no query lengths there: each build reads them from the device, which it waits for.
+        roles: The agreements of both candidates where pure decodes are routed to one and all other batches to the
+            other; None for a single candidate. The terms of the pair follow from them (`attnplug.negotiation.pair`).
 
     While `requirements.late` names fields, the agreement is unbound: `Selection.bind` settles them.
     """
@@ -68,10 +85,13 @@ class Agreement:
     options: Mapping[str, Any] = field(factory=dict, converter=read_only, hash=False)
     block_sizes: Constraint | None = None
     reads_lengths: bool = False
+    roles: Roles | None = None
 
     @property
     def id(self) -> str:
-        """``backend/variant``, the identity of the candidate in every process."""
+        """``backend/variant``, the identity of the candidate in every process; of a pair both, joined by ``+``."""
+        if self.roles is not None:
+            return f"{self.roles.decode.id}{PAIR}{self.roles.rest.id}"
         return f"{self.backend}/{self.variant}"
 
     def __repr__(self) -> str:
@@ -83,7 +103,8 @@ class Agreement:
         return f"<Agreement: {self.id} {' '.join(f'{name}={value}' for name, value in given.items())}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return plain JSON values. Those of a pair have ``roles``, which versions without pairs refuse."""
+        roles = self.roles
         return {
             "version": _VERSION,
             "backend": self.backend,
@@ -97,6 +118,7 @@ class Agreement:
             "options": dict(self.options),
             "block_sizes": None if self.block_sizes is None else self.block_sizes.dump(),
             "reads_lengths": self.reads_lengths,
+            **({} if roles is None else {"roles": [roles.decode.to_dict(), roles.rest.to_dict()]}),
         }
 
     @classmethod
@@ -115,12 +137,14 @@ class Agreement:
                 f"this attnplug reads version {_VERSION}",
                 "decide again, or use the same attnplug in both processes",
             )
-        check_received("the agreement", data, _CHECKS)
+        is_pair = isinstance(data, Mapping) and "roles" in data
+        check_received("the agreement", data, {**_CHECKS, "roles": _is_pair} if is_pair else _CHECKS)
         requirements = Requirements.from_dict(data["requirements"])
         sizes = None if data["block_sizes"] is None else _read_block_sizes(data["block_sizes"])
         if (sizes is not None) != ("block_size" in requirements.late) or None not in (sizes, data["block_size"]):
             refuse_received(f"block_size={data['block_size']} and block_sizes={shown(data['block_sizes'])}")
-        values = {**data, "requirements": requirements, "block_sizes": sizes}
+        roles = Roles(*map(cls.from_dict, data["roles"])) if is_pair else None
+        values = {**data, "requirements": requirements, "block_sizes": sizes, "roles": roles}
         return cls(**{name: value for name, value in values.items() if name != "version"})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,6 +159,10 @@ def _read_block_sizes(data: Any) -> Constraint:
         return parse_constraint(fail, FIELDS["block_size"], data, ())
     except ManifestError:
         refuse_received(f"block_sizes={shown(data)} of the agreement")
+
+
+def _is_pair(value: object) -> bool:
+    return is_list(value) and len(value) == 2 and all(is_table(each) and "roles" not in each for each in value)  # type: ignore[arg-type, attr-defined]
 
 
 _CHECKS = {

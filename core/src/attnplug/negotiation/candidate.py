@@ -58,6 +58,7 @@ class Candidate:
         distribution: The distribution that it comes from, with version, for reports.
         refusals: What its probe has refused in this process; None where that is nothing.
         assumed: How to install what is supposed to be there; None where nothing is.
+        roles: Of a routed pair the candidate of pure decodes, and that of all other batches; empty for one candidate.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Candidate:
     distribution: str = ""
     refusals: ProbeRefusals | None = None
     assumed: Fix | None = None
+    roles: tuple[Candidate, ...] = ()
     # Objections by (field, value). Most of a decision is these look-ups: 50 candidates, some ten fields each.
     _known: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
 

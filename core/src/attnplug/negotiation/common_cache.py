@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.negotiation.candidate import CACHE_TERMS
-from attnplug.negotiation.matching import passing_terms
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -84,18 +81,8 @@ def _narrow(
     if not evaluation.request.requirements.paged:
         return shared
     if evaluation not in known:
-        known[evaluation] = _accepted(evaluation)
+        known[evaluation] = evaluation.accepted_terms()
     if shared is None:
         return known[evaluation]
     common = set(known[evaluation])
     return tuple(terms for terms in shared if terms in common)
-
-
-def _accepted(evaluation: Evaluation) -> tuple[CacheTerms, ...]:
-    """Return the terms that an evaluation accepts, without those that its probe has refused."""
-    passing = passing_terms(evaluation.candidate, evaluation.request, evaluation.terms or {})
-    agreements = (each.agreement for each in evaluation.candidate.refusals or ())
-    doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
-    return tuple(
-        terms for terms in passing if terms not in doubtful or evaluation.with_cache_terms(terms).refusal is None
-    )

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS
 from attnplug.negotiation.fix import find_fix
-from attnplug.negotiation.matching import Request, agree, negotiate, open_block_size
+from attnplug.negotiation.matching import Request, agree, negotiate, open_block_size, passing_terms
 from attnplug.negotiation.reason import Fix
 from attnplug.negotiation.verdict import Verdict
 
@@ -146,6 +146,15 @@ class Evaluation:
         settled = negotiate(self.candidate, self.request, shared).terms
         refusal = find_refusal(self.candidate, self.request, settled)
         return evolve(self, terms=settled, refusal=refusal, common=common)
+
+    def accepted_terms(self) -> tuple[CacheTerms, ...]:
+        """Return the terms of the KV cache that it accepts, best first, without those that its probe has refused."""
+        passing = passing_terms(self.candidate, self.request, self.terms or {})
+        agreements = (each.agreement for each in self.candidate.refusals or ())
+        doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
+        return tuple(
+            terms for terms in passing if terms not in doubtful or self.with_cache_terms(terms).refusal is None
+        )
 
     def verdict(self, *, chosen: bool = False) -> Verdict:
         """Return what selection reports of it."""

@@ -2,8 +2,8 @@
 Which of several eligible candidates is chosen.
 
 In this order: the listed order of the host or the user; built-in last; the measured profile for this device and shape;
-fewest emulated features; the default order for the device; the plugin's own preference among its variants; the name. A
-decision by name alone is a tie, and is reported as one.
+the profile that core ships for the device; fewest emulated features; the default order for the device; the plugin's own
+preference among its variants; the name. A decision by name alone is a tie, and is reported as one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from attnplug.negotiation.matching import all_hold
+from attnplug.request.settings import names_of_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ CRITERIA: Final = (
     "listed order",
     "built-in last",
     "measured profile",
+    "shipped profile",
     "fewest emulated features",
     "default order",
     "name",
@@ -48,6 +50,7 @@ _BEHIND: Final = {
     "listed order": "it is later in the list of backends",
     "built-in last": "it is built in, and plugins come first",
     "measured profile": "it is slower in the measured profile, or not in it",
+    "shipped profile": "it is slower in the profile that attnplug ships for this device, or not in it",
     "fewest emulated features": "it has no kernel for {emulated}, and computes it in a slower way",
     "default order": "it is later in the default order for this device ({because})",
     "the plugin's preference": "its plugin prefers {chosen} for this request",
@@ -61,6 +64,7 @@ _AHEAD: Final = {
     "listed order": "earliest in the list of backends",
     "built-in last": "the only one besides the built-in",  # another plugin would have been the runner-up
     "measured profile": "fastest in the measured profile",
+    "shipped profile": "fastest in the profile that attnplug ships for this device",
     "fewest emulated features": "supports the request most directly",
     "default order": "earliest in the default order for this device",
     "the plugin's preference": "the variant that its plugin prefers",
@@ -111,13 +115,15 @@ class Policy:
 
     Attributes:
         listed: Backends in the order of preference; empty, or ending in `AUTO`, lets others in.
-        profile: Measured microseconds by candidate id, for this device and shape.
+        profile: Measured times by candidate id, for this device and shape, from the profile of the settings.
         orders: Default orders; the first whose conditions hold counts.
+        shipped: The same as `profile`, from the profile that core ships for this device.
     """
 
     listed: tuple[str, ...] = ()
     profile: Mapping[str, float] = field(factory=dict, hash=False)
     orders: tuple[DefaultOrder, ...] = ()
+    shipped: Mapping[str, float] = field(factory=dict, hash=False)
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether the list lets the candidate in."""
@@ -162,7 +168,11 @@ def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
 def is_named(candidate: Candidate, name: str) -> bool:
     """
     Whether a name selects a candidate: its id, its backend, or an alias of the backend, alone or before ``/variant``.
+    That of a routed pair has two of these.
     """
+    names = names_of_pair(name)
+    if candidate.roles or names is not None:
+        return names is not None and len(candidate.roles) == len(names) and all(map(is_named, candidate.roles, names))
     backend, _, variant = name.partition("/")
     names_backend = backend == candidate.backend or backend in candidate.aliases
     return names_backend and (not variant or candidate.id == f"{candidate.backend}/{variant}")
@@ -175,6 +185,7 @@ def _key(evaluation: Evaluation, policy: Policy, order: Sequence[str]) -> tuple[
         _place(candidate, policy.listed) if policy.listed else 0,
         candidate.built_in,
         policy.profile.get(candidate.id, float("inf")),
+        policy.shipped.get(candidate.id, float("inf")),
         len(evaluation.emulated),
         _place(candidate, order) if order else 0,
         candidate.backend,

@@ -40,6 +40,7 @@ Code = Literal[
     "probe",
     "probe_device",
     "broken",
+    "pair",
 ]
 _OF_DEVICE: Final = {"device_type": "is", "device_name": "is", "vendor": "is from"}
 """How a device has what a field says; it "has" everything else."""
@@ -56,7 +57,7 @@ class Reason:
             required distribution), ``absent`` (the plugin is not installed), ``blocked`` (by the settings), ``api``
             (another major version of the contract). What a plugin's probe refuses: ``probe`` (this request on this
             device), ``probe_device`` (every request on this device), ``broken`` (everything; also where the manifest
-            or the plugin's code fails).
+            or the plugin's code fails). ``pair``: two candidates that are no routed pair.
         field: The field that it is about, or the requirement, or the plugin.
         wanted: The requested value, as a plain value that hashes: lists are tuples, tables are tuples of pairs.
         supported: What is supported, in words; of a probe what it found. Empty where that is nothing.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attnplug.request.settings import Options as Options
     from attnplug.request.settings import Settings as Settings
     from attnplug.request.settings import parse_toml as parse_toml
+    from attnplug.request.settings import profile_folder as profile_folder
 
 _MODULES: Final = {
     "attnplug.errors": "near",
@@ -38,7 +39,7 @@ _MODULES: Final = {
     "attnplug.request.field": "Field",
     "attnplug.request.fields": "FIELDS fields_of",
     "attnplug.request.requirements": "Requirements",
-    "attnplug.request.settings": "BackendNames Options parse_toml PREFIX Settings",
+    "attnplug.request.settings": "BackendNames Options parse_toml PREFIX profile_folder Settings",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

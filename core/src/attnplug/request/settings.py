@@ -26,6 +26,9 @@ from attnplug.request.tables import read_only
 BackendNames = str | Sequence[str]
 """A backend, or backends in order of preference."""
 
+PAIR = "+"
+"""Joins the names of a routed pair: the backend of pure decodes, then that of all other batches."""
+
 PREFIX = "ATTNPLUG_"
 OPTION_PREFIX = "ATTNPLUG_OPT_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -53,7 +56,7 @@ class Settings:
             version where one is meant (``name==1.0``). None means all, an empty set none.
         block: Those that may not be used. A blocked backend's code never runs.
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
-        profile: File of measured times, or None.
+        profile: File or folder of measured times, or None; ``#sha256=HASH`` behind it pins its content.
         evidence: Folders with evidence of what was verified, besides what plugins ship.
         kv_layout: The layout of paged KV caches whose requirements leave it open; None leaves it to the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
@@ -112,6 +115,9 @@ class Settings:
         for (backend, option), (value, source) in _options_from_environment(environ).items():
             options.setdefault(backend, {})[option] = value
             sources = layered(sources, {f"options.{backend}.{option}": source})
+        if "profile" not in found and (folder := _profile_folder(environ)):
+            found["profile"] = (folder, f"folder {folder}")
+            sources = layered(sources, {"profile": f"folder {folder}"})
         unread = ((str(place), out_of_reach),) if out_of_reach else ()
         return cls(
             **{name: value for name, (value, _) in found.items()}, options=options, sources=sources, unread=unread
@@ -279,6 +285,11 @@ def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str
     return found
 
 
+def names_of_pair(name: str) -> tuple[str, ...] | None:
+    """Return the names that a routed pair joins, as they were written; None for the name of one backend."""
+    return tuple(name.split(PAIR)) if PAIR in name else None
+
+
 def _named_file(environ: Mapping[str, str]) -> Path | None:
     name = environ.get("ATTNPLUG_CONFIG", "")
     return Path(name) if name.strip() else None
@@ -290,6 +301,21 @@ def _default_file(environ: Mapping[str, str]) -> Path:
     except RuntimeError:  # platformdirs finds no home of this user
         folder = Path("~", ".config", "attnplug")
     return folder / "config.toml"
+
+
+def profile_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the user's folder of measured times, ``profiles`` beside ``config.toml``; it may not exist."""
+    return _default_file(os.environ if environ is None else environ).parent / "profiles"
+
+
+def _profile_folder(environ: Mapping[str, str]) -> str:
+    """Return the user's folder of measured times, if it has any; empty where it has none or is out of reach."""
+    folder = str(profile_folder(environ))
+    try:
+        with os.scandir(folder) as files:
+            return folder if any(file.name.endswith(".json") for file in files) else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def _user_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -12,6 +12,7 @@ from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request
+from attnplug.negotiation.pair import PairEvaluation, evaluate_pairs
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 from attnplug.selection.load import same_candidate
@@ -75,6 +76,12 @@ def _evaluate_bound(selection: Selection, given: Mapping[str, int]) -> Evaluatio
     Raises:
         NotNegotiatedError: The candidate refuses them.
     """
+    if selection.roles:
+        decode, rest = (_evaluate_bound(one, given) for one in selection.roles.values())
+        pair = evaluate_pairs(rest.request, [decode], [rest])
+        if not pair.serves:
+            raise _refused(selection, pair, given)
+        return pair
     candidate = same_candidate(selection)[1]
     if candidate.availability == "missing_dependency":
         candidate = candidate.if_installed  # the decision has supposed it; loading still needs it
@@ -97,8 +104,11 @@ def _rebound(selection: Selection, evaluation: Evaluation) -> Selection:
     agreement = evaluation.agreement
     if agreement is None:  # an evaluation that serves has one
         raise AssertionError
-    others = (verdict for verdict in selection.verdicts if verdict.id != selection.id)
-    return evolve(selection, agreement=agreement, verdicts=(evaluation.verdict(chosen=True), *others))
+    of_roles = evaluation.verdicts() if isinstance(evaluation, PairEvaluation) else ()
+    chosen = (evaluation.verdict(chosen=True), *of_roles)
+    ids = [verdict.id for verdict in chosen]
+    others = (verdict for verdict in selection.verdicts if verdict.id not in ids)
+    return evolve(selection, agreement=agreement, verdicts=(*chosen, *others))
 
 
 def _refused(selection: Selection, evaluation: Evaluation, own: Mapping[str, int]) -> NotNegotiatedError:

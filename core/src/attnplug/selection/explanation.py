@@ -49,6 +49,8 @@ class Explanation:
         order_because: The source of the default order for this device; empty for a device without a default order.
         needs: The steps that install what the chosen candidate was supposed to have.
         least: The candidate that can serve with the least to install, where that is not the chosen one, and its steps.
+        measured: The measurement behind the decision, in a line; empty where no entry of a profile decided.
+        profile_notes: What of the profile does not count on this device, and why; a sentence each.
     """
 
     requirements: Requirements
@@ -64,6 +66,8 @@ class Explanation:
     order_because: str = ""
     needs: tuple[str, ...] = ()
     least: tuple[str, ...] = ()
+    measured: str = ""
+    profile_notes: tuple[str, ...] = ()
 
     @property
     def runner_up(self) -> Verdict | None:
@@ -122,6 +126,8 @@ class Explanation:
             "order_because": self.order_because,
             "needs": list(self.needs),
             "least": list(self.least),
+            "measured": self.measured,
+            "profile_notes": list(self.profile_notes),
             "origins": dict(self.origins),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
@@ -139,7 +145,12 @@ class Explanation:
             folded(f"{len(verdicts)} {title}", _verdict_table(verdicts), unfolded=not serving)
             for (title, _), verdicts in zip(_SHOWN_AS[1:], others, strict=True)
         )
-        lines = [f"requested: {assigned(self.requirements.to_dict())}", f"device: {self._where()}", self.tie]
+        lines = [
+            f"requested: {assigned(self.requirements.to_dict())}",
+            f"device: {self._where()}",
+            *self.measurement(),
+            self.tie,
+        ]
         title = f"chosen: {self.chosen.id if self.chosen else 'none'}{self._decision()}"
         return block(title, filter(None, lines), _verdict_table(serving), *below)
 
@@ -158,6 +169,7 @@ class Explanation:
         if self.listed:
             yield from wrapped(f"permitted: {self.permitted}")
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
+        yield from self.measurement()
         yield from self.to_install()
         unnamed = [v for v in self.verdicts if folds and self.is_strict and v.id not in self.named]
         shown = sorted((v for v in self.verdicts if v not in unnamed), key=lambda v: folds and v.id not in self.named)
@@ -178,6 +190,12 @@ class Explanation:
         if self.tie:
             yield ""
             yield from wrapped(self.tie)
+
+    def measurement(self) -> Iterator[str]:
+        """Yield the measurement behind the decision, and what of the profile does not count; a line each."""
+        if self.measured:
+            yield f"measured: {self.measured}"
+        yield from (f"note: {note}" for note in self.profile_notes)
 
     def to_install(self) -> Iterator[str]:
         """Yield what the chosen candidate was supposed to have, and which one can serve with less; a line each."""
@@ -260,7 +278,9 @@ def not_verified(item: Unverified) -> str:
 
 
 def terms_of(terms: Agreement) -> Iterator[str]:
-    """Yield what was agreed on, in a line, and in another one what is left to bind."""
+    """Yield what was agreed on, in a line, and in others the roles of a pair, and what is left to bind."""
+    if terms.roles is not None:
+        yield f"routed: pure decodes to {terms.roles.decode.id}, all other batches to {terms.roles.rest.id}"
     if terms.requirements.paged:
         values = {name: getattr(terms, name) for name in (*CACHE_TERMS, "kv_cache_dtype", "cudagraph")}
         yield assigned({name: value for name, value in values.items() if value is not None})

@@ -26,6 +26,7 @@ from attnplug.errors import (
 )
 from attnplug.negotiation.candidate import CACHE_TERMS, TERMS
 from attnplug.negotiation.matching import Request, negotiate
+from attnplug.negotiation.pair import keeps_terms
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
@@ -137,6 +138,8 @@ def load_selection(selection: Selection) -> LoadedBackend:
         PluginContractError: It does not keep the contract.
     """
     _check_bound(f"the decision for {selection.id!r}", selection.late)
+    if selection.roles:
+        return _load_pair(selection)
     plugin = _same_plugin(selection)
     _import_contract(repr(selection.id))
     try:
@@ -149,6 +152,34 @@ def load_selection(selection: Selection) -> LoadedBackend:
     if isinstance(outcome, PluginLoadError):
         raise outcome
     return outcome
+
+
+def _load_pair(selection: Selection) -> LoadedBackend:
+    """
+    Load both candidates of a routed pair, and the backend that routes to them.
+
+    Raises:
+        PluginLoadError: Their classes do not agree on what they share, which no manifest says.
+    """
+    if not keeps_terms(selection.agreement):
+        raise PluginLoadError(
+            f"{selection.id!r} was selected on terms that do not follow from those of its candidates",
+            "",
+            "select again in this process",
+        )
+    decode, rest = (load_selection(one) for one in selection.roles.values())
+    from attnplug.contract.loaded import LoadedBackend  # noqa: PLC0415 - the contract imports torch
+    from attnplug.contract.routed import route_pair  # noqa: PLC0415 - likewise
+
+    made = route_pair(selection.agreement, selection.device, decode, rest)
+    if isinstance(made, str):
+        error = PluginLoadError(
+            f"the pair {selection.id!r} cannot be loaded: {made}", "", f"name {rest.id!r} alone, or another pair"
+        )
+        _mark_broken(selection, error)
+        raise error
+    forms = tuple(form for form in decode.kv_cache_forms if form in rest.kv_cache_forms)
+    return LoadedBackend(made, selection, forms)
 
 
 def _load_here(plugin: Plugin, selection: Selection) -> LoadedBackend | PluginLoadError:

@@ -16,7 +16,7 @@ from attnplug._escape import escaped
 from attnplug._html import block, table
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, near, shown
 from attnplug.negotiation.common_cache import TRIES, share_terms
-from attnplug.negotiation.matching import build_request, passing_terms
+from attnplug.negotiation.matching import build_request
 from attnplug.negotiation.received import check_received, is_list, is_table, is_text, list_of, refuse_received
 from attnplug.request.domains import GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
@@ -331,7 +331,7 @@ def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluation
 
 
 def _accepted_terms(evaluation: Evaluation) -> str:
-    terms = passing_terms(evaluation.candidate, evaluation.request, evaluation.terms or {})
+    terms = evaluation.accepted_terms()
     sizes, layouts, forms = ([str(value) for value in dict.fromkeys(values)] for values in zip(*terms, strict=True))
     shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
     return f"blocks of {shown}; {', '.join(layouts)}; {', '.join(forms)}"

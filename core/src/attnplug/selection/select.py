@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
-from attnplug.negotiation.ranking import COMMON_TERMS, Policy, Ranked, is_named, rank
+from attnplug.negotiation.pair import PairEvaluation, evaluate_pairs, measured_pairs, requests_of, routes
+from attnplug.negotiation.ranking import AUTO, COMMON_TERMS, Policy, Ranked, is_named, rank
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
+from attnplug.request.settings import names_of_pair
 from attnplug.request.tables import freeze
 from attnplug.selection.explanation import Explanation
-from attnplug.selection.options import check_options
+from attnplug.selection.options import RequestTimes, check_options
 from attnplug.selection.process import PROCESS, ProcessState, current_state
 from attnplug.selection.scope import Overrides, current_scope, overrides
 from attnplug.selection.selection import Selection
@@ -24,6 +26,7 @@ from attnplug.selection.selection import Selection
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+    from attnplug.negotiation.candidate import Candidate
     from attnplug.request.settings import BackendNames, Options, Settings
     from attnplug.request.torch_values import DeviceLike
 
@@ -150,12 +153,16 @@ class Evaluations:
         ranked: Those that can serve and may be chosen, best first.
         others: The rest, by name.
         assume_installed: Whether missing kernel libraries are supposed to be there.
+        times: The measured times for the request.
+        profile_notes: What of the profile does not count here, and why.
     """
 
     request: Request
     ranked: Ranked
     others: tuple[Evaluation, ...]
     assume_installed: bool = False
+    times: RequestTimes = field(factory=RequestTimes)
+    profile_notes: tuple[str, ...] = ()
 
 
 def evaluate_all(state: ProcessState, request: Request, *, assume_installed: bool = False) -> Evaluations:
@@ -170,13 +177,60 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     for name in settings.backend:
         registry.check_name(name)
     check_options(registry, settings)
-    policy = Policy(settings.backend, state.profile.measured(request), registry.default_orders)
+    times = state.profile.times(request, registry.version_of)
+    policy = Policy(_listed(settings.backend, request), times.local, registry.default_orders, times.shipped)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
-    for candidate in registry.candidates(settings, assume_installed=assume_installed):
+    candidates = registry.candidates(settings, assume_installed=assume_installed)
+    for candidate in candidates:
         found = evaluate(candidate, request, state.evidence)
         (eligible if found.serves and policy.admits(candidate) else others).append(found)
-    return Evaluations(request, rank(eligible, policy), tuple(others), assume_installed)
+    for name in _pairs(policy.listed, times.local) if routes(request.requirements) else ():
+        pair = _evaluate_pair(state, name, request, candidates)
+        if pair is None:  # what it names is not installed
+            continue
+        (eligible if pair.serves and policy.admits(pair.candidate) else others).append(pair)
+    return Evaluations(
+        request,
+        rank(eligible, policy),
+        tuple(others),
+        assume_installed,
+        times,
+        state.profile.notes(request.device, registry.version_of),
+    )
+
+
+def _listed(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
+    """Return the listed backends; of a pair the second, where the request has no pure decodes to route."""
+    if routes(request.requirements):
+        return names
+    pairs = ((name, names_of_pair(name)) for name in names)
+    return tuple(dict.fromkeys(name if pair is None else pair[1] for name, pair in pairs))
+
+
+def _pairs(listed: Sequence[str], times: Mapping[str, float]) -> list[str]:
+    """Return the pairs that may be chosen: those that are listed, and measured ones where others are permitted."""
+    named = [name for name in listed if names_of_pair(name) is not None]
+    measured = measured_pairs(times) if times and (not listed or AUTO in listed) else ()
+    return [*dict.fromkeys((*named, *measured))]
+
+
+def _evaluate_pair(
+    state: ProcessState, name: str, request: Request, candidates: Sequence[Candidate]
+) -> PairEvaluation | None:
+    """Evaluate the candidates that the two names of a pair select, each for its batches, and the pair of them."""
+    sides = []
+    for one, requested in zip(names_of_pair(name) or (), requests_of(request), strict=False):
+        times = state.profile.times(requested, state.registry.version_of)
+        policy = Policy((), times.local, state.registry.default_orders, times.shipped)
+        found = [evaluate(each, requested, state.evidence) for each in candidates if is_named(each, one)]
+        serving = rank([each for each in found if each.serves], policy).evaluations
+        sides.append((*serving, *(each for each in found if not each.serves)))
+    if len(sides) != 2 or not all(sides):
+        return None
+    pair = evaluate_pairs(request, *sides)
+    failure = state.registry.failure_of(pair.candidate.id)
+    return pair if failure is None else evolve(pair, objections=(*pair.objections, failure), terms=None)
 
 
 def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explanation:
@@ -193,7 +247,9 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
     verdicts = tuple(each.verdict() for each in (*rest, *found.others))
     chosen, behind = None, None
     if first is not None and first.agreement is not None:
-        verdicts = (first.verdict(chosen=True), *verdicts)
+        of_roles = first.verdicts() if isinstance(first, PairEvaluation) else ()
+        ids = [verdict.id for verdict in of_roles]
+        verdicts = (first.verdict(chosen=True), *of_roles, *(each for each in verdicts if each.id not in ids))
         is_best = first.candidate is eligible[0].candidate
         decided_by = found.ranked.decided_by if is_best else COMMON_TERMS
         behind = found.ranked.runner_up if is_best else next(iter(rest), None)
@@ -217,6 +273,8 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         found.ranked.because,
         () if first is None else _to_install(first),
         _least(eligible, first),
+        "" if chosen is None or behind is None else found.times.line(chosen.decided_by, chosen.id, behind.candidate.id),
+        found.profile_notes,
     )
 
 

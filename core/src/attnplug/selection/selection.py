@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attnplug._escape import escaped
 from attnplug.negotiation.agreement import Agreement
@@ -56,6 +56,17 @@ class Selection:
     def variant(self) -> str:
         """The variant's name."""
         return self.agreement.variant
+
+    @property
+    def roles(self) -> Mapping[str, Selection]:
+        """
+        The decisions for ``"decode"``, the pure decodes, and ``"rest"``, all other batches, where they are routed to
+        two candidates; empty for a single one. Both are loaded with this decision, and share its KV cache.
+        """
+        roles = self.agreement.roles
+        if roles is None:
+            return {}
+        return {"decode": evolve(self, agreement=roles.decode), "rest": evolve(self, agreement=roles.rest)}
 
     @property
     def requirements(self) -> Requirements:

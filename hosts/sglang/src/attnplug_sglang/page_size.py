@@ -2,8 +2,9 @@
 The page size of SGLang's pools, where the user left it open.
 
 SGLang makes pages of one token unless ``--page-size`` says otherwise, and settles it before it makes any backend. A
-backend that is named by ``attnplug:ID`` may have no pages of one token: SGLang's hooks let its own default be replaced
-by the smallest page that the backend's manifest admits. What the user passes is never changed.
+backend that is named by ``attnplug:ID``, or alone by ATTNPLUG_BACKEND, may have no pages of one token: SGLang's hooks
+let its own default be replaced by the smallest page that the backend's manifest admits, or both of a routed pair. What
+the user passes is never changed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _log: Final = logging.getLogger("sglang.attnplug")
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """The page sizes that are tried, in tokens."""
 
+_ANY: Final = "auto"  # in attnplug's list of backends
 _PIPELINE: Final = "sglang.srt.arg_groups.pipeline"
 _OVERRIDES: Final = "sglang.srt.arg_groups.overrides"
 _hooked: Final[set[str]] = set()
@@ -75,16 +77,22 @@ def smallest_page(names: Iterable[str], default: int) -> int:
         default: SGLang's default, in tokens.
     """
     try:
-        backends = [backend for name in names if (backend := backend_of(name)) is not None]
-        candidates = [_candidates_of(backend) for backend in backends]
+        candidates = [_candidates_of(backend) for name in names for backend in _named(name)]
     except AttnplugError:  # whoever makes the backend gets this error
         return default
     tried = [default, *(size for size in SIZES if size > default and size % default == 0)]
     return next((size for size in tried if all(_any_admits(each, size) for each in candidates)), default)
 
 
+def _named(name: str) -> list[str]:
+    """Return what a name of ours names, or the one backend of the settings where it names none; both of a pair."""
+    listed = attnplug.Settings.read().backend
+    backend = backend_of(name) or (listed[0] if len(listed) == 1 and listed[0] != _ANY else "")
+    return backend.split("+") if backend else []
+
+
 def _candidates_of(backend: str) -> list[Candidate]:
-    return [each for each in attnplug.registry().candidates() if each.id == backend]
+    return [each for each in attnplug.registry().candidates() if backend in (each.id, each.backend)]
 
 
 def _any_admits(candidates: Iterable[Candidate], size: int) -> bool:

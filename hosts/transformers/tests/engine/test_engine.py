@@ -25,6 +25,7 @@ from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
 from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
 from tests.examples import examples
+from tests.torch_pair import RUNS, offer_pair
 
 
 @pytest.fixture
@@ -48,6 +49,16 @@ def pool_of(engine):
 def assert_idle(engine):
     assert not engine.has_work
     assert pool_of(engine).num_free == pool_of(engine).num_usable
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_routed_pair_decodes_on_one_side(open_engine, tmp_path, name):
+    _, prompts, expected = reference(name)
+    engine = open_engine(name, async_scheduling=True, backend=offer_pair(tmp_path))
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+    sides = {(side, len(set(lens)) == 1 and lens[0] == 1) for side, lens in RUNS}
+    assert sides == {("first", True), ("second", False)}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,9 +58,15 @@ def refusals(explanation: Explanation, permitted: Iterable[str]) -> list[str]:
             say nothing, unless there are no others.
     """
     names = set(permitted)
-    verdicts = [v for v in explanation.verdicts if is_permitted((v.id, v.id.partition("/")[0]), names)]
+    named = set(explanation.named)  # also a routed pair, which has two names
+    verdicts = [v for v in explanation.verdicts if v.id in named or is_permitted((v.id, v.id.partition("/")[0]), names)]
     listed = [verdict for verdict in verdicts if names or verdict.status != "absent"] or verdicts
     return [text_of(verdict) for verdict in listed] or ["no attention backend of attnplug is installed"]
+
+
+def is_pair(name: str) -> bool:
+    """Whether a name is that of a routed pair: vLLM has no name for these, and ``ATTNPLUG_BACKEND`` takes it."""
+    return "+" in name
 
 
 def is_permitted(names: Iterable[str], permitted: set[str]) -> bool:
@@ -70,7 +76,7 @@ def is_permitted(names: Iterable[str], permitted: set[str]) -> bool:
 
 def way_on(explanation: Explanation) -> str:
     """Return what to pass to vLLM where nothing that may be chosen can serve: another name, the fixes, or its own."""
-    able = next((verdict.id for verdict in explanation.verdicts if verdict.status == "eligible"), None)
+    able = next((v.id for v in explanation.verdicts if v.status == "eligible" and not is_pair(v.id)), None)
     if able is not None and takes_names():
         return f"pass --attention-backend {name_of(able)}"
     if able is not None:

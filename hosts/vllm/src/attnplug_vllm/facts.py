@@ -326,7 +326,8 @@ def serves(choice: Choice, **fields: Any) -> bool:
 
 def candidates(choice: Choice) -> Iterator[Candidate]:
     """Yield the candidates that are ready and may be chosen."""
-    permitted = set(choice or explain(attnplug.Requirements(**_SIMPLE), ()).listed)
+    listed = choice or explain(attnplug.Requirements(**_SIMPLE), ()).listed
+    permitted = {one for name in listed for one in name.split("+")}  # both of a routed pair
     for candidate in attnplug.registry().candidates():
         names = (candidate.id, candidate.backend, *candidate.aliases)
         if candidate.availability == "ready" and advice.is_permitted(names, permitted):

@@ -368,7 +368,8 @@ def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
     Args:
         step: The step.
         target: Backend and device.
-        engine: Fields of the requirements that an engine sets.
+        engine: Fields of the requirements that an engine sets, and those of the model that a step has not; the dtype
+            is by default what engines use on the device.
 
     Raises:
         NoBackendError: Nothing can serve it.
@@ -376,7 +377,8 @@ def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
     """
     from attnplug import contract  # noqa: PLC0415 - imports torch
 
-    backend = target.load(step.requirements(dtype_on(target.prepare()), **engine))
+    fields = {"dtype": dtype_on(target.prepare()), **engine}
+    backend = target.load(step.requirements(**fields))
     size = backend.agreement.block_size or 1
     counts = [-(-length // size) for length in step.seq_lens]
     limits = contract.Limits(
@@ -385,10 +387,22 @@ def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
         max_seq_len=max(step.seq_lens),
         num_blocks=1 + sum(counts),
     )
-    layer = contract.Layer(name=LAYER, scale=step.scale)
+    layer = contract.Layer(name=LAYER, scale=step.scale, **_learned(backend))
     impl = backend.make_impl(layer)
     builder = backend.make_builder([impl], backend.make_state(limits))
     return Planner(step, backend, layer, impl, builder, _shuffled(counts))
+
+
+def _learned(backend: LoadedBackend) -> dict[str, Tensor]:
+    """Return the learned tensors of the layer: sinks and ALiBi slopes, where they were requested."""
+    import torch  # noqa: PLC0415 - it is imported by now
+
+    wanted, found = backend.agreement.requirements, {}
+    if wanted.sinks:
+        found["sinks"] = torch.linspace(-1.0, 1.0, wanted.num_q_heads, device=backend.device)
+    if wanted.alibi is not None:
+        found["alibi_slopes"] = torch.logspace(-1.0, -4.0, wanted.num_q_heads, base=2.0, device=backend.device)
+    return found
 
 
 def make_rig(step: Step, target: Target, **engine: Any) -> Rig:

@@ -108,7 +108,7 @@ class Reporter:
 def _write(folder: Path, command: str, reports: list[SubjectReport]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _dump(folder / "report.json", [{"command": command, **report.to_dict()} for report in reports])
-    for report in reports:
+    for report in (each for each in reports if not each.subject.is_pair):  # evidence is of one variant
         name = "-".join(("evidence", report.subject.id.replace("/", "-"), *report.subject.features))
         _dump(folder / f"{name}.json", {"command": command, **report.evidence()})
 

@@ -1,12 +1,12 @@
-"""What the kit tests: one variant of one installed backend, on the device of this process."""
+"""What the kit tests: one variant of one installed backend, or a routed pair, on the device of this process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from attnplug import load, registry
+from attnplug import explain, load, registry
 from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.manifest import IsRequested
 from attnplug.negotiation import Candidate, Fix, Request, negotiate
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from attnplug.request import Requirements
 
 
+_PAIR: Final = "+"
+_NOT_OF_PAIRS: Final = ("batch_invariant",)  # which pairs refuse
+
+
 @frozen
 class Subject:
     """
     A candidate that can run here.
 
     Attributes:
-        id: ``backend/variant``.
+        id: ``backend/variant``; of a routed pair both, joined by ``+``.
         device: The device of this process.
-        candidate: The candidate, its manifest included.
+        candidate: The candidate, its manifest included; of a pair one that declares what both do, with the rules of
+            both.
         features: The open features of every request, sorted.
     """
 
@@ -61,9 +66,20 @@ class Subject:
         variant = self.candidate.variant
         return self.device.type == "cpu" and variant is not None and variant.jit is not None
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is a routed pair."""
+        return _PAIR in self.id
+
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
-        return negotiate(self.candidate, Request(requirements, self.device)).objections
+        found = negotiate(self.candidate, Request(requirements, self.device)).objections
+        if found or not self.is_pair:
+            return found
+        explained = explain(requirements, self.device, backend=self.id)  # what both serve, and do not agree on
+        if explained.chosen is not None:
+            return ()
+        return next((each.reasons for each in explained.verdicts if each.id == self.id), ())
 
     def load(self, requirements: Requirements) -> LoadedBackend:
         """Return the backend for requirements, by the public entry point."""
@@ -80,7 +96,8 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
     With open features, these are the variants that list all of them.
 
     Args:
-        name: ``backend`` or ``backend/variant``; aliases of the backend too.
+        name: ``backend`` or ``backend/variant``; aliases of the backend too; or two of these, joined by ``+``: a routed
+            pair.
         device: The device, or its name; None for this process's.
         features: The open features of every request.
 
@@ -90,6 +107,10 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         RequirementsError: The features are invalid, or no variant that can run here lists all of them.
     """
     canonical = _canonical(features)
+    if _PAIR in name:
+        registry().check_name(name)
+        sides = [find_subjects(one, device, features) for one in name.split(_PAIR)]
+        return tuple(_paired(decode, rest) for decode in sides[0] for rest in sides[1] if decode != rest)
     backend, _, variant = name.partition("/")
     named = [
         item
@@ -108,6 +129,35 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
             "; or ".join([*_installations(named), "test it on a device that it serves"]),
         )
     return _listing(tuple(Subject(item.id, here, item, canonical) for item in ready), name)
+
+
+def _paired(decode: Subject, rest: Subject) -> Subject:
+    """Return a routed pair: what the second declares and the first does, which serves decodes alone."""
+    one, other = decode.candidate, rest.candidate
+    if one.variant is None or other.variant is None:  # subjects have a manifest
+        raise AssertionError
+    ours, theirs = one.variant.supports, other.variant.supports
+    common = {name: found if name == "phases" else _common(found, ours.get(name)) for name, found in theirs.items()}
+    variant = evolve(
+        other.variant,
+        name=f"{one.variant.name}{_PAIR}{other.variant.name}",
+        supports={name: found for name, found in common.items() if found is not None and name not in _NOT_OF_PAIRS},
+        features=tuple(name for name in other.variant.features if name in one.variant.features),
+        jit=other.variant.jit or one.variant.jit,
+        emulates={**one.variant.emulates, **other.variant.emulates},
+        rules=tuple(dict.fromkeys((*other.variant.rules, *one.variant.rules))),
+    )
+    name = f"{one.id}{_PAIR}{other.id}"
+    distribution = " and ".join(dict.fromkeys((one.distribution, other.distribution)))
+    installed = one.installed | other.installed
+    merged = evolve(other, id=name, variant=variant, installed=installed, distribution=distribution)
+    return Subject(name, rest.device, merged, rest.features)
+
+
+def _common(one: Constraint, other: Constraint | None) -> Constraint | None:
+    """Return what both declare of a field; None where that is nothing, so that the field is not declared."""
+    met = None if other is None else one.intersect(other)
+    return met if met is not None and met.alternatives else None
 
 
 def _device(device: Device | str | None, named: Sequence[Candidate]) -> Device:

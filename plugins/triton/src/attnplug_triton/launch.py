@@ -141,7 +141,7 @@ def run(
             (*pages, *tensors),
             strides,
             (*numbers, num_tiles),
-            (*constants, tiles.rows, tiles.keys, tiles.stages, bool(descriptors)),
+            (*constants, tiles.rows, tiles.keys, tiles.stages, bool(tiles.joins_diagonal), bool(descriptors)),
             descriptors=descriptors,
             num_warps=tiles.warps,
         )

@@ -49,6 +49,8 @@ class Tiles:
         keys: Keys of an iteration.
         stages: Pipeline stages; page numbers take the first one.
         warps: Warps of a program.
+        joins_diagonal: Whether one loop of a prefill has the tiles of the diagonal too, masked under a branch. With
+            `mma.sync` that changes the layout of scores, and warps exchange more.
         descriptors: Whether tensor descriptors load keys and values, where pages are multiples of a tile.
     """
 
@@ -56,6 +58,7 @@ class Tiles:
     keys: int
     stages: int
     warps: int
+    joins_diagonal: bool = False
     descriptors: bool = False
 
 
@@ -97,17 +100,19 @@ def prefill_tiles(size: int, size_v: int, *, shared: int, descriptors: bool = Fa
     """
     width, width_v = width_of(size), width_of(size_v)
     is_wide = max(width, width_v) > 128
-    if descriptors and shared == _LARGE:  # two programs per multiprocessor, of heads up to 128
+    if descriptors and shared == _LARGE and max(width, width_v) <= 256:  # two programs per multiprocessor up to 128
         return Tiles(
             rows=128 if is_wide else 64,
             keys=DESCRIBED_KEYS,
             stages=2 if is_wide else 3,
             warps=8 if is_wide else 4,
+            joins_diagonal=True,
             descriptors=True,
         )
     rows = 128 if shared == _LARGE or (shared > _MIN_SHARED_MEMORY and not is_wide) else 64
     keys = _keys_within(64, (width + width_v) * 2, (shared - _SPARE) * _KIB - rows * width * 2)
-    return Tiles(rows=rows, keys=keys, stages=3, warps=8 if rows == 128 or is_wide else 4)
+    warps = 8 if rows == 128 or is_wide else 4
+    return Tiles(rows=rows, keys=keys, stages=3, warps=warps, joins_diagonal=shared == _LARGE)
 
 
 def latent_tiles(

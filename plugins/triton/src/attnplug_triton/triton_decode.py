@@ -132,7 +132,7 @@ def _decode(
         begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
         key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, kv_head, k_page, k_token,
         v_page, v_token, num_slots, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked,
-        is_capped, alibi, True, by_bits, is_latent, is_records, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
+        is_capped, alibi, True, False, by_bits, is_latent, is_records, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

@@ -87,11 +87,11 @@ def load_rows(
     is_row: tl.tensor,
     size: tl.constexpr,
     width: tl.constexpr,
-    is_masked: tl.constexpr,
+    is_selected: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile of the KV cache, with zeros behind the elements of a row, and for rows that are masked."""
+    """Return a tile of the KV cache, with zeros behind the elements of a row, and for rows that are not selected."""
     columns = tl.arange(0, width)[None, :]
-    if is_masked:
+    if is_selected:
         return tl.load(base + rows[:, None] + columns, mask=is_row[:, None] & (columns < size), other=0.0)
     elif size == width:
         return tl.load(base + rows[:, None] + columns)
@@ -135,6 +135,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     is_capped: tl.constexpr,
     alibi: tl.constexpr,
     is_masked: tl.constexpr,
+    has_diagonal: tl.constexpr,
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
@@ -152,7 +153,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
 
     With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
     not loaded: their slots, and their pages, may hold anything. Otherwise tiles are loaded whole, and a row attends to
-    all of their keys up to `last`; that is computed in the tiles from `diagonal` on.
+    all of their keys; with `has_diagonal`, to those up to `last` in the tiles from `diagonal` on.
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
@@ -168,42 +169,42 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         next_page = tl.load(pages + tl.minimum(begin, highest) // page_size)
     for index in tl.range(begin, end, keys, num_stages=stages):
         key_position = index + offsets
-        is_row = key_position <= highest  # others are zeros: a weight of 0 times NaN is NaN
-        if is_masked and has_first:
-            is_row = is_row & (key_position >= lowest)
+        at = key_position
+        if is_masked:  # a weight of 0 times NaN is NaN: the nearest key of the range takes the place of others
+            at = tl.minimum(at, highest)
+            if has_first:
+                at = tl.maximum(at, lowest)
         if by_descriptor:  # a tile ahead, so that the pipeline has a stage less
             tile = [next_page, index % page_size, kv_head, 0]
             next_page = tl.load(pages + tl.minimum(index + keys, highest) // page_size)
+        elif is_selected:
+            slot = tl.load(pages + at)
+            is_row = (slot >= 0) & (slot < num_slots)
+            slot = tl.where(is_row, slot, 0)
+            page, slot = (slot // page_size).to(tl.int64), slot % page_size
         else:
-            if is_selected:
-                slot = tl.load(pages + tl.minimum(key_position, highest))
-                is_row = (slot >= 0) & (slot < num_slots)
-                slot = tl.where(is_row, slot, 0)
-                page, slot = (slot // page_size).to(tl.int64), slot % page_size
-            elif page_size % keys == 0:
-                page, slot = tl.load(pages + index // page_size).to(tl.int64), index % page_size + offsets
+            is_row, slot = at >= 0, at % page_size
+            if page_size % keys == 0:
+                page = tl.load(pages + index // page_size).to(tl.int64)
+            elif keys % page_size == 0 and not is_masked:  # no iteration computes the slots again
+                slot = offsets % page_size
+                page = tl.load(pages + index // page_size + offsets // page_size).to(tl.int64)
             else:
-                at, slot = key_position // page_size, key_position % page_size
-                if keys % page_size == 0:  # the same numbers in every iteration, as far as the compiler can see
-                    at, slot = index // page_size + offsets // page_size, offsets % page_size
-                if is_masked:
-                    page = tl.load(pages + at, mask=is_row, other=0).to(tl.int64)
-                else:
-                    page = tl.load(pages + at).to(tl.int64)
-            # Offsets in a page fit 32 bits, which halves their registers.
-            k_row, v_row = page * k_page + (slot * k_token).to(tl.int32), page * v_page + (slot * v_token).to(tl.int32)
+                page = tl.load(pages + at // page_size).to(tl.int64)
+        if not by_descriptor:
+            k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
         scores = tl.zeros((q.shape[0], keys), tl.float32)
         if is_latent:
             if is_records:
                 v = load_records(value_base, v_row, is_row, q, by_bits)
             else:
-                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_masked), q, by_bits)
+                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
             scores = multiply(q_latent, tl.trans(v), scores, interpreted)
         if by_descriptor:
             k = tl.reshape(key_base.load(tile), (keys, width))
             scores = multiply(q, tl.trans(k), scores, interpreted)
         elif size > 0:
-            k = widen(load_rows(key_base, k_row, is_row, size, width, is_masked), q, by_bits and not is_records)
+            k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
             scores = multiply(q, tl.trans(k), scores, interpreted)
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
@@ -223,8 +224,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             if is_selected:
                 visible = visible & is_row[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        elif index >= diagonal:
-            scores = tl.where(key_position[None, :] <= last[:, None], scores, float("-inf"))
+        elif has_diagonal:  # noqa: SIM102 - a constant, and a condition
+            if index >= diagonal:
+                scores = tl.where(key_position[None, :] <= last[:, None], scores, float("-inf"))
 
         if is_capped or alibi > 0:
             new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -238,7 +240,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         if by_descriptor:
             v = tl.reshape(value_base.load(tile), (keys, width_v))
         elif not is_latent:
-            v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_masked), q, by_bits)
+            v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
         if not interpreted:  # the interpreter truncates where a GPU rounds
             probs = probs.to(v.dtype)
         acc = multiply(probs, v, acc * rescale[:, None], interpreted)

@@ -86,6 +86,7 @@ def _prefill(
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
+    joins_diagonal: tl.constexpr,
     by_descriptor: tl.constexpr,
 ) -> None:
     """
@@ -94,8 +95,9 @@ def _prefill(
     Requests with at most `short` new tokens are not computed here. Of each request, the tile with the most keys is
     launched first.
 
-    With `by_descriptor`, `key_pages` and `value_pages` are tensor descriptors of `key` and `value`, and a page is one
-    or more tiles.
+    With `joins_diagonal`, one loop has the tiles that all rows attend to, and those of the diagonal, masked under a
+    branch: another loop has to fill its pipeline first. With `by_descriptor`, `key_pages` and `value_pages` are tensor
+    descriptors of `key` and `value`, and a page is one or more tiles.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -138,24 +140,27 @@ def _prefill(
         acc, row_max, row_sum = attend(
             begin, full, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
             key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
-            width, width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False,  # noqa: FBT003
+            width, width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
             False, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
-    written = tl.maximum(full, tl.minimum(end + keys - 1, length) // keys * keys)  # what is behind may hold anything
     key_tiles, value_tiles = key_base, value_base
     if by_descriptor:
         key_tiles, value_tiles = key_pages, value_pages
+    rest = diagonal
+    if joins_diagonal:  # a tile with the last key of a request may hold anything behind it
+        rest = tl.minimum(end + keys - 1, length) // keys * keys
+    rest = tl.maximum(full, rest)
     acc, row_max, row_sum = attend(
-        full, written, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
         key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
-        width, width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
-        by_descriptor, keys, stages, interpreted,
+        width, width_v, page_size, has_first, is_capped, alibi, False, joins_diagonal, by_bits, is_latent, is_records,  # noqa: FBT003
+        False, by_descriptor, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        written, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        rest, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
         key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, False, keys,  # noqa: FBT003
-        stages, interpreted,
+        width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False, False,  # noqa: FBT003
+        keys, stages, interpreted,
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.cli.device_report import DeviceReport, report_device
 from attnplug.cli.doctor.engines import EngineState, examine_engines
@@ -15,18 +15,18 @@ from attnplug.cli.doctor.loading import LoadResult, in_one_line, load_ready
 from attnplug.cli.list import describe, device_objections
 from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
+from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import AttnplugError, DeviceError, SettingsError
 from attnplug.evidence.store import EvidenceStore
 from attnplug.negotiation.ranking import AUTO, Policy, is_named
 from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
-from attnplug.request.settings import Settings
-from attnplug.selection.options import check_owner, profile_error
+from attnplug.request.settings import Settings, names_of_pair
+from attnplug.selection.options import check_owner, profile_error, profile_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attnplug.discovery.scan import Diagnostic
     from attnplug.manifest.schema import Manifest
     from attnplug.negotiation.candidate import Candidate
 
@@ -135,6 +135,7 @@ def examine(*, load: bool) -> Report:
     engines = examine_engines(load=load)
     problems += _problems_of_engines(engines)
     store = EvidenceStore(registry.plugins, settings.evidence)
+    unused_times = profile_notes(settings, device.device, registry.version_of)
     return Report(
         environment=environment(),
         device=device,
@@ -142,7 +143,11 @@ def examine(*, load: bool) -> Report:
         registry=registry,
         store=store,
         candidates=candidates,
-        notes=(*registry.notes, *store.notes()),
+        notes=(
+            *registry.notes,
+            *store.notes(),
+            *(Diagnostic(_source(settings, "profile"), "profile", note) for note in unused_times),
+        ),
         warnings=(*warnings, *unused, *(text for engine in engines for text in engine.diagnosis.warnings)),
         loading=loading,
         problems=tuple(problems),
@@ -236,12 +241,21 @@ def _problems_of_settings(
     unknown = tuple(_unknown_backends(registry, settings))
     yield from unknown
     if settings.backend and not unknown:
-        yield from _nothing_permitted(candidates, settings, device)
+        pair = names_of_pair(settings.backend[0]) if len(settings.backend) == 1 else None
+        for name in pair or ("",):  # both of a pair that is alone have to run here
+            yield from _nothing_permitted(candidates, settings, device, name)
+    settings = _without_pairs(settings)
     yield from _layout_of_none(candidates, settings)
     yield from _wrong_options(registry, settings)
     error = profile_error(settings)
     if error is not None:
         yield Problem.of(_source(settings, "profile"), error)
+
+
+def _without_pairs(settings: Settings) -> Settings:
+    """Return the settings with both backends in place of each routed pair: what is said of one is said of it."""
+    names = (one for name in settings.backend for one in names_of_pair(name) or (name,))
+    return evolve(settings, backend=tuple(dict.fromkeys(names)))
 
 
 def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Problem]:
@@ -252,15 +266,20 @@ def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Proble
             yield Problem.of(_source(settings, "backend"), error)
 
 
-def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings, device: Device) -> Iterator[Problem]:
-    """Yield that no listed backend can run here. Where nothing at all is ready, that is another problem."""
-    policy = Policy(settings.backend)
+def _nothing_permitted(
+    candidates: Sequence[Candidate], settings: Settings, device: Device, of_pair: str = ""
+) -> Iterator[Problem]:
+    """
+    Yield that no listed backend can run here, or of a pair not this one. Where nothing at all is ready, that is another
+    problem.
+    """
+    policy = Policy((of_pair,) if of_pair else _without_pairs(settings).backend)
     permitted = [candidate for candidate in candidates if policy.admits(candidate)]
     ready = [candidate for candidate in candidates if candidate.availability == "ready"]
     if not ready or any(candidate in permitted and not device_objections(candidate, device) for candidate in ready):
         return
     why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in permitted)
-    listed = ", ".join(map(repr, settings.backend))
+    listed = repr(of_pair) if of_pair else ", ".join(map(repr, settings.backend))
     fix = _fix_of_list(permitted, settings, device)
     yield Problem(_source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", fix)
 
@@ -269,7 +288,7 @@ def _unused_of_list(candidates: Sequence[Candidate], settings: Settings, device:
     """Yield each listed backend of which nothing can run here, where another permitted one can."""
     if next(iter(_nothing_permitted(candidates, settings, device)), None) is not None:
         return
-    for name in settings.backend:
+    for name in _without_pairs(settings).backend:
         named = [candidate for candidate in candidates if name != AUTO and is_named(candidate, name)]
         if named and not any(c.availability == "ready" and not device_objections(c, device) for c in named):
             why = "; ".join(f"{c.id}: {_why_unused(c, device)}" for c in named)

@@ -115,7 +115,11 @@ def _decision(group: LayerGroup) -> list[Line]:
     if not indent:
         lines += [(line,) for text in terms_of(chosen.agreement) for line in wrapped(text, "  ")]
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == chosen.id)
-    lines += [(line,) for text in explanation.to_install() for line in wrapped(text, f"{indent}  ")]
+    lines += [
+        (line,)
+        for text in (*explanation.measurement(), *explanation.to_install())
+        for line in wrapped(text, f"{indent}  ")
+    ]
     costs = [verdict.level_cost] if verdict.level_cost else []
     costs += [f"{name}: {text} (slower)" for name, text in verdict.emulated.items()]
     costs += [f"{not_verified(each)}: {_and_more(verdict.unverified)}" for each in verdict.unverified[:1]]
@@ -196,7 +200,7 @@ def _why_none(explanation: Explanation) -> str:
 def _rows(result: Result) -> list[Row]:
     """Return a row for each installed candidate that is neither chosen nor the runner-up of any group of layers."""
     explanations = [group.explanation for group in result.groups]
-    shown = {each.chosen.id for each in explanations if each.chosen}
+    shown = {verdict.id for each in explanations for verdict in each.verdicts if verdict.status == "chosen"}
     shown |= {each.runner_up.id for each in explanations if each.runner_up}
     by_id: dict[str, list[tuple[LayerGroup, Verdict]]] = {}
     for group in result.groups:

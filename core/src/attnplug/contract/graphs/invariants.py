@@ -12,6 +12,8 @@ import attrs
 import torch
 from attrs import frozen
 
+from attnplug.contract.inputs.phase import BatchSplit
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -151,7 +153,11 @@ def _names(value: Any) -> tuple[str, ...]:
 @cache
 def _names_of(cls: type) -> tuple[str, ...]:
     # Of a mapping the items count, which need not be its fields.
-    return tuple(field.name for field in attrs.fields(cls)) if attrs.has(cls) and not issubclass(cls, Mapping) else ()
+    if not attrs.has(cls) or issubclass(cls, Mapping):
+        return ()
+    # Of metadata inside of metadata the same fields count.
+    unread = _UNREAD if issubclass(cls, BatchSplit) else ()
+    return tuple(field.name for field in attrs.fields(cls) if field.name not in unread)
 
 
 def _is_fixed(value: Any) -> bool:

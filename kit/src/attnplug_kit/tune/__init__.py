@@ -1,0 +1,101 @@
+"""The command ``attnplug tune``: measure the candidates of a model on this machine, and keep the times as a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attnplug.errors import RequestError
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY: Final = "the candidates of a model, measured on this machine: a profile that selections follow"
+
+_EPILOG: Final = """\
+Each candidate that can serve a layer is measured in batches of each phase. It runs as an engine runs it: in random
+pages, with a cold L2 cache, decodes as replays of a CUDA graph where it has them. First its results are compared with
+the conformance kit's oracle: one with a wrong result is rejected, and named. Candidates are measured in turn, in 7
+rounds at least; rounds in which the clock of the device moved do not count. An advantage of less than 2 %, or less than
+twice the spread, changes nothing: the default order decides. Compiling is not part of a time, and is listed.
+
+The grid and its estimated seconds are printed first. Each measured batch of a layer is a file of its own, written as a
+whole: an interrupted command goes on where it was. Files are read in the first selection of later processes. A process
+that serves measures nothing.
+
+Batches are written as decode:64x4096 (requests x keys), verify:64x4@4092 (drafts: requests x new tokens @ cached),
+prefill:4x4096, chunk:4x1024@4096 and mixed:64x4096+2x1024.
+
+--export writes all entries of the folder to one file, and prints the value of ATTNPLUG_PROFILE with which every rank of
+a model decides on these times alone. --merge adds the entries of such files to the folder.
+
+examples:
+  attnplug tune Qwen/Qwen3-8B --tp 2 --seconds 300
+  attnplug tune --requirements @layers.json --batch decode:64x4096 --batch prefill:4x4096 --out profiles
+  attnplug tune --merge h200.json --merge mine.json --export all.json
+
+exit codes: 0 measured, 1 a candidate was rejected or time ran out, 2 the request is invalid
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "attnplug tune [CONFIG] [options]"
+    parser.description = "Measure the candidates of a model's layers on this machine, and keep the times as a profile."
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a model's config.json, its folder, or a model id in the Hugging Face cache",
+    )
+    parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
+    parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
+    parser.add_argument("--dtype", metavar="NAME", help="dtype of the model; default: its configuration's")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache; default: the model's dtype")
+    parser.add_argument("--draft", type=int, metavar="N", help="new tokens of a verification; default: no drafts")
+    parser.add_argument("--batch", action="append", metavar="BATCH", help="a batch, repeatable; default: eight batches")
+    parser.add_argument("--backend", action="append", metavar="NAME", help="measure these only; repeatable")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where; default: this machine's")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="start no batch after so many seconds; default: no limit"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the entries; default: profiles, beside config.toml")
+    parser.add_argument("--again", action="store_true", help="measure what is in the folder already, too")
+    parser.add_argument("--dry-run", action="store_true", help="print the grid and its estimate alone")
+    parser.add_argument("--export", metavar="FILE", help="write all entries of the folder to one file at the end")
+    parser.add_argument("--merge", action="append", metavar="FILE", help="add the entries of this file; repeatable")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure."""
+    from attnplug.request import profile_folder  # noqa: PLC0415 - help does without
+    from attnplug_kit.tune.grid import layers_of_json, layers_of_model  # noqa: PLC0415 - likewise
+    from attnplug_kit.tune.running import Order, run_order  # noqa: PLC0415 - likewise
+
+    folder = Path(arguments.out) if arguments.out else profile_folder()
+    given = {"dtype": arguments.dtype, "kv_cache_dtype": arguments.kv_cache_dtype, "decode_query_len": arguments.draft}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if arguments.config is not None and arguments.requirements is not None:
+        raise RequestError("CONFIG and --requirements were given", "one of them names the layers", "leave one out")
+    if arguments.requirements is not None and (fields or arguments.tp is not None):
+        raise RequestError(
+            "--requirements was given with options of a model's configuration",
+            "requirements are those of one rank, with every field",
+            "write the fields into the requirements",
+        )
+    layers = ()
+    if arguments.config is not None:
+        layers = layers_of_model(arguments.config, arguments.tp or 1, **fields)
+    elif arguments.requirements is not None:
+        layers = layers_of_json(arguments.requirements)
+    elif not (arguments.merge or arguments.export):
+        raise RequestError(
+            "no layers were given",
+            "they are those of a model's configuration, or --requirements",
+            "write, for example, attnplug tune path/to/config.json",
+        )
+    names = ("batch", "backend", "device", "seconds", "again", "dry_run", "json", "merge")
+    order = Order(layers, folder, export=arguments.export, **{name: getattr(arguments, name) for name in names})
+    return run_order(order)

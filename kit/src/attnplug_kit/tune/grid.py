@@ -1,0 +1,217 @@
+"""What is measured: layers times batches, the most important first."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.errors import RequestError
+from attnplug.models import describe_model, shard
+from attnplug.request import Requirements
+from attnplug_kit.bench import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from attnplug.request import Device
+
+MOST_DRAFTED: Final = 8
+"""New tokens per request of a verification at most; more are a chunk."""
+
+DEFAULT_BATCHES: Final = {
+    "cuda": (
+        "decode:64x4096",
+        "prefill:4x4096",
+        "decode:8x4096",
+        "chunk:4x1024@4096",
+        "mixed:64x4096+2x1024",
+        "decode:256x1024",
+        "verify:64x4@4092",
+        "decode:1x32768",
+    ),
+    "cpu": ("decode:8x512", "prefill:1x512", "mixed:8x512+1x256"),
+}
+"""The batches by default, in the order in which all layers are measured; drafts only where they are requested."""
+
+_BATCH: Final = re.compile(r"(\w+):(\d+)x(\d+)(?:@(\d+))?(?:\+(\d+)x(\d+))?")
+_OF_STEP: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "latent", "topk")
+_PER_SECOND: Final = {"cuda": 2e14, "cpu": 2e10}  # operations, for the estimate only
+_CALLS: Final = 20  # of a candidate: warm-up, screening, rounds
+_SETUP_S: Final = {"cuda": 0.6, "cpu": 0.2}  # of a candidate and batch: load, cache, capture; an estimate
+
+
+@frozen
+class Cell:
+    """
+    One thing to measure.
+
+    Attributes:
+        layer: The layer on one rank.
+        phase: One of `attnplug.evidence.PHASES`.
+        step: The batch.
+    """
+
+    layer: Requirements
+    phase: str
+    step: Step
+
+    @property
+    def query_len(self) -> int:
+        """New tokens of the longest query."""
+        return max(self.step.query_lens)
+
+    @property
+    def kv_len(self) -> int:
+        """Mean keys of a request."""
+        return round(sum(self.step.seq_lens) / self.step.num_reqs)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The fields of the request that the step does not have, graph level apart."""
+        fields = {name: value for name, value in self.layer.to_dict().items() if name not in _OF_STEP}
+        return {**fields, **({"decode_query_len": self.query_len} if self.phase == "verify" else {})}
+
+    @property
+    def graph_level(self) -> str:
+        """The graph level that a host would use for the batch."""
+        return {"decode": "single_token_decode", "verify": "uniform_batch"}.get(self.phase, "never")
+
+    def request(self, level: str = "never") -> Requirements:
+        """Return the request, with a graph level."""
+        return self.step.requirements(**{**self.engine, "cudagraph": level})
+
+    def __str__(self) -> str:
+        return f"{self.step.what}; {described(self.layer)}"
+
+
+def described(layer: Requirements) -> str:
+    """Return a layer in words: ``32/8 heads of 128, bfloat16``."""
+    size = f"{layer.head_size}" if layer.head_size_v == layer.head_size else f"{layer.head_size}/{layer.head_size_v}"
+    plain = {"head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype"}
+    others = [f"{name}={value}" for name, value in layer.to_dict().items() if name not in plain]
+    return ", ".join([f"{layer.num_q_heads}/{layer.num_kv_heads} heads of {size}, {layer.dtype}", *others])
+
+
+def layers_of_model(config: str, ranks: int, **fields: Any) -> tuple[Requirements, ...]:
+    """
+    Return the different layers of a model on one rank.
+
+    Args:
+        config: A model's config.json, its folder, or a model id in the Hugging Face cache.
+        ranks: Devices of the tensor-parallel group.
+        fields: Fields that the engine sets.
+
+    Raises:
+        RequestError: The configuration cannot be read, or no layer can be expressed.
+    """
+    model = describe_model(config, paged=True, **fields)
+    wanted = [*model.requirements.values(), *model.uncompressed.values()]
+    if not wanted:
+        raise RequestError(f"{config!r} has no layer that a backend can serve", "", "name another configuration")
+    return tuple(dict.fromkeys(shard(each, ranks).requirements for each in wanted))
+
+
+def layers_of_json(text: str) -> tuple[Requirements, ...]:
+    """
+    Return the layers of a JSON object or a list of them, given as text or as ``@FILE``.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    try:
+        data = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"--requirements {text!r} cannot be read: {error}", "it is JSON, or @FILE", "correct it"
+        ) from error
+    return tuple(dict.fromkeys(map(Requirements.from_dict, data if isinstance(data, list) else [data])))
+
+
+def parse_batch(text: str) -> tuple[str, tuple[int, ...], tuple[int, ...], str]:
+    """
+    Read ``decode:64x4096``, ``verify:64x4@4092``, ``prefill:4x4096``, ``chunk:8x128@4096`` or
+    ``mixed:64x4096+4x1024``: requests, then keys of a decode or new tokens, cached tokens behind ``@``, and prefills
+    beside decodes.
+
+    Returns:
+        The phase, new and cached tokens of each request, and the batch in words.
+
+    Raises:
+        RequestError: It has another form.
+    """
+    found = _BATCH.fullmatch(text)
+    phase, count, length, cached, prompts, prompt = found.groups() if found else ("",) * 6
+    number, size, behind = (int(each or 0) for each in (count, length, cached))
+    forms = {
+        "decode": not cached and not prompts,
+        "prefill": not cached and not prompts,
+        "verify": bool(cached) and not prompts and 2 <= size <= MOST_DRAFTED,
+        "chunk": bool(cached) and not prompts and size > 1,
+        "mixed": bool(prompts) and not cached,
+    }
+    if not forms.get(phase, False) or not number or not size:
+        raise RequestError(
+            f"--batch {text!r} was given",
+            "it is decode:64x4096, verify:64x4@4092 (2 to 8 new tokens), prefill:4x4096, chunk:8x128@4096 or "
+            "mixed:64x4096+4x1024",
+            "write one of these, with other numbers",
+        )
+    if phase == "decode":
+        return phase, (1,) * number, (size - 1,) * number, f"decode, {number} x {size}"
+    if phase == "prefill":
+        return phase, (size,) * number, (0,) * number, f"prefill, {number} x {size}"
+    if phase == "mixed":
+        firsts, new = int(prompts), int(prompt)
+        what = f"mixed, {number} decodes x {size} and {firsts} prefills x {new}"
+        return phase, (1,) * number + (new,) * firsts, (size - 1,) * number + (0,) * firsts, what
+    return phase, (size,) * number, (behind,) * number, f"{phase}, {number} x {size} new behind {behind}"
+
+
+def make_grid(layers: Sequence[Requirements], batches: Iterable[str]) -> tuple[Cell, ...]:
+    """
+    Return the cells: each batch for all layers, then the next. A layer has the phases that it requests, drafts where
+    its decodes have several tokens, and without a KV cache first prefills alone.
+
+    Args:
+        layers: The layers.
+        batches: The batches, as of `parse_batch`.
+
+    Raises:
+        RequestError: A batch has another form, or none is for any of the layers.
+    """
+    parsed = [parse_batch(text) for text in batches]
+    found = [
+        _cell(layer, phase, query_lens, cached_lens, what)
+        for phase, query_lens, cached_lens, what in parsed
+        for layer in layers
+        if _has_phase(layer, phase)
+    ]
+    if not found:
+        raise RequestError("no batch is for any of the layers", "", "name batches of the phases that they have")
+    return tuple(found)
+
+
+def _has_phase(layer: Requirements, phase: str) -> bool:
+    if not layer.paged:
+        return phase == "prefill"
+    if phase == "verify" and layer.decode_query_len == 1:
+        return False
+    return ("decode" if phase in ("decode", "verify") else "prefill") in layer.phases or phase == "mixed"
+
+
+def _cell(layer: Requirements, phase: str, new: tuple[int, ...], cached: tuple[int, ...], what: str) -> Cell:
+    fields = {name: getattr(layer, name) for name in _OF_STEP}
+    return Cell(layer, phase, Step(what, new, cached, **fields))
+
+
+def estimated_seconds(cell: Cell, device: Device, candidates: int) -> float:
+    """Return about how long a cell takes: setups, and the operations of a candidate's calls. Compiling comes on top."""
+    step, kind = cell.step, "cpu" if device.type == "cpu" else "cuda"
+    pairs = sum(new * (old + new / 2) for new, old in zip(step.query_lens, step.cached_lens, strict=True))
+    past = sum(old * old / 2 for old in step.cached_lens)
+    each = 2 * step.num_q_heads * (step.head_size + step.size_v) / _PER_SECOND[kind]
+    return candidates * (_SETUP_S[kind] + each * (pairs * _CALLS + past))

@@ -1,0 +1,378 @@
+"""
+One cell, measured: each candidate is judged, then all are timed in turn.
+
+A candidate runs as deployed: `load`, `build`, `forward`, in pages of random order, after a product of matrices that
+replaces what the L2 cache holds, and as a replay of a CUDA graph where a host would use one.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from datetime import datetime, timezone
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import fields, frozen
+
+from attnplug import explain, load, registry
+from attnplug.commands import ForeignCode
+from attnplug.errors import AttnplugError, RequestError
+from attnplug.evidence import MeasuredTime, ProfileEntry, current_versions
+from attnplug.manifest import requirement_name
+from attnplug.request import FIELDS
+from attnplug_kit.bench import DeviceClock, Target, make_rig
+from attnplug_kit.bench.forwarding import replay_of
+from attnplug_kit.bench.timing import CallClock, is_steady
+from attnplug_kit.oracle import Case, assert_close, attend, check, materialize
+from attnplug_kit.tune.deciding import LEAST_ROUNDS, steady_rounds, summary, survivors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnplug.negotiation import Candidate
+    from attnplug.request import Device, Requirements
+    from attnplug_kit.bench import Rig
+    from attnplug_kit.bench.timing import Clock
+    from attnplug_kit.oracle import Scene
+    from attnplug_kit.tune.grid import Cell
+
+    Lens = tuple[tuple[int, ...], tuple[int, ...]]
+
+_WARM_UP: Final = 3
+_SCREENED: Final = 3
+_MOST_ROUNDS: Final = 25
+_CELL_S: Final = 10.0  # seconds of rounds of a cell; the least number of rounds is measured all the same
+_PROBE_SIZE: Final = {"cpu": 256, "cuda": 4096}  # of the probe's matrices
+_BUILDS: Final = 5
+_PROBE: Final = ""
+_OF_CASE: Final = tuple(each.name for each in fields(Case) if each.name in FIELDS and each.name != "block_size")
+_OF_ENGINE: Final = ("paged", "phases", "batch_invariant")
+
+# New and cached tokens of batches that reach the paths of kernels, over several blocks.
+_DECODES: Final = ((1, 1, 1), (300, 40, 129))
+_PREFILLS: Final = ((70, 33), (0, 200))
+_BOTH: Final = ((1, 1, 70, 33), (300, 40, 0, 200))
+_CONTIGUOUS: Final = ((70, 33), (0, 0))
+
+
+class EagerClock:
+    """The device's time from the first launch to the end of the last kernel: gaps between launches count."""
+
+    what = "device time, launches included"
+
+    def __init__(self) -> None:
+        self._flush = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+    def seconds(self, call: Callable[[Any], object], argument: Any) -> float:
+        """Return the time of a call that finds the device idle and its L2 cache cold."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.mm(self._flush, self._flush)
+        torch.cuda.synchronize()
+        start.record()
+        call(argument)
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+@frozen(eq=False)
+class Clocks:
+    """
+    The clocks of a device.
+
+    Attributes:
+        hidden: For work behind whose kernels the launches hide: graphs, prefills.
+        eager: For eager decodes, whose launches a host waits for.
+        probe: A fixed piece of work.
+    """
+
+    hidden: Clock
+    eager: Clock
+    probe: Callable[[], object]
+
+
+def make_clocks(device_type: str) -> Clocks:
+    """Return the clocks of a type of device."""
+    kind = "cpu" if device_type == "cpu" else "cuda"
+    size = _PROBE_SIZE[kind]
+    matrix = torch.ones(size, size, dtype=torch.float32 if kind == "cpu" else torch.bfloat16, device=kind)
+    if kind == "cpu":
+        return Clocks(CallClock(), CallClock(), lambda: torch.mm(matrix, matrix))
+    return Clocks(DeviceClock(), EagerClock(), lambda: torch.mm(matrix, matrix))
+
+
+@frozen(eq=False)
+class Contestant:
+    """A candidate that is ready to be timed."""
+
+    call: Callable[[], object]
+    clock: Clock
+    in_graph: bool
+    build_us: float
+    compile_s: float
+
+
+class Tuner:
+    """
+    Measures cells on one device.
+
+    Args:
+        device: The device, one of this process.
+        backends: The candidates to measure, as of `attnplug.explain`; None for all that can serve.
+        clocks: The clocks; None for those of the device.
+
+    Raises:
+        RequestError: A CUDA graph is being captured: serving never measures.
+    """
+
+    def __init__(self, device: Device, backends: Sequence[str] | None = None, clocks: Clocks | None = None) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RequestError(
+                "tuning was started while a CUDA graph is captured",
+                "candidates are measured before an engine serves, by `attnplug tune`",
+                "run it in a process of its own",
+            )
+        self.device = device
+        self._backends = None if backends is None else list(backends)
+        self._clocks = clocks
+        self._scenes: dict[tuple[Requirements, int | None, Lens], Scene] = {}
+        self._judged: dict[tuple[Requirements, str], str] = {}
+        self._candidates: Mapping[str, Candidate] = {each.id: each for each in registry().candidates()}
+
+    def candidates(self, cell: Cell) -> dict[str, bool]:
+        """
+        Return the candidates of a cell, best first without measurement, and whether each runs in a CUDA graph there.
+
+        The built-in backend, which ranks behind all plugins whatever is measured, is one where no other is.
+        """
+        found = dict.fromkeys(self._eligible(cell, "never"), False)
+        if self.device.type != "cpu" and cell.graph_level != "never":
+            found |= dict.fromkeys(self._eligible(cell, cell.graph_level), True)
+        plugins = {id_: graph for id_, graph in found.items() if not self._candidates[id_].built_in}
+        return plugins or found
+
+    def _eligible(self, cell: Cell, level: str) -> list[str]:
+        found = explain(cell.request(level), self.device, backend=self._backends)
+        return [verdict.id for verdict in found.verdicts if verdict.status in ("chosen", "eligible")]
+
+    def libraries(self, id_: str) -> dict[str, str]:
+        """Return the versions of what a candidate's kernels are from: its distribution, and what it requires."""
+        candidate = self._candidates[id_]
+        required = candidate.variant.requires if candidate.variant is not None else ()
+        names = {requirement_name(each) for each in required} - {"torch"}
+        found = {name: version for name in sorted(names) if (version := registry().version_of(name))}
+        name, _, version = candidate.distribution.rpartition(" ")
+        return {**found, **({name: version} if name and registry().version_of(name) == version else {})}
+
+    def measure(self, cell: Cell) -> tuple[ProfileEntry | None, Mapping[str, str]]:
+        """Return the times of a cell, None where no candidate gives a right result, and why some are rejected."""
+        ids = self.candidates(cell)
+        ready: dict[str, Contestant] = {}
+        rejected: dict[str, str] = {}
+        for id_, in_graph in ids.items():
+            with ForeignCode("it failed:") as code:
+                problem = self._judge(cell.layer, id_)
+                if problem:
+                    rejected[id_] = problem
+                else:
+                    ready[id_] = self._prepare(cell, id_, in_graph=in_graph)
+            if code.error is not None:
+                rejected[id_] = _one_line(code.error if isinstance(code.error, AssertionError) else code.problem)
+        if not ready:
+            return None, rejected
+        times = self._time(ready)
+        ready.clear()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+        entry = ProfileEntry(
+            measured_on=datetime.now(timezone.utc).date().isoformat(),
+            device=self.device,
+            versions=current_versions(self.device, registry().version_of),
+            requirements=cell.layer,
+            phase=cell.phase,
+            num_seqs=cell.step.num_reqs,
+            kv_len=cell.kv_len,
+            query_len=cell.query_len,
+            default=next(id_ for id_ in ids if id_ not in rejected),
+            times=times,
+            rejected=rejected,
+        )
+        return entry, rejected
+
+    def _judge(self, layer: Requirements, id_: str) -> str:
+        """Return how a candidate's results differ from the oracle's on small batches of the layer; once per layer."""
+        key = layer, id_
+        if key not in self._judged:
+            self._judged[key] = ""
+            for lens in _small_batches(layer):
+                try:
+                    self._check_small(layer, id_, lens)
+                except AssertionError as error:
+                    self._judged[key] = f"it computes another result than the oracle: {_one_line(error)}"
+                    break
+        return self._judged[key]
+
+    def _check_small(self, layer: Requirements, id_: str, lens: Lens) -> None:
+        """
+        Compare a small batch with the oracle.
+
+        Raises:
+            AssertionError: The result differs.
+            AttnplugError: The candidate cannot be loaded.
+        """
+        size = load(layer.evolve(cudagraph="never"), self.device, backend=id_).agreement.block_size
+        scene = self._scenes.get((layer, size, lens))
+        if scene is None:  # the oracle's result is computed once for all candidates
+            own: dict[str, Any] = {name: getattr(layer, name) for name in _OF_CASE}
+            own |= {} if size is None else {"block_size": size}
+            case = Case(query_lens=lens[0], context_lens=lens[1], **own)
+            scene = self._scenes[layer, size, lens] = materialize(case)
+        engine = {name: getattr(layer, name) for name in _OF_ENGINE}
+        check(load(scene.case.requirements(**engine), self.device, backend=id_), scene)
+
+    def _prepare(self, cell: Cell, id_: str, *, in_graph: bool) -> Contestant:
+        level = cell.graph_level if in_graph else "never"
+        start = perf_counter()
+        kind = "cpu" if self.device.type == "cpu" else None
+        rig = make_rig(cell.step, Target(id_, kind), **{**cell.engine, "cudagraph": level})
+        output = rig.forward()()
+        self._wait()
+        compile_s = perf_counter() - start
+        _check_rows(rig, output, cell.layer)
+        build_us = self._build_us(rig)
+        call = replay_of(rig) if in_graph else rig.forward()
+        clocks = self._clocks or self._make_clocks()
+        is_eager_decode = not in_graph and cell.graph_level != "never"
+        return Contestant(call, clocks.eager if is_eager_decode else clocks.hidden, in_graph, build_us, compile_s)
+
+    def _make_clocks(self) -> Clocks:
+        self._clocks = make_clocks(self.device.type)
+        return self._clocks
+
+    def _build_us(self, rig: Rig) -> float:
+        batch, seconds = rig.batch(), []
+        for _ in range(_BUILDS):
+            self._wait()
+            start = perf_counter()
+            rig.builder.build(batch)
+            seconds.append(perf_counter() - start)
+        self._wait()
+        return 1e6 * statistics.median(seconds)
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def _time(self, ready: Mapping[str, Contestant]) -> dict[str, MeasuredTime]:
+        clocks = self._clocks or self._make_clocks()
+        probe = Contestant(clocks.probe, clocks.hidden, in_graph=False, build_us=0.0, compile_s=0.0)
+        gc.collect()
+        gc.disable()
+        try:
+            for each in [*ready.values(), probe] * _WARM_UP:
+                _sample(each)
+            screened = {id_: [_sample(each) for _ in range(_SCREENED)] for id_, each in ready.items()}
+            finalists = survivors(screened)
+            series = _rounds({id_: ready[id_] for id_ in finalists}, probe)
+        finally:
+            gc.enable()
+        kept = steady_rounds(series.pop(_PROBE))
+        found = {id_: [series[id_][index] for index in kept] for id_ in finalists}
+        return {id_: self._measured(id_, each, found.get(id_, screened[id_])) for id_, each in ready.items()}
+
+    def _measured(self, id_: str, contestant: Contestant, samples: Sequence[float]) -> MeasuredTime:
+        median, spread = summary(samples)
+        return MeasuredTime(
+            1e6 * median,
+            spread,
+            len(samples),
+            contestant.in_graph,
+            contestant.build_us,
+            contestant.compile_s,
+            self.libraries(id_),
+        )
+
+
+def _sample(contestant: Contestant) -> float:
+    return contestant.clock.seconds(lambda _: contestant.call(), None)
+
+
+def _rounds(finalists: Mapping[str, Contestant], probe: Contestant) -> dict[str, list[float]]:
+    """
+    Measure in turn, the probe first in each round, until the medians are steady; `LEAST_ROUNDS` at least. The order
+    moves on by one in each round: what a call leaves behind meets another one.
+    """
+    order = list(finalists)
+    series: dict[str, list[float]] = {_PROBE: [], **{id_: [] for id_ in order}}
+    end = perf_counter() + _CELL_S
+    for number in range(1, _MOST_ROUNDS + 1):
+        series[_PROBE].append(_sample(probe))
+        for id_ in order:
+            series[id_].append(_sample(finalists[id_]))
+        order.append(order.pop(0))
+        steady = all(is_steady(series[id_]) for id_ in order)
+        if number >= LEAST_ROUNDS and (steady or perf_counter() > end):
+            break
+    return series
+
+
+def _small_batches(layer: Requirements) -> tuple[Lens, ...]:
+    """Return the batches on which a candidate is judged, of the phases that a layer has."""
+    if not layer.paged:
+        return (_CONTIGUOUS,)
+    if len(layer.phases) > 1:
+        return _DECODES, _BOTH
+    return (_DECODES,) if "decode" in layer.phases else (_PREFILLS,)
+
+
+def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
+    """
+    Compare the last row of three requests with the oracle, where the cache is not quantized and no tokens are selected.
+
+    Raises:
+        AssertionError: A row differs.
+    """
+    step = rig.step
+    if layer.kv_cache_dtype not in ("auto", layer.dtype) or layer.topk is not None:
+        return
+    for request in sorted({0, step.num_reqs // 2, step.num_reqs - 1}):
+        first, begin = sum(step.query_lens[:request]), sum(step.cached_lens[:request])
+        new, old = step.query_lens[request], step.cached_lens[request]
+        keys, values = (
+            torch.cat([past[begin : begin + old], rows[first : first + new]]).cpu()
+            for past, rows in zip(rig.past, (rig.key, rig.value), strict=True)
+        )
+        row = first + new - 1
+        exact = attend(rig.query[row : row + 1].cpu(), keys, values, scale=step.scale, **_attention(rig, layer))
+        got = output[row].unflatten(0, (step.num_q_heads, step.size_v))[None]
+        largest = float(values.abs().max())
+        try:
+            assert_close(got, exact.output, dtype=got.dtype, scale=largest, spread=(exact.spread, exact.peak))
+        except AssertionError as error:
+            what = f"request {request} of {step.what} differs from the oracle: {error}"
+            raise AssertionError(what) from error
+
+
+def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
+    sinks, slopes = rig.layer.sinks, rig.layer.alibi_slopes
+    return {
+        "causal": bool(layer.causal),
+        "window": (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0),
+        "attention_chunk": layer.attention_chunk,
+        "logits_soft_cap": layer.logits_soft_cap,
+        "alibi": layer.alibi,
+        "alibi_slopes": None if slopes is None else slopes.cpu(),
+        "sinks": None if sinks is None else sinks.cpu(),
+        "block_sparse": layer.block_sparse,
+    }
+
+
+def _one_line(error: object) -> str:
+    """Return the first line of an error, so that it fits a file and a terminal."""
+    text = error.problem if isinstance(error, AttnplugError) else str(error)
+    return next((line.strip()[:300] for line in text.splitlines() if line.strip()), type(error).__name__)

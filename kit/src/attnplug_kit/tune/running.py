@@ -1,0 +1,284 @@
+"""From a grid to files: what is there already is left out, each measured cell is written at once, time is bounded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+import attnplug
+from attnplug.commands import NO, OK, complain, say, say_json, tracked, wrapped
+from attnplug.errors import RequestError
+from attnplug.evidence import (
+    bucket_of,
+    content_hash,
+    current_versions,
+    dump_entries,
+    entry_name,
+    merged,
+    parse_entries,
+    relative_times,
+)
+from attnplug.request import PREFIX
+from attnplug_kit.tune.deciding import winner
+from attnplug_kit.tune.grid import DEFAULT_BATCHES, described, estimated_seconds, make_grid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from attnplug.evidence import ProfileEntry
+    from attnplug.request import Requirements
+    from attnplug_kit.tune.grid import Cell
+    from attnplug_kit.tune.measuring import Clocks, Tuner
+
+_SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
+
+
+@frozen
+class Order:
+    """
+    What to measure, and where to.
+
+    Attributes:
+        layers: The layers; none to merge and export alone.
+        folder: The folder of the entries.
+        batch: The batches; None for those of the device.
+        backend: The backends; None for all.
+        device: ``cpu`` or ``cuda``; None for this machine's.
+        seconds: No cell is begun after so many seconds; None without a limit.
+        again: Whether cells that are in the folder are measured again.
+        dry_run: Whether the grid alone is shown.
+        json: Whether to print JSON.
+        merge: Files whose entries are added first.
+        export: The file of all entries at the end.
+        clocks: The clocks, of tests.
+    """
+
+    layers: tuple[Requirements, ...]
+    folder: Path
+    batch: Sequence[str] | None = None
+    backend: Sequence[str] | None = None
+    device: str | None = None
+    seconds: float | None = None
+    again: bool = False
+    dry_run: bool = False
+    json: bool = False
+    merge: Sequence[str] | None = None
+    export: str | None = None
+    clocks: Clocks | None = field(default=None, eq=False)
+
+
+@frozen(eq=False)
+class Tuned:
+    """
+    What came of an order.
+
+    Attributes:
+        entries: The measured entries.
+        kept: The entries that were there already.
+        unserved: Cells that no candidate serves rightly, with the reason.
+        left: Cells for which there was no time.
+    """
+
+    entries: tuple[ProfileEntry, ...] = ()
+    kept: tuple[ProfileEntry, ...] = ()
+    unserved: tuple[tuple[Cell, str], ...] = ()
+    left: tuple[Cell, ...] = ()
+
+
+def run_order(order: Order) -> int:
+    """
+    Measure, write, and say what came of it.
+
+    Raises:
+        RequestError: The order is invalid, or a file cannot be read or written.
+        DeviceError: The device is not on this machine.
+    """
+    if order.seconds is not None and order.seconds <= 0:
+        raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
+    for file in order.merge or ():
+        for entry in _read(Path(file)):
+            write_entry(order.folder, entry)
+    found = _measure(order) if order.layers else Tuned()
+    pinned = _export(order) if order.export and not order.dry_run else ""
+    if order.json:
+        say_json(_to_dict(found, pinned))
+    else:
+        _show(found, pinned)
+    rejected = any(entry.rejected for entry in (*found.entries, *found.kept))
+    return NO if rejected or found.left or found.unserved else OK
+
+
+@contextmanager
+def without_profile() -> Iterator[None]:
+    """Let no measured time count inside the ``with`` block: the default is what is chosen without one."""
+    name = f"{PREFIX}PROFILE"
+    before = os.environ.get(name)
+    os.environ[name] = "off"
+    attnplug.refresh()
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+        attnplug.refresh()
+
+
+def _measure(order: Order) -> Tuned:
+    from attnplug_kit.bench import Target  # noqa: PLC0415 - imports torch
+    from attnplug_kit.tune.measuring import Tuner  # noqa: PLC0415 - likewise
+
+    begin, device = perf_counter(), Target(device=order.device).prepare()
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    cells = make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
+    with without_profile():
+        tuner = Tuner(device, order.backend, order.clocks)
+        ids = [tuner.candidates(cell) for cell in cells]
+        if not order.json:
+            _show_grid(cells, [len(each) for each in ids], tuner)
+        if order.dry_run:
+            return Tuned()
+        return _run_cells(order, cells, tuner, begin)
+
+
+def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
+    entries: list[ProfileEntry] = []
+    kept: list[ProfileEntry] = []
+    unserved: list[tuple[Cell, str]] = []
+    left: list[Cell] = []
+    for cell in tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json):
+        there = None if order.again else _present(order.folder, cell, tuner)
+        if there is not None:
+            kept.append(there)
+        elif order.seconds is not None and perf_counter() - begin > order.seconds:
+            left.append(cell)
+        else:
+            entry, rejected = tuner.measure(cell) if tuner.candidates(cell) else (None, {})
+            if entry is None:
+                reasons = "; ".join(f"{id_}: {reason}" for id_, reason in rejected.items())
+                unserved.append((cell, reasons or "no candidate can serve it"))
+            else:
+                write_entry(order.folder, entry)
+                entries.append(entry)
+    return Tuned(tuple(entries), tuple(kept), tuple(unserved), tuple(left))
+
+
+def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
+    """Return the entry of a cell that is in the folder, with all candidates in the versions that are installed."""
+    versions = current_versions(tuner.device, attnplug.registry().version_of)
+    place = bucket_of(cell.step.num_reqs), bucket_of(cell.kv_len)
+    path = folder / entry_name(tuner.device, versions, cell.layer, cell.phase, *place)
+    try:
+        (entry,) = parse_entries(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError):
+        return None
+    ids = tuner.candidates(cell)
+    same = all(time.libraries == tuner.libraries(id_) for id_, time in entry.times.items() if id_ in ids)
+    return entry if {*entry.times, *entry.rejected} == {*ids} and same else None
+
+
+def write_entry(folder: Path, entry: ProfileEntry) -> None:
+    """
+    Write an entry as a whole: a reader sees the old file or the new one.
+
+    Raises:
+        RequestError: The folder cannot be written.
+    """
+    text = dump_entries([entry])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=folder, prefix=".", suffix=".part", delete=False
+        ) as file:
+            file.write(text)
+        Path(file.name).replace(folder / entry.name)
+    except OSError as error:
+        raise RequestError(
+            f"the folder {str(folder)!r} cannot be written: {error.strerror}", "", "name another with --out"
+        ) from error
+
+
+def _read(path: Path) -> tuple[ProfileEntry, ...]:
+    try:
+        return parse_entries(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"the profile {str(path)!r} cannot be read: {error}",
+            "it is a file that `attnplug tune` wrote",
+            "correct it",
+        ) from error
+
+
+def _export(order: Order) -> str:
+    """Write one file of all entries of the folder, and return the setting that pins it."""
+    entries = merged(entry for path in sorted(order.folder.glob("*.json")) for entry in _read(path))
+    path = Path(str(order.export))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump_entries(entries), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--export {str(path)!r} cannot be written: {error.strerror}", "", "name another") from error
+    return f"{PREFIX}PROFILE={path}#sha256={content_hash(entries)}"
+
+
+# What is said
+
+
+def _show_grid(cells: Sequence[Cell], counts: Sequence[int], tuner: Tuner) -> None:
+    seconds = sum(estimated_seconds(cell, tuner.device, count) for cell, count in zip(cells, counts, strict=True))
+    layers, batches = {cell.layer for cell in cells}, {cell.step.what for cell in cells}
+    say(
+        f"{len(layers)} layers, {len(batches)} batches, {len(cells)} cells, {sum(counts)} measurements on "
+        f"{tuner.device}: about {seconds:.0f} s, compiling apart"
+    )
+    for cell, count in zip(cells, counts, strict=True):
+        say("\n".join(wrapped(f"{cell}: {count} candidate{'s' * (count != 1)}", "  ")))
+
+
+def _show(found: Tuned, pinned: str) -> None:
+    for entry in (*found.kept, *found.entries):
+        say("\n".join(wrapped(f"{entry.shape}, {described(entry.requirements)}: {_result(entry)}")))
+        for id_, reason in entry.rejected.items():
+            say("\n".join(wrapped(f"rejected {id_}: {reason}", "  ")))
+    for cell, reason in found.unserved:
+        complain(f"attnplug: warning: not measured: {cell}: {reason}")
+    if found.left:
+        complain(f"attnplug: warning: {len(found.left)} cells are left: the same command goes on with them")
+    compiled = _compiled(found.entries)
+    if compiled:
+        say("until the first result, compiling included: " + ", ".join(f"{id_} {s:.0f} s" for id_, s in compiled))
+    if pinned:
+        say(pinned)
+
+
+def _result(entry: ProfileEntry) -> str:
+    first, wins = winner(entry)
+    relative = relative_times(entry)
+    times = sorted(entry.times, key=lambda id_: (id_ != first, entry.times[id_].microseconds))
+    shown = ", ".join(f"{id_} {entry.times[id_].microseconds:.4g} us" for id_ in times)
+    equal = sum(1 for each in relative.values() if each == 1.0)
+    note = "" if wins or len(times) == 1 else f" ({equal} within the margin: the default order decides)"
+    return f"{shown}{note}"
+
+
+def _compiled(entries: Iterable[ProfileEntry]) -> list[tuple[str, float]]:
+    longest: dict[str, float] = {}
+    for entry in entries:
+        for id_, time in entry.times.items():
+            longest[id_] = max(longest.get(id_, 0.0), time.compile_s)
+    return [(id_, seconds) for id_, seconds in sorted(longest.items()) if seconds >= _SHOWN_COMPILE_S]
+
+
+def _to_dict(found: Tuned, pinned: str) -> dict[str, Any]:
+    return {
+        "entries": [{**entry.to_dict(), "fastest": winner(entry)[0]} for entry in (*found.kept, *found.entries)],
+        "measured": len(found.entries),
+        "kept": len(found.kept),
+        "unserved": [{"cell": str(cell), "reason": reason} for cell, reason in found.unserved],
+        "left": [str(cell) for cell in found.left],
+        "pinned": pinned,
+    }

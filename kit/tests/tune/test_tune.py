@@ -1,0 +1,272 @@
+"""``attnplug tune`` end to end on a CPU, with backends that state their costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import attnplug  # noqa: E402 - without torch there is nothing to measure
+from attnplug.errors import RequestError  # noqa: E402
+from attnplug.evidence import parse_entries  # noqa: E402
+from attnplug.request import Device, Requirements  # noqa: E402
+from attnplug.selection import process  # noqa: E402
+from attnplug_kit import tune  # noqa: E402
+from attnplug_kit.tune.grid import layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
+from attnplug_kit.tune.measuring import Tuner  # noqa: E402
+from attnplug_kit.tune.running import Order, run_order  # noqa: E402
+from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
+BATCHES = ("decode:3x40", "prefill:2x20")
+
+
+@pytest.fixture
+def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return ``offer(name, cost, factor)``: register a backend that states its cost in seconds."""
+    (tmp_path / "fakes").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "fakes")
+    before = process.PROCESS.state
+    process.PROCESS.state = process.unread()
+
+    def made(name: str, cost: float, **source: Any) -> None:
+        COSTS.of[name] = cost
+        module, manifest = write_backend(tmp_path / "fakes", name, **source)
+        attnplug.register(module, manifest=manifest)
+
+    yield made
+    process.PROCESS.state = before
+
+
+@pytest.fixture
+def order(tmp_path: Path):
+    def made(**changes: Any) -> Order:
+        given = {"batch": BATCHES, "device": "cpu", "json": True, "clocks": fake_clocks(), **changes}
+        return Order((LAYER,), tmp_path / "profiles", **given)
+
+    return made
+
+
+def tuned(order: Order, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    code = run_order(order)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, profile: object, layer: Requirements = LAYER) -> Any:
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+    attnplug.refresh()
+    return attnplug.explain(layer, Device.cpu())
+
+
+def test_slow_and_wrong_candidates_are_found_out(offer, order, capsys, monkeypatch, tmp_path) -> None:
+    offer("ample", 280e-6)
+    offer("brisk", 200e-6)
+    offer("clumsy", 10e-6, factor=1.5)
+    assert attnplug.select(LAYER, Device.cpu()).id == "ample/sdpa"  # by name
+
+    code, found = tuned(order(), capsys)
+
+    assert code == 1  # a candidate was rejected
+    assert [entry["phase"] for entry in found["entries"]] == ["decode", "prefill"]
+    for entry in found["entries"]:
+        assert (entry["default"], entry["fastest"]) == ("ample/sdpa", "brisk/sdpa")
+        assert set(entry["times"]) == {"ample/sdpa", "brisk/sdpa"}
+        assert entry["rejected"]["clumsy/sdpa"].startswith("it computes another result than the oracle: output: ")
+        assert all(time["rounds"] >= 7 for time in entry["times"].values())
+    decision = chosen(monkeypatch, tmp_path / "profiles")
+    assert (decision.chosen.id, decision.chosen.decided_by) == ("brisk/sdpa", "measured profile")
+    assert decision.measured.startswith("200 us (3 x 40 decode, cpu, ")
+    assert "against 280 us of ample/sdpa, local profile; 2 shapes" in decision.measured
+
+
+def test_the_choice_swaps_with_the_numbers(offer, order, capsys, monkeypatch, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    tuned(order(), capsys)
+
+    for path in (tmp_path / "profiles").iterdir():
+        (entry,) = json.loads(path.read_text())["entries"]
+        ample, brisk = (entry["times"][f"{name}/sdpa"] for name in ("ample", "brisk"))
+        ample["microseconds"], brisk["microseconds"] = brisk["microseconds"], ample["microseconds"]
+        path.write_text(json.dumps(entry))
+
+    assert chosen(monkeypatch, tmp_path / "profiles").chosen.id == "ample/sdpa"
+
+
+def test_an_advantage_within_the_margin_changes_nothing(offer, order, capsys, monkeypatch, tmp_path) -> None:
+    offer("ample", 203e-6)
+    offer("brisk", 200e-6)
+    code, found = tuned(order(), capsys)
+    assert code == 0
+    assert {entry["fastest"] for entry in found["entries"]} == {"ample/sdpa"}
+    assert chosen(monkeypatch, tmp_path / "profiles").chosen.id == "ample/sdpa"
+
+
+def test_hopeless_candidates_are_not_measured_further(offer, order, capsys) -> None:
+    offer("ample", 400e-6)
+    offer("brisk", 200e-6)
+    _, found = tuned(order(batch=("decode:3x40",)), capsys)
+    rounds = {id_: time["rounds"] for id_, time in found["entries"][0]["times"].items()}
+    assert rounds["ample/sdpa"] == 3
+    assert rounds["brisk/sdpa"] >= 7
+
+
+def test_a_second_run_goes_on_with_what_is_left(offer, order, capsys) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    _, first = tuned(order(batch=BATCHES[:1]), capsys)
+    _, second = tuned(order(), capsys)
+    _, third = tuned(order(seconds=1e-9), capsys)
+    _, again = tuned(order(again=True, seconds=1e-9), capsys)
+
+    assert (first["measured"], second["measured"], second["kept"]) == (1, 1, 1)
+    assert (third["measured"], third["kept"], third["left"]) == (0, 2, [])
+    assert (again["measured"], len(again["left"])) == (0, 2)
+    offer("zippy", 100e-6)  # a new candidate: what is there does not say how fast it is
+    assert tuned(order(), capsys)[1]["measured"] == 2
+
+
+def test_a_candidate_that_fails_is_named_and_the_others_go_on(offer, order, capsys) -> None:
+    offer("ample", 300e-6)
+    offer("broken", 1e-6, extra='raise RuntimeError("out of registers")')
+    code, found = tuned(order(batch=BATCHES[:1]), capsys)
+    (entry,) = found["entries"]
+    assert code == 1
+    assert "out of registers" in entry["rejected"]["broken/sdpa"]
+    assert set(entry["times"]) == {"ample/sdpa"}
+
+
+def test_a_cell_without_a_right_result_has_no_entry(offer, order, capsys) -> None:
+    offer("clumsy", 1e-6, factor=1.5)
+    code, found = tuned(order(batch=BATCHES[:1]), capsys)
+    assert (code, found["entries"]) == (1, [])
+    assert found["unserved"][0]["reason"].startswith("clumsy/sdpa: it computes another result than the oracle")
+
+
+def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    whole = tmp_path / "all.json"
+    _, found = tuned(order(export=str(whole)), capsys)
+
+    variable, _, pinned = found["pinned"].partition("=")
+    assert variable == "ATTNPLUG_PROFILE"
+    assert chosen(monkeypatch, pinned).chosen.id == "brisk/sdpa"
+    assert len(parse_entries(whole.read_text())) == 2
+    other = Order((), tmp_path / "other", merge=[str(whole)], json=True)
+    assert run_order(other) == 0
+    capsys.readouterr()
+    assert chosen(monkeypatch, tmp_path / "other").chosen.id == "brisk/sdpa"
+    assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
+
+
+def test_no_profile_counts_while_tuning(offer, order, capsys, monkeypatch, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    tuned(order(), capsys)
+    assert chosen(monkeypatch, tmp_path / "profiles").chosen.id == "brisk/sdpa"
+    _, found = tuned(order(again=True), capsys)
+    assert {entry["default"] for entry in found["entries"]} == {"ample/sdpa"}
+    assert attnplug.select(LAYER, Device.cpu()).id == "brisk/sdpa"
+
+
+def test_the_grid_is_shown_first_and_a_dry_run_measures_nothing(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    clocks = fake_clocks()
+    assert run_order(order(json=False, dry_run=True, clocks=clocks)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("1 layers, 2 batches, 2 cells, 4 measurements on cpu: about ")
+    assert "decode, 3 x 40; 4/2 heads of 16, float32: 2 candidates" in shown
+    assert isinstance(clocks.hidden, CostClock)
+    assert clocks.hidden.samples == 0
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_results_are_said_in_words(offer, order, capsys) -> None:
+    offer("ample", 203e-6)
+    offer("brisk", 200e-6)
+    offer("clumsy", 10e-6, factor=1.5)
+    run_order(order(json=False, batch=BATCHES[:1]))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 x 40 decode, 4/2 heads of 16, float32: ample/sdpa 203 us, brisk/sdpa 200 us" in shown
+    assert "(2 within the margin: the default order decides)" in shown
+    assert "rejected clumsy/sdpa: it computes another result than the oracle" in shown
+
+
+def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RequestError, match="while a CUDA graph is captured"):
+        Tuner(Device.cpu())
+
+
+class TestGrid:
+    def test_batches_of_all_layers_come_one_after_another(self) -> None:
+        other = LAYER.evolve(num_kv_heads=1)
+        cells = make_grid((LAYER, other), BATCHES)
+        assert [(cell.phase, cell.layer) for cell in cells] == [
+            (phase, layer) for phase in ("decode", "prefill") for layer in (LAYER, other)
+        ]
+
+    def test_lengths_are_those_that_were_written(self) -> None:
+        assert parse_batch("decode:2x40")[1:3] == ((1, 1), (39, 39))
+        assert parse_batch("verify:2x4@36")[1:3] == ((4, 4), (36, 36))
+        assert parse_batch("chunk:1x128@64")[1:3] == ((128,), (64,))
+        assert parse_batch("mixed:2x40+1x16")[1:3] == ((1, 1, 16), (39, 39, 0))
+
+    @pytest.mark.parametrize(
+        "text",
+        ["decode", "decode:3", "decode:0x4", "train:3x4", "verify:3x9@4", "chunk:1x4", "mixed:2x4", "decode:2x4@1"],
+    )
+    def test_another_form_is_refused(self, text: str) -> None:
+        with pytest.raises(RequestError, match="--batch"):
+            parse_batch(text)
+
+    def test_layers_have_only_their_phases(self) -> None:
+        drafts = LAYER.evolve(decode_query_len=4)
+        assert [cell.layer for cell in make_grid((LAYER, drafts), ["verify:2x4@36"])] == [drafts]
+        contiguous = LAYER.evolve(paged=False, phases=("prefill",))
+        assert [cell.phase for cell in make_grid((contiguous,), BATCHES)] == ["prefill"]
+
+    def test_layers_of_a_model_are_those_of_a_rank(self, tmp_path: Path) -> None:
+        config = {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 4,
+            "torch_dtype": "bfloat16",
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (layer,) = layers_of_model(str(tmp_path), 2)
+        assert (layer.num_q_heads, layer.num_kv_heads, layer.head_size) == (16, 4, 128)
+
+    def test_layers_are_read_from_json(self, tmp_path: Path) -> None:
+        (tmp_path / "layers.json").write_text(json.dumps([LAYER.to_dict(), LAYER.to_dict()]))
+        assert layers_of_json(f"@{tmp_path / 'layers.json'}") == (LAYER,)
+        with pytest.raises(RequestError, match="cannot be read"):
+            layers_of_json("@nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "no layers were given"),
+        (["config.json", "--requirements", "{}"], "CONFIG and --requirements"),
+        (["--requirements", "{}", "--tp", "2"], "with options of a model's configuration"),
+        (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "-1"], "--seconds -1"),
+    ],
+)
+def test_an_invalid_order_is_refused(words: list[str], problem: str) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    with pytest.raises(RequestError, match=problem):
+        tune.run(parser.parse_args(words))
