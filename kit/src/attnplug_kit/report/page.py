@@ -200,7 +200,7 @@ def _chart(what: str, group: Sequence[Timed]) -> str:
     fastest = group[0] if len(group) > 1 else None
     bars = "".join(_bar(place, each, longest, is_first=each is fastest) for place, each in enumerate(group))
     sources = ", ".join(dict.fromkeys(_text(each.source) for each in group))
-    label = ", ".join(f"{each.candidate} {each.microseconds:g} us" for each in group)
+    label = ", ".join(f"{each.candidate} {_us(each)}" for each in group)
     return (
         f"<figure><figcaption>{_text(what)}</figcaption>"
         f'<svg role="img" aria-label="{_text(label)}" height="{2 * _ROW * len(group)}">{bars}</svg>'
@@ -208,11 +208,16 @@ def _chart(what: str, group: Sequence[Timed]) -> str:
     )
 
 
+def _us(timed: Timed) -> str:
+    number = timed.microseconds
+    return f"{number:,.0f} us" if number >= 1000 else f"{number:.4g} us"
+
+
 def _bar(place: int, timed: Timed, longest: float, *, is_first: bool) -> str:
     top = 2 * _ROW * place
     share = 100 * timed.microseconds / longest
     first = ' class="first"' if is_first else ""
-    text = f"{_text(timed.candidate)}: {timed.microseconds:g} us{' (fastest)' if is_first else ''}"
+    text = f"{_text(timed.candidate)}: {_us(timed)}{' (fastest)' if is_first else ''}"
     return (
         f'<text x="0" y="{top + 17}">{text}</text>'
         f'<rect{first} x="0" y="{top + _ROW}" width="{share:.2f}%" height="{_ROW - 10}" rx="3"/>'
