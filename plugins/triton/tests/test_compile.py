@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from attnplug_triton.tiles import (
     measured_tiles,
     prefill_tiles,
     shared_memory,
+    value_width_of,
     width_of,
 )
 from tests.backends.fakes import manifest_of
@@ -75,8 +77,14 @@ def compiled(
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
-        tiles = prefill_tiles(size, size, arch=arch, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
-    sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
+        tiles = prefill_tiles(size, size_v, arch=arch, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
+    sizes = {
+        "size": size,
+        "size_v": size_v,
+        "width": width_of(size),
+        "page_size": page,
+        "width_v": value_width_of(size_v),
+    }
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
     sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
     sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.contract import AttentionImpl
 from attnplug.ops import write_kv, write_latents
 from attnplug_triton.launch import Params, run
-from attnplug_triton.tiles import width_of
+from attnplug_triton.tiles import value_width_of, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -53,7 +53,7 @@ class TritonImpl(AttentionImpl):
             ),
             constants=(
                 self.num_kv_heads, self.num_queries_per_kv, size, self.head_size_v,
-                width_of(size), width_of(self.head_size_v),
+                width_of(size), value_width_of(self.head_size_v),
             ),
             forms=(
                 (self.causal or self.window[1] == 0) and requested.topk is None, left >= 0, chunk > 0, cap > 0,

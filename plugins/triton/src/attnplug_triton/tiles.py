@@ -147,6 +147,16 @@ def width_of(size: int) -> int:
     return max(16, 1 << max(0, size - 1).bit_length())
 
 
+def value_width_of(size: int) -> int:
+    """
+    Return the columns of values in a tile.
+
+    They are 64 at least: of the ``wgmma`` of 16 and 32 columns, ptxas 12.8, which Triton 3.6 has, compiles some to wrong
+    code. On an H200 outputs were wrong, and are right without optimization and with ptxas 13.0.
+    """
+    return max(64, width_of(size))
+
+
 def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, arch: str | None) -> Tiles:
     """
     Return the tiles of short queries: as many keys as leave shared memory for two programs with two tiles each.
@@ -158,12 +168,12 @@ def decode_tiles(size: int, size_v: int, *, itemsize: int, rows: int, arch: str 
         rows: Query rows of a request.
         arch: The architecture.
     """
-    key_bytes = (width_of(size) + width_of(size_v)) * itemsize
-    shared, is_huge = shared_memory(arch), max(width_of(size), width_of(size_v)) > 256
+    width, width_v = width_of(size), value_width_of(size_v)
+    key_bytes = (width + width_v) * itemsize
+    shared, is_huge = shared_memory(arch), max(width, width_v) > 256
     rows = width_of(min(rows, _HUGE_ROWS if is_huge else MAX_ROWS))
     keys = _keys_within(128, key_bytes, (shared // 2 - _SPARE) * _KIB)
-    stages = 5 if 3 * keys * key_bytes <= shared * _KIB else 3  # three tiles at once, or one
-    return Tiles(rows=rows, keys=keys, stages=stages, warps=_warps(8 if is_huge and rows > 16 else 4, arch))
+    return Tiles(rows=rows, keys=keys, stages=3, warps=_warps(8 if is_huge and rows > 16 else 4, arch))
 
 
 def prefill_tiles(size: int, size_v: int, *, arch: str | None, descriptors: bool = False) -> Tiles:
@@ -176,7 +186,7 @@ def prefill_tiles(size: int, size_v: int, *, arch: str | None, descriptors: bool
         arch: The architecture.
         descriptors: Whether tensor descriptors may load keys and values.
     """
-    width, width_v, shared = width_of(size), width_of(size_v), shared_memory(arch)
+    width, width_v, shared = width_of(size), value_width_of(size_v), shared_memory(arch)
     is_wide = max(width, width_v) > 128
     if descriptors and shared == _LARGE and max(width, width_v) <= 256:  # two programs per multiprocessor up to 128
         return Tiles(
@@ -209,7 +219,7 @@ def latent_tiles(size: int, size_v: int, *, itemsize: int | None, rows: int, arc
         rows: Query rows of a request.
         arch: The architecture.
     """
-    width, available = width_of(size) + width_of(size_v), (shared_memory(arch) - _SPARE) * _KIB
+    width, available = width_of(size) + value_width_of(size_v), (shared_memory(arch) - _SPARE) * _KIB
     key_bytes = _RECORD_BYTES if itemsize is None else width * itemsize
     operand_bytes = _OPERAND_BYTES.get("9" if arch is None else arch.partition(".")[0], 0)
 
@@ -221,7 +231,8 @@ def latent_tiles(size: int, size_v: int, *, itemsize: int | None, rows: int, arc
         rows //= 2
     while keys > 16 and not fits(rows, keys):
         keys //= 2
-    return Tiles(rows=rows, keys=keys, stages=5, warps=_warps(4 if rows == 16 else 8, arch))
+    # Few rows wait for memory, and more programs fit a multiprocessor; many wait for the products.
+    return Tiles(rows=rows, keys=keys, stages=3 if rows == 16 else 5, warps=_warps(4 if rows == 16 else 8, arch))
 
 
 def _warps(warps: int, arch: str | None) -> int:
