@@ -94,10 +94,17 @@ def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) 
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_every_feature(phase: str) -> None:
+@pytest.mark.parametrize("page", [16, 0])
+def test_every_feature(phase: str, page: int) -> None:
     forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
 
-    check(phase, 89, 128, "bf16", 16, **forms)
+    check(phase, 89, 128, "bf16", page, **forms)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("capability", "is_windowed"), [(80, False), (90, True), (90, False), (100, False)])
+def test_contiguous_encoders(phase: str, capability: int, is_windowed: bool) -> None:
+    check(phase, capability, 128, "bf16", 0, is_causal=False, is_windowed=is_windowed)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -41,7 +41,8 @@ class TritonBuilder(MetadataBuilder):
             query_len = graph.key.query_len
             has_short = query_len is None or query_len <= short
             has_long = query_len is None or query_len > short
-        members, most_keys = (batch.num_reqs, batch.max_seq_len) if topk is None else (batch.num_actual_tokens, topk)
+        longest = batch.max_seq_len if batch.encoder_seq_lens is None else batch.max_encoder_seq_len or 0
+        members, most_keys = (batch.num_reqs, longest) if topk is None else (batch.num_actual_tokens, topk)
         splits = 0
         if has_short:
             fixed = self.backend.fixed_splits(self.limits)

@@ -72,7 +72,7 @@ _decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
 
 def run(
     query: Tensor,
-    kv_cache: KVCache,
+    kv: KVCache | tuple[Tensor, Tensor],
     out: Tensor,
     lse: Tensor | None,
     batch: Batch,
@@ -81,11 +81,12 @@ def run(
     selection: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
     """
-    Compute attention of a step over the KV cache, which has its keys and values.
+    Compute attention of a step over its keys and values: those in the KV cache, or the contiguous ones of the call.
 
     Args:
         query: ``(tokens, num_q_heads, head_size)``, heads contiguous. Rows of no request are neither read nor written.
-        kv_cache: Pages of keys and values, of any strides but the last.
+        kv: Pages of keys and values, or contiguous ones, ``(keys, num_kv_heads, head_size)`` and ``(keys, num_kv_heads,
+            head_size_v)``: of any strides but the last.
         out: ``(tokens, num_q_heads, head_size_v)``, heads contiguous; written.
         lse: ``(tokens, num_q_heads)`` float32, natural logarithms; written. None where it is not needed.
         batch: The requests.
@@ -94,9 +95,12 @@ def run(
         selection: The slots that each token attends to, ``(tokens, topk)`` int32, and how many of them, ``(tokens,)``
             int32 or None for all. None attends to the keys of the requests.
     """
-    keys, values = _pages(kv_cache, params)
+    is_contiguous = isinstance(kv, tuple)
+    keys, values = (kv[0].unsqueeze(0), kv[1].unsqueeze(0)) if isinstance(kv, tuple) else _pages(kv, params)
     requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
-    members, topk, table, lens, has_lens = requests, 0, cast("Tensor", batch.block_table), batch.seq_lens, True
+    members, topk, has_lens = requests, 0, True
+    table = cast("Tensor", batch.key_start_loc if is_contiguous else batch.block_table)
+    lens = batch.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
     if selection is not None:
         table, index_lens = selection
         members, topk, has_lens = plan.num_selections, table.shape[1], index_lens is not None
@@ -110,7 +114,8 @@ def run(
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
     numbers = (table.stride(0), requests, *params.numbers)
     constants = (
-        *params.constants, keys.shape[1], short, *params.forms, lse is not None, *params.cache_forms, INTERPRETED,
+        *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
+        *params.cache_forms, INTERPRETED,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
+from attnplug_triton.triton_ops import (
+    attend,
+    finish,
+    first_key,
+    first_rows,
+    last_key,
+    load_queries,
+    load_scale,
+    start_softmax,
+)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_reqs", "left", "chunk", "num_splits", "num_tokens", "num_slots"])
@@ -106,18 +115,15 @@ def _decode(
     token, head = row // group, kv_head * group + row % group
     position = length - count + token
     lowest = first_key(length - count + first_row // group, left, chunk, is_windowed, is_chunked)
-    end = length
-    if is_causal:
-        end -= count - 1 - (tl.minimum(first_row + rows, count * group) - 1) // group
+    last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
+    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
     begin = lowest // keys * keys
     tiles = (end - begin + keys - 1) // keys
     span = (tiles + num_splits - 1) // num_splits * keys
     begin += split * span
     end = tl.minimum(begin + span, end)
     first = first_key(position, left, chunk, is_windowed, is_chunked)
-    last = tl.full((rows,), end - 1, tl.int32)
-    if is_causal:
-        last = tl.minimum(last, position)
+    last = tl.minimum(last_key(position, length, left, is_causal, is_windowed), end - 1)
 
     columns_v = tl.arange(0, width_v)
     at = (start + token).to(tl.int64)
@@ -128,11 +134,14 @@ def _decode(
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
     acc, row_max, row_sum = start_softmax(rows, width_v)
+    key_base, value_base, pages = first_rows(
+        key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
+    )
     acc, row_max, row_sum = attend(
         begin, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, k_page, k_token, v_page,
-        v_token, num_slots, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked,
-        is_capped, alibi, True, by_bits, is_latent, is_records, topk > 0, keys, stages, interpreted,  # noqa: FBT003
+        key_base, value_base, pages, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap, size, size_v, width,
+        width_v, page_size, is_windowed or is_chunked, is_capped, alibi, True, by_bits, is_latent, is_records, topk > 0,  # noqa: FBT003
+        keys, stages, interpreted,
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

@@ -25,6 +25,38 @@ def first_key(
 
 
 @triton.jit
+def last_key(
+    position: tl.tensor, length: tl.int32, left: tl.int32, is_causal: tl.constexpr, is_windowed: tl.constexpr
+) -> tl.tensor:
+    """Return the last key that a position attends to. Without a causal mask, windows are as long on the right."""
+    if is_causal:
+        return tl.minimum(position, length - 1)
+    elif is_windowed:
+        return tl.minimum(position + left, length - 1)
+    else:
+        return position * 0 + length - 1
+
+
+@triton.jit
+def first_rows(
+    key: tl.tensor,
+    value: tl.tensor,
+    table: tl.tensor,
+    request: tl.tensor,
+    table_stride: tl.int64,
+    k_token: tl.int64,
+    v_token: tl.int64,
+    page_size: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return where keys, values and pages of a request are. With a `page_size` of 0, `table` has their first rows."""
+    if page_size == 0:
+        row = tl.load(table + request).to(tl.int64)
+        return key + row * k_token, value + row * v_token, table
+    else:
+        return key, value, table + request * table_stride
+
+
+@triton.jit
 def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr) -> tl.tensor:
     """Return cached elements in the dtype of the queries; bytes of e4m3 `by_bits` are 256 times smaller than theirs."""
     if by_bits:
@@ -153,6 +185,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
 
+    With a `page_size` of 0, keys are contiguous rows from `key_base` and `value_base` on, and `pages` is not read.
+
     With `is_selected`, `pages` are the slots of the keys. None outside of the `num_slots` of the KV cache is loaded.
     """
     offsets = tl.arange(0, keys)
@@ -168,6 +202,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             is_row = (slot >= 0) & (slot < num_slots)
             slot = tl.where(is_row, slot, 0)
             page, slot = (slot // page_size).to(tl.int64), slot % page_size
+        elif page_size == 0:
+            is_row, page, slot = at >= 0, tl.zeros((), tl.int64), at
         else:
             is_row = at >= 0
             if page_size % keys == 0:

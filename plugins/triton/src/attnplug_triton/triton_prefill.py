@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
+from attnplug_triton.triton_ops import (
+    attend,
+    finish,
+    first_key,
+    first_rows,
+    last_key,
+    load_queries,
+    load_scale,
+    start_softmax,
+)
 
 
 @triton.jit
@@ -113,9 +122,9 @@ def _prefill(
     unmasked = begin  # all rows attend to the keys from here to `diagonal`
     if has_first:
         unmasked = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
-    last, end, diagonal = tl.full((rows,), length - 1, tl.int32), length, length // keys * keys
-    if is_causal:
-        last, end, diagonal = position, last_position + 1, (first_position + 1) // keys * keys
+    last = last_key(position, length, left, is_causal, is_windowed)
+    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
+    diagonal = (last_key(first_position, length, left, is_causal, is_windowed) + 1) // keys * keys
     diagonal = tl.maximum(diagonal, unmasked)
     first = first_key(position, left, chunk, is_windowed, is_chunked)
 
@@ -128,7 +137,9 @@ def _prefill(
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
     acc, row_max, row_sum = start_softmax(rows, width_v)
-    key_base, value_base, pages = key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride
+    key_base, value_base, pages = first_rows(
+        key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
+    )
     if has_first:
         acc, row_max, row_sum = attend(
             begin, unmasked, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
