@@ -39,6 +39,7 @@ class Requests(requests.Requests):
         causal: Whether attention is causal.
         latent: Elements of a value, the first ones of its key; None for values apart.
         attn_type: As in the requirements. The keys of cross attention are an encoder's, `seq_lens` of them.
+        spans: The first and the last position of the spans of each request.
         paged: Whether the context is in a KV cache; otherwise each call has all K/V.
     """
 
@@ -50,6 +51,7 @@ class Requests(requests.Requests):
     causal: bool = field(default=True)
     latent: int | None = None
     attn_type: str = "decoder"
+    spans: list[list[tuple[int, int]]] | None = None
     paged: bool = True
 
     def __attrs_post_init__(self):
@@ -69,6 +71,17 @@ class Requests(requests.Requests):
     def both_sides(self):
         """The tokens left and right of a token that its window has."""
         return self.window - 1, self.window - 1 if self.attn_type == "encoder_only" else 0
+
+    @property
+    def ranges(self):
+        """The span of each new token, of each request."""
+        found = []
+        for new, length, spans in zip(self.query_lens, self.seq_lens, self.spans, strict=True):
+            rows = torch.full((length, 2), -1, dtype=torch.int32)
+            for first, last in spans:
+                rows[first : last + 1] = torch.tensor([first, last])
+            found.append(rows[length - new :])
+        return found
 
     @property
     def is_cross(self):
@@ -96,11 +109,13 @@ class Requests(requests.Requests):
             "sinks": self.has_sinks,
             "causal": self.causal,
             "attn_type": self.attn_type,
+            "mm_prefix": self.spans is not None,
             "paged": self.paged,
         }
 
     def expected(self):
         """Return outputs and LSEs in float64."""
+        spans = self.ranges if self.spans else [None] * len(self.queries)
         rows = zip(self.queries, self.keys, self.values, strict=True)
         parts = [
             attend(
@@ -113,8 +128,9 @@ class Requests(requests.Requests):
                 alibi=self.alibi,
                 alibi_slopes=self.slopes,
                 sinks=self.sinks,
+                spans=span,
             )
-            for each in rows
+            for each, span in zip(rows, spans, strict=True)
         ]
         return torch.cat([part.output for part in parts]), torch.cat([part.lse_with_sink for part in parts])
 
@@ -137,8 +153,12 @@ class Step:
 
     def batch(self):
         case, page = self.case, self.page
+        given = {"causal": case.causal}
+        if case.spans:
+            ranges = torch.cat(case.ranges)
+            given |= {"mm_prefix_range": ranges.to(DEVICE), "mm_prefix_range_cpu": ranges}
         if not case.paged:
-            return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, causal=case.causal)
+            return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
         table, count = case.block_table(page)
         parts = 1 if case.latent else 2
         cache = torch.full((parts, count, page, case.kv_heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
@@ -147,6 +167,10 @@ class Step:
             at = torch.arange(length)
             where = table[request, at // page].long() * page + at % page
             first = 0 if case.window is None else max(0, length - new - case.window + 1)
+            if case.spans:
+                first = min(
+                    [first, *(low for low, high in case.spans[request] if low < length and high >= length - new)]
+                )
             end = length if case.is_cross else length - new
             kept = at[(first <= at) & (at < end)]  # blocks before a window are freed
             for part, rows in enumerate((case.keys, case.values)[:parts]):
@@ -154,7 +178,7 @@ class Step:
             table[request, : first // page] = 0
             slots.append(where[end:])
         self.cache = cache
-        given = {"block_table": table, "slot_mapping": torch.cat(slots), "causal": case.causal}
+        given |= {"block_table": table, "slot_mapping": torch.cat(slots)}
         if case.is_cross:
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
             given |= {"encoder_seq_lens": lens.to(DEVICE), "encoder_seq_lens_cpu": lens}
@@ -276,6 +300,22 @@ def test_fewer_keys_than_queries(attn_type, paged, window):
     check(found, case)
     assert not found[0][:3].any()
     assert found[1][:3].isneginf().all()
+
+
+SPANS = [[(0, 9), (12, 19)], [(40, 60)], [(1, 2)], [(30, 55), (57, 90)], [(120, 131)]]
+"""Spans of the requests of `MIXED`: whole ones, ones that began before the step, and ones beyond it."""
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "alibi", "contiguous", "three heads of 80", "short"])
+def test_spans(calls, name):
+    known = {"plain": {}, "short": {"window": 9}, **FEATURES}[name]
+    case = Requests(*MIXED, spans=SPANS, **{"size": 32, **known})
+    step = Step(case, decode_query_len=20 if name == "short" else 3)
+    metadata = step.builder.build(step.batch())
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        check(step.run(metadata, padding=2), case)
+    assert calls == ["_decode", "_prefill"]
 
 
 SPLIT = ["window", "sinks", "not causal", "three heads of 80", "latents", "contiguous", "cross attention over pages"]

@@ -14,14 +14,14 @@ pytestmark = [NEEDS_TRITON, pytest.mark.slow]
 KINDS = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
-    **dict.fromkeys(("query_starts", "seq_lens", "table"), "*i32"),
+    **dict.fromkeys(("query_starts", "seq_lens", "table", "spans"), "*i32"),
     **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
-    **dict.fromkeys(("is_latent", "is_records"), False),
+    **dict.fromkeys(("is_latent", "is_records", "has_spans"), False),
     "topk": 0,
     "has_lens": True,
     "alibi": 0,
@@ -96,7 +96,7 @@ def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("page", [16, 0])
 def test_every_feature(phase: str, page: int) -> None:
-    forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
+    forms = dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans"), True) | {"alibi": 2}
 
     check(phase, 89, 128, "bf16", page, **forms)
 

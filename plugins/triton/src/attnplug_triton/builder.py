@@ -20,13 +20,17 @@ class TritonBuilder(MetadataBuilder):
     Decides which kernels run, for all layers.
 
     Each kernel finds its requests by the query lengths on the device, in any order. So a graph of any batch is
-    replayed with other lengths, and without a build.
+    replayed with other lengths, and without a build but for spans.
     """
 
     supports_graphs = True
     decodes_first = False
-    replays_without_build = True
     backend: TritonBackend
+
+    @property
+    def replays_without_build(self) -> bool:
+        """Whether a replay reads nothing that a build writes: spans come with each build."""
+        return not self.agreement.requirements.mm_prefix
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return one plan for all layers."""

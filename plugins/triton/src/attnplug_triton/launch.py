@@ -108,14 +108,14 @@ def run(
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-        batch.query_start_loc, lens, table,
+        batch.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
     numbers = (table.stride(0), requests, *params.numbers)
     constants = (
         *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
-        *params.cache_forms, INTERPRETED,
+        batch.mm_prefix_range is not None, *params.cache_forms, INTERPRETED,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:

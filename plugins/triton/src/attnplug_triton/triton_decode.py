@@ -14,6 +14,7 @@ from attnplug_triton.triton_ops import (
     load_queries,
     load_scale,
     start_softmax,
+    with_spans,
 )
 
 
@@ -31,6 +32,7 @@ def _decode(
     query_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
+    spans: tl.tensor,
     parts: tl.tensor,
     part_lse: tl.tensor,
     q_token: tl.int64,
@@ -68,6 +70,7 @@ def _decode(
     alibi: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    has_spans: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -117,16 +120,20 @@ def _decode(
     lowest = first_key(length - count + first_row // group, left, chunk, is_windowed, is_chunked)
     last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
     end = last_key(last_position, length, left, is_causal, is_windowed) + 1
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+    last = last_key(position, length, left, is_causal, is_windowed)
+    at = (start + token).to(tl.int64)
+    if has_spans:
+        first, last = with_spans(first, last, spans, at, row_mask, position, length)
+        lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
     begin = lowest // keys * keys
     tiles = (end - begin + keys - 1) // keys
     span = (tiles + num_splits - 1) // num_splits * keys
     begin += split * span
     end = tl.minimum(begin + span, end)
-    first = first_key(position, left, chunk, is_windowed, is_chunked)
-    last = tl.minimum(last_key(position, length, left, is_causal, is_windowed), end - 1)
+    last = tl.minimum(last, end - 1)
 
     columns_v = tl.arange(0, width_v)
-    at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
     unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

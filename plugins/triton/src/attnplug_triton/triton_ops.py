@@ -38,6 +38,28 @@ def last_key(
 
 
 @triton.jit
+def with_spans(
+    first: tl.tensor,
+    last: tl.tensor,
+    spans: tl.tensor,
+    at: tl.tensor,
+    row_mask: tl.tensor,
+    position: tl.tensor,
+    length: tl.int32,
+) -> tuple[tl.tensor, tl.tensor]:
+    """
+    Return the first and the last key of rows with the spans that they are in.
+
+    Both ranges of keys have the row's position, and so they are one range together.
+    """
+    low = tl.load(spans + at * 2, mask=row_mask, other=-1)
+    high = tl.load(spans + at * 2 + 1, mask=row_mask, other=-1)
+    is_inside = (low >= 0) & (low <= position) & (position <= high)
+    first = tl.where(is_inside, tl.minimum(first, low), first)
+    return first, tl.where(is_inside, tl.maximum(last, tl.minimum(high, length - 1)), last)
+
+
+@triton.jit
 def first_rows(
     key: tl.tensor,
     value: tl.tensor,

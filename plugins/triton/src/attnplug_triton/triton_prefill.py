@@ -14,6 +14,7 @@ from attnplug_triton.triton_ops import (
     load_queries,
     load_scale,
     start_softmax,
+    with_spans,
 )
 
 
@@ -51,6 +52,7 @@ def _prefill(
     query_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
+    spans: tl.tensor,
     q_token: tl.int64,
     q_head: tl.int64,
     k_page: tl.int64,
@@ -84,6 +86,7 @@ def _prefill(
     alibi: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    has_spans: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -118,18 +121,24 @@ def _prefill(
     last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
     has_first: tl.constexpr = is_windowed or is_chunked
     lowest = first_key(first_position, left, chunk, is_windowed, is_chunked)
+    highest_first = first_key(last_position, left, chunk, is_windowed, is_chunked)
+    lowest_last = last_key(first_position, length, left, is_causal, is_windowed)
+    last = last_key(position, length, left, is_causal, is_windowed)
+    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+    at = (start + token).to(tl.int64)
+    if has_spans:
+        first, last = with_spans(first, last, spans, at, row_mask, position, length)
+        lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
+        highest_first = tl.max(tl.where(row_mask, first, 0), 0)
+        lowest_last = tl.min(tl.where(row_mask, last, length - 1), 0)
     begin = lowest // keys * keys
     unmasked = begin  # all rows attend to the keys from here to `diagonal`
     if has_first:
-        unmasked = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
-    last = last_key(position, length, left, is_causal, is_windowed)
-    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
-    diagonal = (last_key(first_position, length, left, is_causal, is_windowed) + 1) // keys * keys
-    diagonal = tl.maximum(diagonal, unmasked)
-    first = first_key(position, left, chunk, is_windowed, is_chunked)
+        unmasked = (highest_first + keys - 1) // keys * keys
+    diagonal = tl.maximum((lowest_last + 1) // keys * keys, unmasked)
 
     columns_v = tl.arange(0, width_v)
-    at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
     unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
