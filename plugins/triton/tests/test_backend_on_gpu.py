@@ -40,6 +40,7 @@ class Requests(requests.Requests):
         latent: Elements of a value, the first ones of its key; None for values apart.
         attn_type: As in the requirements. The keys of cross attention are an encoder's, `seq_lens` of them.
         spans: The first and the last position of the spans of each request.
+        has_mask: Whether there is a custom mask, which hides half of the keys, and all of them from some tokens.
         paged: Whether the context is in a KV cache; otherwise each call has all K/V.
     """
 
@@ -52,6 +53,7 @@ class Requests(requests.Requests):
     latent: int | None = None
     attn_type: str = "decoder"
     spans: list[list[tuple[int, int]]] | None = None
+    has_mask: bool = False
     paged: bool = True
 
     def __attrs_post_init__(self):
@@ -71,6 +73,16 @@ class Requests(requests.Requests):
     def both_sides(self):
         """The tokens left and right of a token that its window has."""
         return self.window - 1, self.window - 1 if self.attn_type == "encoder_only" else 0
+
+    @property
+    def masks(self):
+        """The custom mask of each request; None for each without."""
+        if not self.has_mask:
+            return [None] * len(self.query_lens)
+        generator = torch.Generator().manual_seed(2)
+        share = (torch.tensor([[0.0], [0.5], [1.0]]) for _ in self.query_lens)
+        sizes = zip(self.query_lens, self.seq_lens, share, strict=True)
+        return [torch.rand(new, keys, generator=generator) < each.repeat(new, 1)[:new] for new, keys, each in sizes]
 
     @property
     def ranges(self):
@@ -109,6 +121,7 @@ class Requests(requests.Requests):
             "sinks": self.has_sinks,
             "causal": self.causal,
             "attn_type": self.attn_type,
+            "custom_mask": self.has_mask,
             "mm_prefix": self.spans is not None,
             "paged": self.paged,
         }
@@ -129,8 +142,9 @@ class Requests(requests.Requests):
                 alibi_slopes=self.slopes,
                 sinks=self.sinks,
                 spans=span,
+                custom_mask=mask,
             )
-            for each, span in zip(rows, spans, strict=True)
+            for each, span, mask in zip(rows, spans, self.masks, strict=True)
         ]
         return torch.cat([part.output for part in parts]), torch.cat([part.lse_with_sink for part in parts])
 
@@ -154,6 +168,8 @@ class Step:
     def batch(self):
         case, page = self.case, self.page
         given = {"causal": case.causal}
+        if case.has_mask:
+            given["custom_mask"] = torch.cat([mask.flatten() for mask in case.masks]).to(DEVICE)
         if case.spans:
             ranges = torch.cat(case.ranges)
             given |= {"mm_prefix_range": ranges.to(DEVICE), "mm_prefix_range_cpu": ranges}
@@ -267,6 +283,10 @@ FEATURES = {
     },
     "cross attention over pages": {"attn_type": "encoder_decoder", "causal": False, "has_sinks": True},
     "contiguous cross attention": {"paged": False, "attn_type": "encoder_decoder", "causal": False},
+    "custom mask": {"has_mask": True},
+    "custom mask, window and sinks": {"has_mask": True, "window": 9, "has_sinks": True},
+    "custom mask, not causal": {"has_mask": True, "causal": False},
+    "contiguous custom mask": {"has_mask": True, "causal": False, "paged": False, "soft_cap": 3.0},
     "latents without a rotary part": {"size": 40, "latent": 40, "kv_heads": 1, "group": 8, "window": 9},
 }
 
@@ -319,6 +339,7 @@ def test_spans(calls, name):
 
 
 SPLIT = ["window", "sinks", "not causal", "three heads of 80", "latents", "contiguous", "cross attention over pages"]
+SPLIT += ["custom mask"]
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -15,13 +15,16 @@ KINDS = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
     **dict.fromkeys(("query_starts", "seq_lens", "table", "spans"), "*i32"),
+    "mask": "*u8",
+    "mask_starts": "*i64",
+    "mask_stride": "i32",
     **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
-    **dict.fromkeys(("is_latent", "is_records", "has_spans"), False),
+    **dict.fromkeys(("is_latent", "is_records", "has_spans", "has_mask"), False),
     "topk": 0,
     "has_lens": True,
     "alibi": 0,
@@ -96,9 +99,9 @@ def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("page", [16, 0])
 def test_every_feature(phase: str, page: int) -> None:
-    forms = dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans"), True) | {"alibi": 2}
+    names = ("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans", "has_mask")
 
-    check(phase, 89, 128, "bf16", page, **forms)
+    check(phase, 89, 128, "bf16", page, alibi=2, **dict.fromkeys(names, True))
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

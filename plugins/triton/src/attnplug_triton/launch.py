@@ -51,6 +51,8 @@ class Plan:
         num_selections: New tokens of the step where each has separate keys; 0 where requests have keys.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
         parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
+        mask_starts: ``(num_reqs,)`` int64, where the custom mask of each request begins; None without masks.
+        mask_stride: Entries of a custom mask for each query token; 0 for as many as a request has keys.
         decode_tiles: Tile sizes of the kernel of short queries.
         prefill_tiles: Tile sizes of the kernel of longer ones.
     """
@@ -60,6 +62,8 @@ class Plan:
     num_selections: int
     num_tokens: int
     parts: tuple[Tensor, Tensor] | None
+    mask_starts: Tensor | None
+    mask_stride: int
     decode_tiles: Tiles
     prefill_tiles: Tiles
 
@@ -105,17 +109,20 @@ def run(
         table, index_lens = selection
         members, topk, has_lens = plan.num_selections, table.shape[1], index_lens is not None
         lens = table if index_lens is None else index_lens
+    mask = (lens, lens)
+    if batch.custom_mask is not None:
+        mask = batch.custom_mask.view(torch.uint8), cast("Tensor", plan.mask_starts)
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-        batch.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range,
+        batch.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range, *mask,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
-    numbers = (table.stride(0), requests, *params.numbers)
+    numbers = (table.stride(0), requests, plan.mask_stride, *params.numbers)
     constants = (
         *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
-        batch.mm_prefix_range is not None, *params.cache_forms, INTERPRETED,
+        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:

@@ -13,12 +13,24 @@ from attnplug_triton.triton_ops import (
     last_key,
     load_queries,
     load_scale,
+    rows_of_mask,
     start_softmax,
     with_spans,
 )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "left", "chunk", "num_splits", "num_tokens", "num_slots"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_reqs",
+        "mask_stride",
+        "left",
+        "chunk",
+        "num_splits",
+        "num_tokens",
+        "num_slots",
+    ]
+)
 def _decode(
     query: tl.tensor,
     key: tl.tensor,
@@ -33,6 +45,8 @@ def _decode(
     seq_lens: tl.tensor,
     table: tl.tensor,
     spans: tl.tensor,
+    mask: tl.tensor,
+    mask_starts: tl.tensor,
     parts: tl.tensor,
     part_lse: tl.tensor,
     q_token: tl.int64,
@@ -48,6 +62,7 @@ def _decode(
     lse_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
+    mask_stride: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -71,6 +86,7 @@ def _decode(
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     has_spans: tl.constexpr,
+    has_mask: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -140,15 +156,16 @@ def _decode(
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    mask_rows = rows_of_mask(mask, mask_starts, mask_stride, request, token, row_mask, length, has_mask)
     acc, row_max, row_sum = start_softmax(rows, width_v)
     key_base, value_base, pages = first_rows(
         key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
     )
     acc, row_max, row_sum = attend(
-        begin, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
+        begin, end, lowest, end - 1, q, q_latent, position, first, last, slope, mask_rows, acc, row_max, row_sum,
         key_base, value_base, pages, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap, size, size_v, width,
-        width_v, page_size, is_windowed or is_chunked, is_capped, alibi, True, by_bits, is_latent, is_records, topk > 0,  # noqa: FBT003
-        keys, stages, interpreted,
+        width_v, page_size, is_windowed or is_chunked, has_mask, is_capped, alibi, True, by_bits, is_latent, is_records,  # noqa: FBT003
+        topk > 0, keys, stages, interpreted,
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

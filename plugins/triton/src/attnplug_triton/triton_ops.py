@@ -60,6 +60,25 @@ def with_spans(
 
 
 @triton.jit
+def rows_of_mask(
+    mask: tl.tensor,
+    starts: tl.tensor,
+    stride: tl.int32,
+    request: tl.tensor,
+    token: tl.tensor,
+    row_mask: tl.tensor,
+    length: tl.int32,
+    has_mask: tl.constexpr,
+) -> tl.tensor:
+    """Return where the rows of a custom mask begin. A stride of 0 is that of a request's keys, as in eager steps."""
+    if has_mask:
+        step = tl.where(stride == 0, length, stride).to(tl.int64)
+        return mask + tl.load(starts + request) + tl.where(row_mask, token, 0) * step
+    else:
+        return token
+
+
+@triton.jit
 def first_rows(
     key: tl.tensor,
     value: tl.tensor,
@@ -165,6 +184,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     first: tl.tensor,
     last: tl.tensor,
     slope: tl.tensor,
+    mask_rows: tl.tensor,
     acc: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
@@ -184,6 +204,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     width_v: tl.constexpr,
     page_size: tl.constexpr,
     has_first: tl.constexpr,
+    has_mask: tl.constexpr,
     is_capped: tl.constexpr,
     alibi: tl.constexpr,
     is_masked: tl.constexpr,
@@ -202,7 +223,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     without keys so far, scores of -inf get the weight 0, and the sums are rescaled by exp2(0).
 
     With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
-    not loaded: their slots, and their pages, may hold anything.
+    not loaded: their slots, and their pages, may hold anything. With `has_mask` besides, `mask_rows` are where the
+    custom mask of each row begins.
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
@@ -261,6 +283,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
                 visible = visible & (key_position[None, :] >= first[:, None])
             if is_selected:
                 visible = visible & is_row[None, :]
+            if has_mask:
+                shown = tl.load(mask_rows[:, None] + key_position[None, :], mask=visible, other=0)
+                visible = visible & (shown != 0)
             scores = tl.where(visible, scores, float("-inf"))
 
         if is_capped or alibi > 0:

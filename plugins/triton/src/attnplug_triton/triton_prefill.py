@@ -13,6 +13,7 @@ from attnplug_triton.triton_ops import (
     last_key,
     load_queries,
     load_scale,
+    rows_of_mask,
     start_softmax,
     with_spans,
 )
@@ -38,7 +39,7 @@ def _request_of(
     return request, tile - (tl.load(query_starts + request) * group // rows + request)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_tiles", "left", "chunk"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "mask_stride", "num_tiles", "left", "chunk"])
 def _prefill(
     query: tl.tensor,
     key: tl.tensor,
@@ -53,6 +54,8 @@ def _prefill(
     seq_lens: tl.tensor,
     table: tl.tensor,
     spans: tl.tensor,
+    mask: tl.tensor,
+    mask_starts: tl.tensor,
     q_token: tl.int64,
     q_head: tl.int64,
     k_page: tl.int64,
@@ -66,6 +69,7 @@ def _prefill(
     lse_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
+    mask_stride: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -87,6 +91,7 @@ def _prefill(
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     has_spans: tl.constexpr,
+    has_mask: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -145,28 +150,29 @@ def _prefill(
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    mask_rows = rows_of_mask(mask, mask_starts, mask_stride, request, token, row_mask, length, has_mask)
     acc, row_max, row_sum = start_softmax(rows, width_v)
     key_base, value_base, pages = first_rows(
         key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
     )
     if has_first:
         acc, row_max, row_sum = attend(
-            begin, unmasked, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-            key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-            width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-            interpreted,
+            begin, unmasked, lowest, end - 1, q, q_latent, position, first, last, slope, mask_rows, acc,
+            row_max, row_sum, key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+            size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, by_bits, is_latent,  # noqa: FBT003
+            is_records, False, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
     acc, row_max, row_sum = attend(
-        unmasked, diagonal, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, False, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-        interpreted,
+        unmasked, diagonal, lowest, end - 1, q, q_latent, position, first, last, slope, mask_rows, acc,
+        row_max, row_sum, key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, has_mask, by_bits, is_latent,
+        is_records, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        diagonal, end, lowest, end - 1, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, True, by_bits, is_latent, is_records, False, keys, stages,  # noqa: FBT003
-        interpreted,
+        diagonal, end, lowest, end - 1, q, q_latent, position, first, last, slope, mask_rows, acc,
+        row_max, row_sum, key_base, value_base, pages, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, by_bits, is_latent,  # noqa: FBT003
+        is_records, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
