@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -29,14 +28,17 @@ pytestmark = [NEEDS_TRITON, pytest.mark.slow]
 KINDS = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
-    **dict.fromkeys(("query_starts", "seq_lens", "table"), "*i32"),
+    **dict.fromkeys(("query_starts", "seq_lens", "table", "spans"), "*i32"),
+    "mask": "*u8",
+    "mask_starts": "*i64",
+    "mask_stride": "i32",
     **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
-    **dict.fromkeys(("is_latent", "is_records"), False),
+    **dict.fromkeys(("is_latent", "is_records", "has_spans", "has_mask"), False),
     "topk": 0,
     "has_lens": True,
     "alibi": 0,
@@ -77,7 +79,7 @@ def compiled(
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
-        tiles = prefill_tiles(size, size_v, arch=arch, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
+        tiles = prefill_tiles(size, size_v, arch=arch, descriptors=cache == "bf16" and page > 0 == page % DESCRIBED_KEYS)
     sizes = {
         "size": size,
         "size_v": size_v,
@@ -173,11 +175,17 @@ def test_descriptors_load_tiles(capability: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("capability", [89, "gfx942", "gfx1201"])
-def test_every_feature(phase: str, capability: int | str) -> None:
-    forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
+@pytest.mark.parametrize(("capability", "page"), [(89, 16), (89, 0), ("gfx942", 16), ("gfx1201", 16)])
+def test_every_feature(phase: str, capability: int | str, page: int) -> None:
+    names = ("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans", "has_mask")
 
-    check(phase, capability, 128, "bf16", 16, **forms)
+    check(phase, capability, 128, "bf16", page, alibi=2, **dict.fromkeys(names, True))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("capability", "is_windowed"), [(80, False), (90, True), (90, False), (100, False)])
+def test_contiguous_encoders(phase: str, capability: int, is_windowed: bool) -> None:
+    check(phase, capability, 128, "bf16", 0, is_causal=False, is_windowed=is_windowed)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

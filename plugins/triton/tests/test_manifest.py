@@ -53,6 +53,11 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
             {**LATENT, "head_size": 576, "head_size_v": 512, "topk": 2048, "kv_cache_dtype": "fp8_ds_mla"}, id="records"
         ),
         pytest.param({"batch_invariant": True, "sinks": True}, id="batch invariance"),
+        pytest.param({"paged": False, "sinks": True, "sliding_window": 64}, id="contiguous"),
+        pytest.param({"mm_prefix": True, "sliding_window": 1024, "cudagraph": "always"}, id="Gemma 3 with images"),
+        pytest.param({"custom_mask": True, "cudagraph": "uniform_batch", "decode_query_len": 8}, id="trees of drafts"),
+        pytest.param({"attn_type": "encoder_only", "sliding_window": 128}, id="ModernBERT"),
+        pytest.param({"attn_type": "encoder_decoder", "cudagraph": "always"}, id="Whisper's decoder"),
         pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
     ],
 )
@@ -64,7 +69,11 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"paged": False}, "pages only"),
+        ({"paged": False, "cudagraph": "uniform_batch"}, "change from step to step"),
+        ({"custom_mask": True, "cudagraph": "always"}, "custom masks of one query length"),
+        ({"custom_mask": True, "attn_type": "encoder_decoder"}, "as wide as seq_lens"),
+        ({"attn_type": "encoder_decoder", "alibi": "linear"}, "ALiBi has no meaning"),
+        ({"attn_type": "encoder_decoder", "sliding_window": 8}, "a window has no meaning"),
         ({"head_size": 36}, "head_size"),
         ({"head_size": 520}, "up to head size 512"),
         ({"head_size": 576, "head_size_v": 512}, "up to head size 512"),

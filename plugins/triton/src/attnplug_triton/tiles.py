@@ -151,8 +151,8 @@ def value_width_of(size: int) -> int:
     """
     Return the columns of values in a tile.
 
-    They are 64 at least: of the ``wgmma`` of 16 and 32 columns, ptxas 12.8, which Triton 3.6 has, compiles some to wrong
-    code. On an H200 outputs were wrong, and are right without optimization and with ptxas 13.0.
+    They are 64 at least: of the ``wgmma`` of 16 and 32 columns, ptxas 12.8 of Triton 3.6 compiles some to wrong code.
+    Outputs were wrong on an H200, and right without optimization and with ptxas 13.0.
     """
     return max(64, width_of(size))
 
