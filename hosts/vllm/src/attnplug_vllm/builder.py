@@ -360,6 +360,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             encoder_seq_lens_cpu=None,
             max_encoder_seq_len=None,
             key_start_loc_cpu=None,
+            mm_prefix_range_cpu=None,
             # A dummy run of vLLM names no slot. On the CPU its pages are looked at: they may be of requests that ended.
             # With ranks that share a context, another one may write all of a step.
             dummy=dummy
