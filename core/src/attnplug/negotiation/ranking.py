@@ -100,12 +100,17 @@ class DefaultOrder:
     Attributes:
         when: The conditions on the device or the request.
         order: ``backend`` or ``backend/variant`` names.
-        because: The evidence, or whose choice it is where nothing was measured.
+        because: The evidence, or whose choice it is where nothing was measured: "not measured on {device}".
     """
 
     when: tuple[Condition, ...]
     order: tuple[str, ...]
     because: str
+
+    def source(self, request: Request) -> str:
+        """Return the evidence, with the compute capability or the device of a request in its place."""
+        device = request.device
+        return self.because.replace("{device}", str(device.compute_capability or device))
 
 
 @frozen
@@ -154,7 +159,7 @@ def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
     if len(evaluations) < 2:
         return Ranked(tuple(evaluations))
     applied = _default_order(evaluations[0].request, policy.orders)
-    order, because = ((), "") if applied is None else (applied.order, applied.because)
+    order, because = ((), "") if applied is None else (applied.order, applied.source(evaluations[0].request))
     # The key ends with the id, so that no two are equal and the place of an evaluation never decides.
     ranked = sorted((_key(each, policy, order), place) for place, each in enumerate(evaluations))
     found = tuple(evaluations[place] for _, place in ranked)

@@ -393,11 +393,12 @@ def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
     return Planner(step, backend, layer, impl, builder, _shuffled(counts))
 
 
-def _learned(backend: LoadedBackend) -> dict[str, Tensor]:
+def _learned(backend: LoadedBackend) -> dict[str, Any]:
     """Return the learned tensors of the layer: sinks and ALiBi slopes, where they were requested."""
     import torch  # noqa: PLC0415 - it is imported by now
 
-    wanted, found = backend.agreement.requirements, {}
+    wanted = backend.agreement.requirements
+    found: dict[str, Any] = {}
     if wanted.sinks:
         found["sinks"] = torch.linspace(-1.0, 1.0, wanted.num_q_heads, device=backend.device)
     if wanted.alibi is not None:

@@ -10,6 +10,8 @@ from attnplug.errors import RequestError
 if TYPE_CHECKING:
     import argparse
 
+    from attnplug.request import Requirements
+
 SUMMARY: Final = "the candidates of a model, measured on this machine: a profile that selections follow"
 
 _EPILOG: Final = """\
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             "requirements are those of one rank, with every field",
             "write the fields into the requirements",
         )
-    layers = ()
+    layers: tuple[Requirements, ...] = ()
     if arguments.config is not None:
         layers = layers_of_model(arguments.config, arguments.tp or 1, **fields)
     elif arguments.requirements is not None:
