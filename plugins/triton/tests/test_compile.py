@@ -79,7 +79,9 @@ def compiled(
     elif phase == "decode":
         tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
-        tiles = prefill_tiles(size, size_v, arch=arch, descriptors=cache == "bf16" and page > 0 == page % DESCRIBED_KEYS)
+        tiles = prefill_tiles(
+            size, size_v, arch=arch, descriptors=cache == "bf16" and page > 0 == page % DESCRIBED_KEYS
+        )
     sizes = {
         "size": size,
         "size_v": size_v,
