@@ -340,6 +340,15 @@ def test_spans(calls, name):
     assert calls == ["_decode", "_prefill"]
 
 
+def test_keys_of_a_span_are_split(calls):
+    spans = [[(20, 1120)], [(3, 40)], [(0, 2)], [(30, 59)]]
+    case = Requests([2, 1, 3, 40], [1100, 1050, 3, 60], size=32, window=1040, spans=spans)
+    step = Step(case, page=64, decode_query_len=3)
+
+    check(step.run(step.builder.build(step.batch()), padding=2), case)
+    assert calls == ["_decode", "_merge", "_prefill"]
+
+
 SPLIT = ["window", "sinks", "not causal", "three heads of 80", "latents", "contiguous", "cross attention over pages"]
 SPLIT += ["custom mask"]
 

@@ -324,7 +324,9 @@ class _Planner:
         # Cross attention over pages has as many keys as the encoder had tokens.
         key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
         self._seq_lens = cast("Tensor", key_lens).tolist()
-        self._spans = Spans.of_batch(batch, self._query_lens, self._seq_lens)
+        self._spans = None
+        if batch.mm_prefix_range is not None:
+            self._spans = Spans.of_batch(batch, self._query_lens, self._seq_lens)
         if self._spans is not None:  # each request has a separate mask
             budget = evolve(params.budget, uniform=False, divisible=False)
             self._params = evolve(params, budget=budget)
