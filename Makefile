@@ -32,7 +32,7 @@ WORKSPACE := -e 'core[torch]' -e kit $$($(BIN)/python tools/workspace.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ci test-all test-transformers test-pure test-hosts test-oldest release-check wheels lint docs bench test-gpu clean tables drift
+.PHONY: help demo test test-ci test-all test-transformers test-triton test-pure test-hosts test-oldest release-check wheels lint docs bench test-gpu clean tables drift
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -73,18 +73,21 @@ COMMA := ,
 OTHER_PACKAGES = $(subst $() ,$(COMMA),$(patsubst %,attnplug_%,$(filter-out sglang vllm,$(notdir $(wildcard hosts/* plugins/*)))))
 test-all: export EXAMPLES_SCALE = 10
 test-all: export EXHAUSTIVE = 1
-test-all: $(READY) ## every test, hosts and other versions too: hours, or SHARD=1/3, SHARD=2/3, ... test-transformers test-pure test-hosts
+test-all: $(READY) ## every test, hosts and other versions too: hours, or SHARD=1/3, SHARD=2/3, ... test-transformers test-triton test-pure test-hosts
 	@$(BIN)/python -m coverage erase
 	@$(call PYTEST,-m coverage run --source=$(OTHER_PACKAGES)) $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(if $(SHARD),,$(BIN)/python -m coverage report)
-	@$(if $(SHARD),,$(MAKE) --no-print-directory test-transformers test-pure test-hosts)
+	@$(if $(SHARD),,$(MAKE) --no-print-directory test-transformers test-triton test-pure test-hosts)
 
 test-transformers: $(READY) ## continuous batching of hosts/transformers beside older releases of transformers
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-transformers.sh
 
 test-pure: ## the parts of core that need no torch, on the oldest and the newest Python
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
+
+test-triton: $(READY) ## the kernels of plugins/triton, compiled by the oldest and the newest Triton
+	@PIP_ARGS='$(PIP_ARGS)' WORKERS='$(WORKERS)' tools/test-triton.sh
 
 # Environments apart, 7 GB, in HOSTS_CACHE or below .venv-hosts: the engines pin what .venv has in other versions. They need
 # Python 3.11, and the CPU build of torch.

@@ -10,21 +10,24 @@ Measure paged attention of several backends on a GPU, in turn.
 Device times of `forward`, in bfloat16 with 32 query and 8 KV heads of 128: decodes, decodes of 4 tokens, first
 prefills, chunks behind 4,096 tokens, and a mixed step; each over that of the second backend, if there are several.
 With ``--latents`` keys are latents of 512 elements beside 64 rotary ones, of 16 and 128 query heads. ``--tiles`` adds
-the first backend, which is the plugin triton's, with other tile sizes; ``--vllm`` the Triton kernels of an installed
-vLLM, called as its TRITON_ATTN and TRITON_MLA call them, over the cache of the first backend. The results so far stay
-in DIR.
+the first backend, which is the plugin triton's, with other tile sizes, and writes DIR/tiles.json for `tiles.py`;
+``--vllm`` the Triton kernels of an installed vLLM, called as its TRITON_ATTN and TRITON_MLA call them, over the cache
+of the first backend. The results so far stay in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from stepwise import NOT_HERE, is_here, measure_all
 
 from attnplug.ops import write_kv
@@ -44,7 +47,7 @@ from attnplug_kit.bench import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from attnplug.contract import Batch, KVCache
     from attnplug_kit.bench import Rig
@@ -106,9 +109,10 @@ def main() -> int:
     here = [name for name in options.backends if is_here(Target(name, "cuda"), chosen[0].requirements("bfloat16"))]
     if not here:
         return NOT_HERE
+    tried = Tried(options.out / "tiles.json", options.tiles)
     engine = {"kv_cache_dtype": options.kv_cache_dtype, "block_size": options.block_size}
     more = _with_kernels_of_vllm if options.vllm else _nothing_more
-    measure = partial(_measure, here, options.tiles, more, engine, options.repeats)
+    measure = partial(_measure, here, tried, more, engine, options.repeats)
     steps = [(step.what, partial(measure, step)) for step in chosen if options.only in step.what]
     command = " ".join(["python benchmarks/paged.py", *sys.argv[1:]])
     return 1 if measure_all(steps, command, options.out / NAME, options.seconds).failures else 0
@@ -119,9 +123,48 @@ def _tiles(text: str) -> Tiles:
     return kernel, {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
 
 
+class Tried:
+    """
+    The tile sizes that are tried, and their times, which a file keeps.
+
+    Args:
+        file: The file.
+        tiles: Kernels with other tile sizes.
+    """
+
+    def __init__(self, file: Path, tiles: Sequence[Tiles]) -> None:
+        self.file, self.tiles = file, tiles
+        self.rows: list[dict[str, Any]] = []
+
+    def calls(self, rig: Rig) -> Calls:
+        """Yield the calls of the plugin triton with other tile sizes."""
+        backend: Any = rig.backend.wrapped
+        for kernel, sizes in self.tiles:
+            name = f"{kernel}_tiles"
+            kept = getattr(backend, name)
+            setattr(backend, name, evolve(kept, **sizes))
+            yield _words(kernel, sizes), evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
+            setattr(backend, name, kept)
+
+    def keep(self, step: str, rig: Rig, name: str, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Write the times of a step: of each kernel with its usual tile sizes, as `name`, and with the others."""
+        backend: Any = rig.backend.wrapped
+        of_step = {"step": step, "device": rig.backend.device_properties.name, "triton": version("triton")}
+        for kernel in sorted({kernel for kernel, _ in self.tiles}):
+            usual, key = getattr(backend, f"{kernel}_tiles"), asdict(backend.tile_key(kernel))
+            others = {_words(each, sizes): evolve(usual, **sizes) for each, sizes in self.tiles if each == kernel}
+            for words, tiles in ({name: usual} | others).items():
+                self.rows.append({"key": key, "tiles": asdict(tiles), "seconds": median(seconds[words]), **of_step})
+            self.file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+
+
+def _words(kernel: str, sizes: dict[str, int]) -> str:
+    return f"{kernel} with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+
+
 def _measure(
     backends: Sequence[str],
-    tiles: Sequence[Tiles],
+    tried: Tried,
     more: Callable[[Rig], Calls],
     engine: dict[str, Any],
     repeats: int,
@@ -130,12 +173,13 @@ def _measure(
     length = step.query_lens[0] if step.query_lens[0] <= 8 else 1  # drafts, not chunks
     rigs = {name: make_rig(step, Target(name, "cuda"), decode_query_len=length, **engine) for name in backends}
     first = rigs[backends[0]]
-    calls = {name: rig.forward() for name, rig in rigs.items()} | dict(_with_tiles(first, tiles)) | dict(more(first))
+    calls = {name: rig.forward() for name, rig in rigs.items()} | dict(tried.calls(first)) | dict(more(first))
     expected = first.forward()().clone()
     for name, call in calls.items():
         torch.testing.assert_close(call(), expected, rtol=0.1, atol=0.05, msg=lambda text, name=name: f"{name}: {text}")
     contenders = {name: Contender(lambda _, call=call: call()) for name, call in calls.items()}
     samples = interleaved(contenders, DeviceClock(), repeats)
+    tried.keep(step.what, first, backends[0], samples.seconds)
     numbers = [Measurement(NAME, f"{step.what}: {name}", samples.seconds[name], "ms") for name in calls]
     reference = backends[min(1, len(backends) - 1)]
     numbers += [
@@ -144,17 +188,6 @@ def _measure(
         if name != reference
     ]
     return SectionResult(tuple(numbers), setup_of(first.backend))
-
-
-def _with_tiles(rig: Rig, tiles: Sequence[Tiles]) -> Calls:
-    """Yield the calls of the plugin triton with other tile sizes."""
-    backend: Any = rig.backend.wrapped
-    for kernel, sizes in tiles:
-        name, words = f"{kernel}_tiles", ", ".join(f"{key} {size}" for key, size in sizes.items())
-        kept = getattr(backend, name)
-        setattr(backend, name, evolve(kept, **sizes))
-        yield f"{kernel} with {words}", evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
-        setattr(backend, name, kept)
 
 
 def _nothing_more(rig: Rig) -> Calls:

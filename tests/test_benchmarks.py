@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from attrs import evolve
 
 from attnplug_kit.bench import Contender
 
@@ -114,6 +116,60 @@ def test_the_share_in_which_a_gpu_works(monkeypatch) -> None:
     assert engine.busy_share([(0.0, 1.0), (99.0, 100.0), *decodes]) == pytest.approx(0.4)
     overlapping = [(start, end + 4) for start, end in decodes] + [(start + 2, end + 1) for start, end in decodes]
     assert engine.busy_share([(99.0, 100.0), (0.0, 50.0), *overlapping]) == pytest.approx(0.8)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Return the script that writes the tile sizes of the plugin triton."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("tiles")
+    del sys.modules["tiles"]
+
+
+def tried(key, keys, **seconds):
+    row = {"key": {"arch": key}, "tiles": {"keys": keys}, "device": "NVIDIA H200", "triton": "3.7.1"}
+    return [{**row, "step": step, "seconds": each} for step, each in seconds.items()]
+
+
+def test_the_fastest_tiles_of_each_key_are_written(tiles) -> None:
+    rows = [
+        *tried("9.0", 32, decode=1.0, prefill=4.0),
+        *tried("9.0", 64, decode=1.5, prefill=2.0),
+        *tried("9.0", 128, decode=0.1),  # not measured in the other step
+        *tried("8.9", 16, decode=9.0),
+    ]
+
+    found = tiles.fastest(rows)
+
+    assert [(row["key"]["arch"], row["tiles"]["keys"]) for row in found] == [("9.0", 64), ("8.9", 16)]
+    old = [{"key": {"arch": "9.0"}, "tiles": {"keys": 1}}, {"key": {"arch": "8.0"}, "tiles": {"keys": 2}}]
+    table = json.loads(tiles.written(tiles.merged(old, found)))["rows"]
+    assert [(row["key"]["arch"], row["tiles"]["keys"]) for row in table] == [("8.0", 2), ("8.9", 16), ("9.0", 64)]
+
+
+def test_tried_tiles_are_kept_with_their_key(monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    paged, sizes = importlib.import_module("paged"), importlib.import_module("attnplug_triton.tiles")
+    key = sizes.TileKey("9.0", "decode", 128, 128, "bfloat16", 16, 16)
+    usual = sizes.Tiles(rows=16, keys=64, stages=5, warps=4)
+    backend = SimpleNamespace(decode_tiles=usual, tile_key=lambda kernel: evolve(key, phase=kernel))
+    rig = SimpleNamespace(
+        backend=SimpleNamespace(wrapped=backend, device_properties=SimpleNamespace(name="NVIDIA H200"))
+    )
+    monkeypatch.setattr(paged, "version", lambda name: "3.7.1")
+    tried = paged.Tried(tmp_path / "tiles.json", [("decode", {"keys": 32, "stages": 3})])
+
+    tried.keep(
+        "a step", rig, "triton/unified", {"triton/unified": [3.0, 1.0, 2.0], "decode with keys 32, stages 3": [0.5]}
+    )
+
+    rows = json.loads((tmp_path / "tiles.json").read_text("utf-8"))
+    assert [(row["seconds"], sizes.Tiles(**row["tiles"])) for row in rows] == [
+        (2.0, usual),
+        (0.5, evolve(usual, keys=32, stages=3)),
+    ]
+    assert all(sizes.TileKey(**row["key"]) == key for row in rows)
+    assert rows[0]["step"] == "a step"
 
 
 @pytest.mark.slow

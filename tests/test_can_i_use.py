@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attnplug import Device, Requirements
+from attnplug.evidence import MeasuredTime, ProfileEntry, content_hash, dump_entries
 from attnplug_kit import report
 from attnplug_kit.report.page import matrix_fragment, report_page
-from attnplug_kit.report.times import Timed
+from attnplug_kit.report.times import Timed, charts, times_of_profile
 from tests.browser import CELLS, DESKTOP, OVERFLOW, PHONE, Browser, in_browser
 from tools import capabilities
 from tools.capabilities import only
@@ -135,6 +137,34 @@ def test_without_measured_times_nothing_is_drawn(workspace: Path, page: str) -> 
 
 
 SLOTS = ("facts", "device", "own", "candidates", "matrix", "decisions", "times")
+
+
+def _entry(num_seqs: int, **microseconds: float) -> ProfileEntry:
+    layer = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16")
+    times = {f"acme/{name}": MeasuredTime(each, libraries={"acme": "1.2"}) for name, each in microseconds.items()}
+    device = Device("cuda", compute_capability="10.0", name="NVIDIA B200", num_multiprocessors=148)
+    return ProfileEntry("2026-11-28", device, {}, layer, "decode", num_seqs, 4096, 1, "acme/fast", times)
+
+
+def test_the_profile_that_tune_wrote_is_drawn(tmp_path: Path) -> None:
+    entries = (_entry(64, fast=200.0, slow=300.0), _entry(8, slow=40.0))
+    whole = tmp_path / "whole.json"
+    whole.write_text(dump_entries(entries), "utf-8")
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    for entry in entries:
+        (folder / entry.name).write_text(dump_entries([entry]), "utf-8")
+    (folder / "torn.json").write_text("{", "utf-8")
+    layer = "head_size=64, num_q_heads=8, num_kv_heads=8, dtype=bfloat16, paged=True"
+
+    found = times_of_profile(str(folder))
+
+    assert charts(found)[f"64 x 4k decode on NVIDIA B200: {layer}"] == [
+        Timed(f"64 x 4k decode on NVIDIA B200: {layer}", "acme/fast", 200.0, "2026-11-28, acme 1.2"),
+        Timed(f"64 x 4k decode on NVIDIA B200: {layer}", "acme/slow", 300.0, "2026-11-28, acme 1.2"),
+    ]
+    assert set(times_of_profile(f"{whole}#sha256={content_hash(entries)}")) == set(found)
+    assert times_of_profile("off") == times_of_profile(None) == ()
 
 
 def test_the_profile_that_is_set_is_drawn(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

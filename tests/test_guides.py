@@ -78,7 +78,8 @@ LLAMA = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dty
 @pytest.mark.parametrize("row", _rows(_section("docs/install.md", "What your GPU can use")), ids=lambda row: row[0])
 def test_what_the_install_page_recommends_can_serve_there(row: list[str]) -> None:
     _, capability, plugin, variant, measured = row
-    device = attnplug.Device.cpu() if capability == "-" else attnplug.Device.cuda(capability)
+    text = {"-": "cpu"}.get(capability, capability if capability.startswith("gfx") else f"cuda:{capability}")
+    device = attnplug.Device.parse(text)
 
     explanation = attnplug.explain(LLAMA, device, backend=variant.strip("`"), assume_installed=True)
 

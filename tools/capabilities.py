@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOTHING: Final = "-"
 DATA: Final = "docs/assets/can-i-use.json"
-PLACE: Final = '<div id="can-i-use"></div>'
+PLACE: Final = '<div id="can-i-use">The table is in the built documentation: <code>make docs</code>.</div>'
 """Where the build of the documentation puts the matrix."""
 
 DEVICES: Final = {

@@ -14,7 +14,7 @@ _OPTION: Final = re.compile(rf"{_KEPT}|(?P<option>--[a-z][\w-]*)", re.DOTALL)
 
 
 _ROOT: Final = Path(__file__).parents[1]
-_PLACE: Final = '<div id="can-i-use"></div>'
+_PLACE: Final = '<div id="can-i-use">The table is in the built documentation: <code>make docs</code>.</div>'
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -37,9 +37,10 @@ SERVED: Final = (
     "model runner V2",
     "Phi-3-small, block-sparse",
     "MLA",
+    "mm_prefix",
     "no kernel library",
 )
-REFUSED: Final = ("output quantization", "mm_prefix", "R-SWA", "PCP")
+REFUSED: Final = ("output quantization", "R-SWA", "PCP")
 FEATURES: Final = (*SERVED, *REFUSED)
 KINDS: Final[Mapping[str, str]] = {
     "engine": "whole engine",

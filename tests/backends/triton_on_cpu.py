@@ -45,16 +45,15 @@ MARKS: Final = (
 )
 """Marks of a module whose tests run kernels."""
 
-_RELEASE: Final = (
-    tuple(int(part) for part in metadata.version("triton").split(".")[:2]) if find_spec("triton") else None
-)
+RELEASE: Final = tuple(int(part) for part in metadata.version("triton").split(".")[:2]) if find_spec("triton") else None
+"""The installed release of Triton."""
 
 NEEDS_TRITON: Final = pytest.mark.skipif(
-    _RELEASE is None or _RELEASE < (3, 3), reason="Triton 3.3 or newer is not installed"
+    RELEASE is None or RELEASE < (3, 3), reason="Triton 3.3 or newer is not installed"
 )
 """The mark of a test that compiles a kernel by ``ASTSource``, whose arguments differ before Triton 3.3."""
 
-DIVISION: Final = "div.rn.f32" if _RELEASE is None or _RELEASE >= (3, 6) else "div.rn.ftz.f32"
+DIVISION: Final = "div.rn.f32" if RELEASE is None or RELEASE >= (3, 6) else "div.rn.ftz.f32"
 """The PTX instruction of a division that rounds to nearest. Before Triton 3.6 it flushes subnormal numbers."""
 
 
@@ -151,7 +150,7 @@ def compile_kernel(
     constants: Mapping[str, Any],
     *,
     unaligned: Iterable[str] = (),
-    capability: int = 90,
+    capability: int | str = 90,
     **options: int,
 ) -> Any:
     """
@@ -162,7 +161,7 @@ def compile_kernel(
         kinds: The types of its arguments by name; others are ``i64``.
         constants: Its constants by name. Names that it does not have are ignored.
         unaligned: Pointers and strides that are no multiples of 16.
-        capability: Ten times the compute capability.
+        capability: Ten times the compute capability, or the LLVM target of an AMD GPU.
         options: Options of the launch.
     """
     import triton  # noqa: PLC0415 - not on every platform
@@ -179,11 +178,13 @@ def compile_kernel(
     }
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
+    if isinstance(capability, str):
+        target = GPUTarget("hip", capability, 64 if capability.startswith("gfx9") else 32)
+    else:
+        target = GPUTarget("cuda", capability, 32)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", folder)
-        return triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
-        )
+        return triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
 
 
 @frozen

@@ -234,10 +234,8 @@ def test_what_is_not_installed_is_one_line_with_what_to_install(run, monkeypatch
     listed = run("--help").out
     done = run("bench")
 
-    assert (
-        "\nnot installed:\n  check, new, bench, report: install attnplug-kit\n  demo: install attnplug-transformers\n"
-        in listed
-    )
+    ours = "check, new, bench, tune, report: install attnplug-kit"
+    assert f"\nnot installed:\n  {ours}\n  demo: install attnplug-transformers\n" in listed
     assert done.code == 2
     assert done.err.startswith("attnplug: the command 'bench' is not installed\n  expected: it is a command of")
     assert "pip install ./kit" in done.err

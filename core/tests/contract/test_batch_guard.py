@@ -380,6 +380,26 @@ def test_a_mask_was_negotiated(batch, builder):
             masked.build(evolve(batch, custom_mask=wrong))
 
 
+def test_spans_belong_to_those_that_requested_them():
+    builder = make_builder(make_backend(mm_prefix=True))
+    batch = make_batch([3, 1], [5, 9])
+    spans = torch.tensor([[2, 6]] * 3 + [[-1, -1]] * 3, dtype=torch.int32)  # rows behind the last token are not read
+
+    given = evolve(batch, mm_prefix_range=spans, mm_prefix_range_cpu=spans)
+    assert builder.build(given).batch.mm_prefix_range is spans
+    assert builder.build(batch).batch.mm_prefix_range is None
+    assert builder.advance_step(builder.build(given), prefills_to_decodes=True).batch.mm_prefix_range is None
+    with refused(NotNegotiatedError, problem="mm_prefix_range", expected="was not requested"):
+        make_builder(make_backend()).build(given)
+    with refused(NotNegotiatedError, problem="mm_prefix_range_cpu", expected="CPU copy"):
+        builder.build(evolve(given, mm_prefix_range=None))
+    with refused(BatchError, problem="no mm_prefix_range_cpu"):
+        builder.build(evolve(given, mm_prefix_range_cpu=None))
+    for wrong in (spans[:3], spans[:, 0], spans.long()):
+        with refused(TensorError, problem="mm_prefix_range of", expected="2) int32"):
+            builder.build(evolve(batch, mm_prefix_range=wrong, mm_prefix_range_cpu=wrong))
+
+
 def test_an_additive_mask_was_negotiated():
     batch = Batch.from_lengths([1, 3, 7], [5, 3, 3 + 7])
     builder = make_builder(make_backend(paged=False))

@@ -731,7 +731,8 @@ def test_shapes_name_their_level():
 
 
 @pytest.mark.parametrize(
-    "requested", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}, {"custom_mask": True}]
+    "requested",
+    [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}, {"custom_mask": True}, {"mm_prefix": True}],
 )
 def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
     backend, impl, builder = world("uniform_batch", decode_query_len=3, **requested)

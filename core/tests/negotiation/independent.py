@@ -14,6 +14,7 @@ FLAGS = {
     "sinks",
     "causal",
     "custom_mask",
+    "mm_prefix",
     "attn_bias",
     "latent",
     "kv_sharing",

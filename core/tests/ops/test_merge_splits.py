@@ -32,7 +32,8 @@ def test_the_kernel_interpreted() -> None:
 @NEEDS_TRITON
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_splits", "query_len"), [(8, 0), (64, 2)])
-def test_the_kernel_compiles(max_splits: int, query_len: int) -> None:
+@pytest.mark.parametrize(("capability", "code"), [(90, "cubin"), ("gfx942", "hsaco"), ("gfx1100", "hsaco")])
+def test_the_kernel_compiles(max_splits: int, query_len: int, capability: int | str, code: str) -> None:
     from attnplug.ops.triton_splits import _merge  # noqa: PLC0415 - needs Triton
 
     kinds = {
@@ -44,4 +45,4 @@ def test_the_kernel_compiles(max_splits: int, query_len: int) -> None:
     sizes = {"heads": 32, "size": 128, "width": 128}
     constants = {**sizes, "has_lse": True, "max_splits": max_splits, "query_len": query_len}
 
-    assert compile_kernel(_merge, kinds, constants, num_warps=4).asm["cubin"]
+    assert compile_kernel(_merge, kinds, constants, capability=capability, num_warps=4).asm[code]

@@ -84,6 +84,16 @@ def test_an_older_triton_inspects_every_launch(monkeypatch: pytest.MonkeyPatch) 
     assert not launch.is_compiled
 
 
+def test_every_launch_on_an_amd_gpu_is_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", triton_of("3.7.1", object))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    launch = Launch(FakeKernel(), ())
+
+    launch.first((1, 1, 1))
+
+    assert not launch.is_compiled
+
+
 @pytest.mark.parametrize(("version", "said"), [("3.8.0", {}), ("3.9.0", {"enable_fp_fusion": True})])
 def test_newer_tritons_get_the_fusion_option(
     monkeypatch: pytest.MonkeyPatch, version: str, said: dict[str, bool]

@@ -30,6 +30,7 @@ FEATURES = (
     "sinks",
     "head_size_v",
     "custom_mask",
+    "mm_prefix",
     "kv_cache_dtype",
 )
 
@@ -65,10 +66,10 @@ def test_graphs_match_the_oracle(query_len, layout, prepares, record_property):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("custom_mask", [False, True])
-def test_builds_for_a_graph_do_not_wait_for_the_device(custom_mask):
+@pytest.mark.parametrize(("custom_mask", "mm_prefix"), [(False, False), (True, False), (False, True)])
+def test_builds_for_a_graph_do_not_wait_for_the_device(custom_mask, mm_prefix):
     lens = (300, 20, 5, 90, 7, 8, 9, 1)
-    case = Case(query_lens=(1,) * 8, context_lens=lens, dtype="bfloat16", custom_mask=custom_mask)
+    case = Case(query_lens=(1,) * 8, context_lens=lens, dtype="bfloat16", custom_mask=custom_mask, mm_prefix=mm_prefix)
     scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer(device="cuda")), scene.paged(backend, "cuda")
     limits = Limits(max_num_reqs=8, max_num_tokens=8, max_seq_len=512)

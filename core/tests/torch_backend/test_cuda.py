@@ -30,6 +30,7 @@ LONG = {
     "linear ALiBi": {"alibi": "linear"},
     "square-root ALiBi and window": {"alibi": "sqrt", "sliding_window": 90},
     "mask": {"custom_mask": True},
+    "spans and window": {"mm_prefix": True, "sliding_window": 90},
     "shared cache": {"kv_sharing": True},
     "cross attention": {"attn_type": "encoder_decoder", "causal": False, "encoder_lens": (500, 20, 333, 1, 0)},
 }

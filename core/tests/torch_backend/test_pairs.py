@@ -21,17 +21,21 @@ FEATURES: dict[str, dict[str, object]] = {
     "another value head": {"head_size_v": 24},
     "bidirectional": {"causal": False},
     "mask": {"custom_mask": True},
+    "spans": {"mm_prefix": True},
     "shared cache": {"kv_sharing": True},
     "long decodes": {"decode_query_len": 5},
     "encoder": {"attn_type": "encoder", "causal": False},
     "encoder only": {"attn_type": "encoder_only", "causal": False},
     "cross attention": {"attn_type": "encoder_decoder", "causal": False},
 }
+NOT_SPANS = {"bidirectional", "encoder", "encoder only", "cross attention", "chunk"}
+"""Features whose tokens attend to later ones anyway, and one that is computed apart."""
 PAIRS = [
     (one, other)
     for one, other in combinations(FEATURES, 2)
     if not FEATURES[one].keys() & FEATURES[other].keys() - {"causal"}
     and not ("shared cache" in (one, other) and {one, other} & {"encoder", "encoder only"})
+    and not ("spans" in (one, other) and {one, other} & NOT_SPANS)
 ]
 REFUSED = [(one, "cross attention") for one in ("window", "chunk", "linear ALiBi", "square-root ALiBi")]
 

@@ -62,6 +62,7 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
             max_model_len=options.get("max_model_len", MAX_LEN),
             disable_cascade_attn=not options.get("cascade", False),
             enable_cumem_allocator=options.get("enable_cumem_allocator", False),
+            is_mm_prefix_lm=options.get("mm_prefix", False),
         ),
         cache_config=cache,
         speculative_config=speculative,
@@ -285,36 +286,52 @@ class Rig:
             of_layer = metadata[name] if isinstance(metadata, dict) else metadata
             assert layer.impl.forward(layer, io.q, io.k, io.v, layer.kv_cache, of_layer, output=io.out) is io.out
 
-    def check(self, step: list[tuple[int, int]], inputs: dict[str, Any]) -> float:
+    def check(
+        self, step: list[tuple[int, int]], inputs: dict[str, Any], spans_of_step: dict[int, Any] | None = None
+    ) -> float:
         """Take the K/V of a step over, and return the largest difference of the outputs from the oracle's."""
         worst = 0.0
         for name, layer in self.layers.items():
             io, place = inputs[name], 0
             source = layer.impl.kv_sharing_target_layer_name or name
-            for index, count in step:
+            for number, (index, count) in enumerate(step):
                 request, rows = self.requests[index], slice(place, place + count)
                 if source == name:
                     request.k[name] = torch.cat([request.k[name], io.k[rows]])
                     request.v[name] = torch.cat([request.v[name], io.v[rows]])
-                expected = self.expected(layer, io.q[rows], request.k[source], request.v[source])
+                spans = (spans_of_step or {}).get(number, [])
+                expected = self.expected(layer, io.q[rows], request.k[source], request.v[source], spans)
                 worst = max(worst, float((io.out[rows].double() - expected).abs().max()))
                 place += count
         for index, count in step:
             self.requests[index].len += count
         return worst
 
-    def run(self, step: list[tuple[int, int]], pad_tokens: int = 0) -> float:
-        """Run a step through all layers, eagerly; see `check`."""
-        common = self.common(step, pad_tokens=pad_tokens)
+    def run(
+        self, step: list[tuple[int, int]], pad_tokens: int = 0, spans: dict[int, list[tuple[int, int]]] | None = None
+    ) -> float:
+        """Run a step through all layers, eagerly, with the spans of its requests; see `check`."""
+        common = self.common(step, pad_tokens=pad_tokens, mm_req_doc_ranges=spans)
         inputs = self.inputs(common.num_actual_tokens)
         self.forward(inputs, self.builder.build(0, common))
         tokens = sum(count for _, count in step)
         assert all(bool((io.out[tokens:] == 7.0).all()) for io in inputs.values()), "padding was written"
-        return self.check(step, inputs)
+        return self.check(step, inputs, spans)
 
-    def expected(self, layer: Any, query: Any, keys: Any, values: Any) -> Any:
-        """Return the oracle's output for one request."""
+    def expected(self, layer: Any, query: Any, keys: Any, values: Any, spans: Any = ()) -> Any:
+        """Return the oracle's output for one request, with the first and last positions of its spans."""
         impl = layer.impl
+        is_clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        if not is_clamped and any(
+            getattr(each, "mm_prefix_clamp_sliding_window", False) for each in self.layers.values()
+        ):
+            spans = ()
+        ranges = torch.full((len(query), 2), -1)
+        for row, position in enumerate(range(len(keys) - len(query), len(keys))):
+            for low, high in spans:
+                if low <= position <= high:
+                    oldest = max(low, position - impl.sliding_window + 1) if is_clamped else low
+                    ranges[row] = torch.tensor([oldest, high])
         slopes = None if impl.alibi_slopes is None else torch.tensor(impl.alibi_slopes)
         return attend(
             query,
@@ -326,6 +343,7 @@ class Rig:
             sinks=None if impl.sinks is None else impl.sinks.detach(),
             alibi=impl.requirements.alibi,
             alibi_slopes=slopes,
+            spans=ranges,
         ).output
 
     def capture(self, reqs: int, query_len: int = 1) -> tuple[Any, Any]:
@@ -335,11 +353,18 @@ class Rig:
         _, replay = capture(lambda: self.forward(inputs, metadata), CPU)
         return inputs, replay
 
-    def replay(self, captured: tuple[Any, Any], step: list[tuple[int, int]], reqs: int) -> float:
-        """Run a step in a graph of so many requests; see `check`."""
+    def replay(
+        self,
+        captured: tuple[Any, Any],
+        step: list[tuple[int, int]],
+        reqs: int,
+        spans: dict[int, list[tuple[int, int]]] | None = None,
+    ) -> float:
+        """Run a step in a graph of so many requests, with the spans of its requests; see `check`."""
         inputs, replay = captured
         rows = inputs[next(iter(inputs))].q.shape[0]
-        common = self.common(step, pad_reqs=reqs - len(step), pad_tokens=rows - sum(count for _, count in step))
+        pad_tokens = rows - sum(count for _, count in step)
+        common = self.common(step, pad_reqs=reqs - len(step), pad_tokens=pad_tokens, mm_req_doc_ranges=spans)
         assert common.num_actual_tokens == rows
         metadata = self.builder.build(0, common)
         assert all(part.graph is not None for part in metadata.parts.values())
@@ -347,4 +372,4 @@ class Rig:
             for each in ("q", "k", "v", "out"):
                 getattr(inputs[name], each).copy_(getattr(fresh, each))
         replay()
-        return self.check(step, inputs)
+        return self.check(step, inputs, spans)

@@ -83,7 +83,6 @@ def test_kinds_of_layers_cannot_differ(monkeypatch: pytest.MonkeyPatch, enum: An
     [
         pytest.param(model, word, id=name, marks=pytest.mark.feature(name, kind="refused"))
         for name, model, word in (
-            ("mm_prefix", {"is_mm_prefix_lm": True}, "mm_prefix"),
             ("R-SWA", {"rswa_window": 128}, "R-SWA"),
             ("PCP", {"ranks": 2}, "PCP"),
         )

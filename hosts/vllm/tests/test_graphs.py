@@ -47,6 +47,18 @@ def test_decodes_of_speculative_decoding_are_replayed():
     assert rig.run([(0, 2), (1, 4)]) < 1e-5
 
 
+@pytest.mark.feature("mm_prefix")
+def test_spans_are_replayed():
+    """The last tokens of a prompt may be a uniform step, in the graph of decodes."""
+    rig = Rig([{"sliding_window": 8}], mode=DECODES, drafts=3, mm_prefix=True)
+    graph = rig.capture(4, 4)
+    rig.add(3)
+    assert rig.run([(0, 20), (1, 20), (2, 4)], spans={0: [(2, 9)], 1: [], 2: []}) < 1e-5
+    step = [(0, 4), (1, 4), (2, 4)]
+    assert rig.replay(graph, step, 4, spans={0: [(17, 22)], 1: [(18, 40)], 2: []}) < 1e-5
+    assert rig.replay(graph, step, 4) < 1e-5
+
+
 def test_a_drafter_of_the_same_shape_runs_eagerly():
     rig = Rig(LAYERS, mode=DECODES)
     graph = rig.capture(2)

@@ -96,7 +96,7 @@ def test_a_blocked_backend(platform: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def of_flag(flag: str) -> Any:
     """Return the parameter of a flag, with the feature of vLLM that it is."""
-    name = {"use_mm_prefix": "mm_prefix", "use_rswa": "R-SWA", "use_pcp": "PCP"}.get(flag)
+    name = {"use_rswa": "R-SWA", "use_pcp": "PCP"}.get(flag)
     return pytest.param(flag, marks=[pytest.mark.feature(name, kind="refused")] if name else [])
 
 
@@ -106,6 +106,18 @@ def test_what_is_not_served_is_refused_by_name(hopper: Any, flag: str) -> None:
     assert reason == selector.NOT_SERVED[flag]
     word = {"use_sparse": "indexer"}.get(flag, flag.removeprefix("use_").replace("_", " ").upper())
     assert word.casefold() in reason.replace("-", "").replace("_", " ").casefold()
+
+
+@pytest.mark.feature("mm_prefix", kind="selection")
+def test_spans_are_served_where_a_manifest_has_them(hopper: Any) -> None:
+    assert ask(("torch/sdpa",), use_mm_prefix=True) == []
+    assert ask(("torch/sdpa",), use_mm_prefix=True, use_non_causal=True) == []
+    (reason,) = ask(("torch/flex",), use_mm_prefix=True)
+    assert "does not support mm_prefix" in reason
+    assert backend.backend_class(("torch/sdpa",)).supports_mm_prefix()
+    latent = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True}
+    (reason,) = selector.validate(latent | {"use_mm_prefix": True}, ("torch/sdpa",), latent=True)
+    assert "latent attention with bidirectional spans (mm_prefix)" in reason
 
 
 @pytest.mark.feature("MLA", kind="selection")

@@ -69,6 +69,31 @@ def test_features_of_layers(layers):
     assert walk(Rig(layers)) < 1e-5
 
 
+SPANS = {0: [(2, 9), (12, 30)], 1: [(4, 18), (19, 19), (20, 25)], 2: [(0, 6)]}
+"""Spans of three requests: some begin before a step, or end behind it."""
+
+
+@pytest.mark.feature("mm_prefix")
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("windows", [(8,), (None,), (8, None)])
+def test_spans(windows, clamped):
+    layers = [{"sliding_window": window} if window else {} for window in windows]
+    rig = Rig(layers, mm_prefix=True)
+    for layer in rig.layers.values():
+        layer.mm_prefix_clamp_sliding_window = clamped and layer.impl.sliding_window is not None
+    rig.builder = rig.make_builder(list(rig.layers))
+    rig.add(3)
+    for step in ([(0, 11), (1, 21), (2, 1)], [(0, 9), (1, 3), (2, 9)], [(2, 1), (0, 1), (1, 1)]):
+        spans = {number: SPANS[index] for number, (index, _) in enumerate(step)}
+        assert rig.run(step, pad_tokens=2, spans=spans) < 1e-5
+    assert rig.run([(0, 1), (1, 30)], spans={0: [], 1: []}) < 1e-5
+
+
+def test_spans_of_microbatches_are_refused():
+    with pytest.raises(NotNegotiatedError, match="the metadata of a microbatch"):
+        Rig([{}], mm_prefix=True, use_ubatching=True)
+
+
 @WALK
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("block_size", "kv_heads"), [(16, 2), (8, 1), (32, 4)])

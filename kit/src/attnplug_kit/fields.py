@@ -148,6 +148,7 @@ ROWS: Final[Mapping[str, Row]] = MappingProxyType(
         ),
         "custom_mask": Row(tests="effect graphs", drawn=(False, True), compiled="value", wrong="ignores_mask"),
         "attn_bias": Row(tests="effect", compiled="value", wrong="ignores_bias"),
+        "mm_prefix": Row(tests="effect graphs", drawn=(False, True), compiled="value", wrong="hides_later_in_spans"),
         "latent": Row(
             tests="plain scores long splits steps cache graphs",
             drawn=(False, True),

@@ -43,6 +43,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "sink_twice_in_merge": ("test_cascade_equals_flat[*-sinks]", "sinks=True, cascade: output: "),
     "ignores_slopes": ("test_feature_is_used[*alibi=linear]", "alibi=linear was requested*without it: ignored"),
     "ignores_mask": ("test_feature_is_used[*custom_mask=True]", "custom_mask=True was requested*without it: ignored"),
+    "hides_later_in_spans": ("test_capability[*mm_prefix=True]", "mm_prefix=True *: output: * elements differ"),
     "ignores_bias": ("test_feature_is_used[*attn_bias=True]", "attn_bias=True was requested*without it: ignored"),
     "ignores_chunk": ("test_feature_is_used[*attention_chunk=16]", "attention_chunk=16 was requested*ignored"),
     "writes_rows_beyond": ("test_output_rows[*]", "output rows beyond the batch's tokens were written"),

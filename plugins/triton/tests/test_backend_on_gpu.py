@@ -38,6 +38,10 @@ class Requests(requests.Requests):
         has_sinks: Whether heads have sinks.
         causal: Whether attention is causal.
         latent: Elements of a value, the first ones of its key; None for values apart.
+        attn_type: As in the requirements. The keys of cross attention are an encoder's, `seq_lens` of them.
+        spans: The first and the last position of the spans of each request.
+        has_mask: Whether there is a custom mask, which hides half of the keys, and all of them from some tokens.
+        paged: Whether the context is in a KV cache; otherwise each call has all K/V.
     """
 
     window: int | None = None
@@ -47,6 +51,10 @@ class Requests(requests.Requests):
     has_sinks: bool = False
     causal: bool = field(default=True)
     latent: int | None = None
+    attn_type: str = "decoder"
+    spans: list[list[tuple[int, int]]] | None = None
+    has_mask: bool = False
+    paged: bool = True
 
     def __attrs_post_init__(self):
         super().__attrs_post_init__()
@@ -60,6 +68,36 @@ class Requests(requests.Requests):
     @property
     def sinks(self):
         return torch.linspace(-1, 2, self.kv_heads * self.group) if self.has_sinks else None
+
+    @property
+    def both_sides(self):
+        """The tokens left and right of a token that its window has."""
+        return self.window - 1, self.window - 1 if self.attn_type == "encoder_only" else 0
+
+    @property
+    def masks(self):
+        """The custom mask of each request; None for each without."""
+        if not self.has_mask:
+            return [None] * len(self.query_lens)
+        generator = torch.Generator().manual_seed(2)
+        share = (torch.tensor([[0.0], [0.5], [1.0]]) for _ in self.query_lens)
+        sizes = zip(self.query_lens, self.seq_lens, share, strict=True)
+        return [torch.rand(new, keys, generator=generator) < each.repeat(new, 1)[:new] for new, keys, each in sizes]
+
+    @property
+    def ranges(self):
+        """The span of each new token, of each request."""
+        found = []
+        for new, length, spans in zip(self.query_lens, self.seq_lens, self.spans, strict=True):
+            rows = torch.full((length, 2), -1, dtype=torch.int32)
+            for first, last in spans:
+                rows[first : last + 1] = torch.tensor([first, last])
+            found.append(rows[length - new :])
+        return found
+
+    @property
+    def is_cross(self):
+        return self.attn_type == "encoder_decoder"
 
     @property
     def layer(self):
@@ -82,24 +120,31 @@ class Requests(requests.Requests):
             "alibi": self.alibi,
             "sinks": self.has_sinks,
             "causal": self.causal,
+            "attn_type": self.attn_type,
+            "custom_mask": self.has_mask,
+            "mm_prefix": self.spans is not None,
+            "paged": self.paged,
         }
 
     def expected(self):
         """Return outputs and LSEs in float64."""
+        spans = self.ranges if self.spans else [None] * len(self.queries)
         rows = zip(self.queries, self.keys, self.values, strict=True)
         parts = [
             attend(
                 *(tensor.cpu() for tensor in each),
                 scale=self.scale,
                 causal=self.causal,
-                window=(-1, -1) if self.window is None else (self.window - 1, 0),
+                window=(-1, -1) if self.window is None else self.both_sides,
                 attention_chunk=self.chunk,
                 logits_soft_cap=self.soft_cap,
                 alibi=self.alibi,
                 alibi_slopes=self.slopes,
                 sinks=self.sinks,
+                spans=span,
+                custom_mask=mask,
             )
-            for each in rows
+            for each, span, mask in zip(rows, spans, self.masks, strict=True)
         ]
         return torch.cat([part.output for part in parts]), torch.cat([part.lse_with_sink for part in parts])
 
@@ -109,7 +154,8 @@ class Step:
 
     def __init__(self, case, page=16, max_num_splits=None, **requested):
         self.case, self.page = case, page
-        fields = {"block_size": page, "kv_layout": "NHD", "return_lse": True, **case.requested, **requested}
+        pages = {"block_size": page, "kv_layout": "NHD"} if case.paged else {}
+        fields = {**pages, "return_lse": True, **case.requested, **requested}
         device = Device.cpu() if INTERPRETED else None
         self.backend = attnplug.load(Requirements(**fields), device, backend="triton")
         self.impl = self.backend.make_impl(case.layer)
@@ -121,6 +167,14 @@ class Step:
 
     def batch(self):
         case, page = self.case, self.page
+        given = {"causal": case.causal}
+        if case.has_mask:
+            given["custom_mask"] = torch.cat([mask.flatten() for mask in case.masks]).to(DEVICE)
+        if case.spans:
+            ranges = torch.cat(case.ranges)
+            given |= {"mm_prefix_range": ranges.to(DEVICE), "mm_prefix_range_cpu": ranges}
+        if not case.paged:
+            return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
         table, count = case.block_table(page)
         parts = 1 if case.latent else 2
         cache = torch.full((parts, count, page, case.kv_heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
@@ -129,31 +183,47 @@ class Step:
             at = torch.arange(length)
             where = table[request, at // page].long() * page + at % page
             first = 0 if case.window is None else max(0, length - new - case.window + 1)
-            kept = at[(first <= at) & (at < length - new)]  # blocks before a window are freed
+            if case.spans:
+                first = min(
+                    [first, *(low for low, high in case.spans[request] if low < length and high >= length - new)]
+                )
+            end = length if case.is_cross else length - new
+            kept = at[(first <= at) & (at < end)]  # blocks before a window are freed
             for part, rows in enumerate((case.keys, case.values)[:parts]):
                 cache[part].view(-1, case.kv_heads, case.size)[where[kept].to(DEVICE)] = rows[request][kept.to(DEVICE)]
             table[request, : first // page] = 0
-            slots.append(where[length - new :])
+            slots.append(where[end:])
         self.cache = cache
-        given = {"block_table": table, "slot_mapping": torch.cat(slots), "causal": case.causal}
-        return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
+        given |= {"block_table": table, "slot_mapping": torch.cat(slots)}
+        if case.is_cross:
+            lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+            given |= {"encoder_seq_lens": lens.to(DEVICE), "encoder_seq_lens_cpu": lens}
+        seq_lens = [new + 5 for new in case.query_lens] if case.is_cross else case.seq_lens
+        return Batch.from_lengths(case.query_lens, seq_lens, device=DEVICE, **given)
 
     def run(self, metadata, padding=0):
         case = self.case
         query = torch.cat(case.queries)
+        new = [0] * len(case.queries) if case.is_cross else case.query_lens
+        new = new if case.paged else case.seq_lens
         key, value = (
-            torch.cat([rows[len(rows) - new :] for rows, new in zip(part, case.query_lens, strict=True)])
+            torch.cat([rows[len(rows) - count :] for rows, count in zip(part, new, strict=True)])
             for part in (case.keys, case.values)
         )
         rows = [torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (query, key, value)]
+        if not sum(new):
+            rows[1:] = None, None
         width = case.queries[0].shape[1] * (case.latent or case.size)
         out = torch.full((len(query) + padding, width), CANARY, dtype=case.dtype, device=DEVICE)
         lse = torch.full((len(query) + padding, query.shape[1]), CANARY, device=DEVICE)
+        cache = None
         if case.latent:
             rows[2], tensors = None, {"k": self.cache[0], "v": self.cache[0, ..., : case.latent]}
-        else:
+        elif case.paged:
             tensors = split_kv(self.cache, "joint", "NHD", case.size)
-        self.impl.forward(*rows, self.backend.bind_cache(tensors), metadata, out, lse=lse)
+        if case.paged:
+            cache = self.backend.bind_cache(tensors)
+        self.impl.forward(*rows, cache, metadata, out, lse=lse)
         return out.view(len(query) + padding, query.shape[1], -1).cpu(), lse.cpu()
 
 
@@ -200,8 +270,24 @@ FEATURES = {
     "window and sinks": {"window": 9, "has_sinks": True},
     "not causal": {"causal": False},
     "three heads of 80": {"size": 80, "group": 3},
+    "heads of 512": {"size": 512},
     "float16": {"dtype": torch.float16},
     "latents": {"size": 48, "latent": 32, "kv_heads": 1, "group": 5},
+    "contiguous": {"paged": False, "kv_heads": 1, "group": 4},
+    "contiguous with a window and chunks": {"paged": False, "window": 9, "chunk": 24},
+    "an encoder": {"paged": False, "attn_type": "encoder", "causal": False, "alibi": "linear"},
+    "an encoder with a window on both sides": {
+        "paged": False,
+        "attn_type": "encoder_only",
+        "causal": False,
+        "window": 9,
+    },
+    "cross attention over pages": {"attn_type": "encoder_decoder", "causal": False, "has_sinks": True},
+    "contiguous cross attention": {"paged": False, "attn_type": "encoder_decoder", "causal": False},
+    "custom mask": {"has_mask": True},
+    "custom mask, window and sinks": {"has_mask": True, "window": 9, "has_sinks": True},
+    "custom mask, not causal": {"has_mask": True, "causal": False},
+    "contiguous custom mask": {"has_mask": True, "causal": False, "paged": False, "soft_cap": 3.0},
     "latents without a rotary part": {"size": 40, "latent": 40, "kv_heads": 1, "group": 8, "window": 9},
 }
 
@@ -216,7 +302,49 @@ def test_features(name, page):
         check(step.run(metadata), step.case)
 
 
-@pytest.mark.parametrize("name", ["window", "sinks", "not causal", "three heads of 80", "latents"])
+@pytest.mark.parametrize(
+    ("attn_type", "paged", "window"),
+    [
+        ("encoder_decoder", True, None),
+        ("encoder_decoder", False, None),
+        ("encoder", False, 6),
+        ("encoder_only", False, 6),
+    ],
+)
+def test_fewer_keys_than_queries(attn_type, paged, window):
+    lens = [3, 30, 70, 0, 2, 9], [0, 3, 20, 0, 1, 65]
+    case = Requests(*lens, size=32, attn_type=attn_type, causal=False, paged=paged, window=window)
+    step = Step(case, decode_query_len=3)
+    metadata = step.builder.build(step.batch())
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        found = step.run(metadata, padding=2)
+    check(found, case)
+    assert not found[0][:3].any()
+    assert found[1][:3].isneginf().all()
+
+
+SPANS = [[(0, 9), (12, 19)], [(40, 60)], [(1, 2)], [(30, 55), (57, 90)], [(120, 131)]]
+"""Spans of the requests of `MIXED`: whole ones, ones that began before the step, and ones beyond it."""
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "alibi", "contiguous", "three heads of 80", "short"])
+def test_spans(calls, name):
+    known = {"plain": {}, "short": {"window": 9}, **FEATURES}[name]
+    case = Requests(*MIXED, spans=SPANS, **{"size": 32, **known})
+    step = Step(case, decode_query_len=20 if name == "short" else 3)
+    metadata = step.builder.build(step.batch())
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        check(step.run(metadata, padding=2), case)
+    assert calls == ["_decode", "_prefill"]
+
+
+SPLIT = ["window", "sinks", "not causal", "three heads of 80", "latents", "contiguous", "cross attention over pages"]
+SPLIT += ["custom mask"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_splits_are_merged(calls, name):
     case = Requests([2, 1, 3, 40], [1100, 1050, 3, 60], **{"size": 32, **FEATURES[name]})
     step = Step(case, page=64, decode_query_len=3)
@@ -263,7 +391,7 @@ def test_descriptors_load_whole_tiles(monkeypatch, page, spare, name):
     with bounds_checked() if INTERPRETED else nullcontext():
         check(step.run(metadata), case)
     assert has_descriptors == (page != 96)
-    assert [len(descriptors) for descriptors in used] == [2 * (has_descriptors and not spare)]
+    assert [len(descriptors) for descriptors in used] == ([2 * (not spare)] if has_descriptors else [])
 
 
 def test_a_batch_of_one_kind_takes_one_launch(calls):

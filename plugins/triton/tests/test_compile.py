@@ -6,22 +6,39 @@ from typing import Any
 
 import pytest
 
-from attnplug_triton.tiles import DESCRIBED_KEYS, decode_tiles, latent_tiles, prefill_tiles, shared_memory, width_of
-from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel
+from attnplug.manifest.reader import read_manifest
+from attnplug_triton.tiles import (
+    DESCRIBED_KEYS,
+    TileKey,
+    Tiles,
+    decode_tiles,
+    has_e4m3,
+    latent_tiles,
+    measured_tiles,
+    prefill_tiles,
+    shared_memory,
+    value_width_of,
+    width_of,
+)
+from tests.backends.fakes import manifest_of
+from tests.backends.triton_on_cpu import NEEDS_TRITON, RELEASE, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
 
 KINDS = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("lse", "slopes", "sinks", "k_scale", "v_scale", "parts", "part_lse"), "*fp32"),
-    **dict.fromkeys(("query_starts", "seq_lens", "table"), "*i32"),
+    **dict.fromkeys(("query_starts", "seq_lens", "table", "spans"), "*i32"),
+    "mask": "*u8",
+    "mask_starts": "*i64",
+    "mask_stride": "i32",
     **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
 SHORT = 1
 FORMS = {
     **dict.fromkeys(("is_windowed", "is_chunked", "is_capped", "has_sinks", "is_per_head", "interpreted"), False),
-    **dict.fromkeys(("is_latent", "is_records"), False),
+    **dict.fromkeys(("is_latent", "is_records", "has_spans", "has_mask"), False),
     "topk": 0,
     "has_lens": True,
     "alibi": 0,
@@ -34,23 +51,44 @@ FORMS = {
 CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
 
 
-def compiled(phase: str, capability: int, size: int, cache: str, page: int, **forms: Any) -> Any:
-    """Return a compiled kernel with the tiles of a device."""
+AMD = read_manifest(manifest_of("attnplug_triton")).variants[0].supports["arch"].choices()
+"""The LLVM targets that are declared."""
+
+
+def architecture_of(capability: int | str) -> str:
+    """Return the architecture of ten times a compute capability, or of an LLVM target."""
+    return capability if isinstance(capability, str) else f"{capability // 10}.{capability % 10}"
+
+
+def compiled(
+    phase: str, capability: int | str, size: int, cache: str, page: int, *, tiles: Tiles | None = None, **forms: Any
+) -> Any:
+    """Return a compiled kernel, by default with the tiles that follow from the device."""
     from attnplug_triton.triton_decode import _decode  # noqa: PLC0415 - needs Triton
     from attnplug_triton.triton_prefill import _prefill  # noqa: PLC0415 - needs Triton
 
     kind, itemsize = CACHES[cache]
-    shared = shared_memory(divmod(capability, 10))
+    arch = architecture_of(capability)
     size_v = forms.get("size_v", size)
-    if forms.get("is_latent"):
+    if tiles is not None:
+        pass
+    elif forms.get("is_latent"):
         rows = forms["group"] if phase == "decode" else 64
         itemsize = None if forms.get("is_records") else itemsize
-        tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, capability=divmod(capability, 10))
+        tiles = latent_tiles(size, size_v, itemsize=itemsize, rows=rows, arch=arch)
     elif phase == "decode":
-        tiles = decode_tiles(size, size, itemsize=itemsize, rows=SHORT * 4, shared=shared)
+        tiles = decode_tiles(size, size, itemsize=itemsize, rows=forms.get("group", 4), arch=arch)
     else:
-        tiles = prefill_tiles(size, size, shared=shared, descriptors=cache == "bf16" and page % DESCRIBED_KEYS == 0)
-    sizes = {"size": size, "size_v": size_v, "width": width_of(size), "width_v": width_of(size_v), "page_size": page}
+        tiles = prefill_tiles(
+            size, size_v, arch=arch, descriptors=cache == "bf16" and page > 0 == page % DESCRIBED_KEYS
+        )
+    sizes = {
+        "size": size,
+        "size_v": size_v,
+        "width": width_of(size),
+        "page_size": page,
+        "width_v": value_width_of(size_v),
+    }
     scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
     sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
     sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}
@@ -68,15 +106,25 @@ def compiled(phase: str, capability: int, size: int, cache: str, page: int, **fo
     )
 
 
-def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **forms: Any) -> str:
+def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False, **forms: Any) -> str:
     """Compile, check the code, and return it. Tiles of 64 rows and more, which prefills have, are tall."""
+    if RELEASE is not None and RELEASE < (3, 5):
+        if isinstance(capability, str):
+            pytest.skip("Triton 3.4 has no linker for AMD GPUs; ROCm has it")
+        if forms.get("is_latent") or given[0] > 256:
+            pytest.skip("the manifest requires Triton 3.5")
     kernel = compiled(phase, capability, *given, **forms)
-    code = kernel.asm["ptx"]
 
-    tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall or phase == "prefill" else {}
-    assert tall.get(capability, "mma.sync") in code
-    assert "cp.async" in code
-    assert kernel.metadata.shared <= shared_memory(divmod(capability, 10)) * 1024
+    if isinstance(capability, str):
+        code = str(kernel.asm["amdgcn"])
+        assert ("v_mfma" if capability.startswith("gfx9") else "v_wmma") in code
+    else:
+        code = str(kernel.asm["ptx"])
+        is_tall |= phase == "prefill" and given[0] <= 256
+        tall = {90: "wgmma.mma_async", 100: "tcgen05.mma"} if is_tall else {}
+        assert tall.get(capability, "mma.sync") in code
+        assert "cp.async" in code
+    assert kernel.metadata.shared <= shared_memory(architecture_of(capability)) * 1024
     return code
 
 
@@ -93,10 +141,32 @@ def check(phase: str, capability: int, *given: Any, is_tall: bool = False, **for
         (89, 256, "bf16", 16),
         (90, 256, "e4m3", 16),
         (90, 80, "e5m2", 1),
+        (80, 512, "bf16", 16),
+        (89, 512, "e4m3", 1),
+        (90, 512, "bf16", 128),
+        (120, 512, "bf16", 16),
+        ("gfx942", 512, "bf16", 16),
+        ("gfx1201", 512, "e4m3", 16),
+        *((arch, 128, "bf16", 16) for arch in AMD),
+        ("gfx90a", 256, "e4m3 by bits", 16),
+        ("gfx942", 256, "bf16", 1),
+        ("gfx950", 256, "e4m3", 128),
+        ("gfx1100", 64, "e4m3 by bits", 16),
+        ("gfx1201", 256, "e4m3", 16),
     ],
 )
-def test_it_fits(phase: str, capability: int, size: int, cache: str, page: int) -> None:
+def test_it_fits(phase: str, capability: int | str, size: int, cache: str, page: int) -> None:
     check(phase, capability, size, cache, page)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, "gfx942", "gfx1201"])
+def test_many_rows_of_large_heads_fit(capability: int | str) -> None:
+    check("decode", capability, 512, "bf16", 16, group=64)
+
+
+def test_turing_has_no_matrix_instructions() -> None:
+    """The manifest's reason for a refusal; the rule goes once a release of Triton has them."""
+    assert "mma.sync" not in compiled("decode", 75, 64, "bf16", 16).asm["ptx"]
 
 
 @pytest.mark.parametrize(("capability", "size"), [(90, 64), (90, 80), (90, 128), (90, 256), (100, 128), (120, 128)])
@@ -107,10 +177,17 @@ def test_descriptors_load_tiles(capability: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_every_feature(phase: str) -> None:
-    forms = {"is_windowed": True, "is_chunked": True, "is_capped": True, "alibi": 2, "has_sinks": True}
+@pytest.mark.parametrize(("capability", "page"), [(89, 16), (89, 0), ("gfx942", 16), ("gfx1201", 16)])
+def test_every_feature(phase: str, capability: int | str, page: int) -> None:
+    names = ("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans", "has_mask")
 
-    check(phase, 89, 128, "bf16", 16, **forms)
+    check(phase, capability, 128, "bf16", page, alibi=2, **dict.fromkeys(names, True))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("capability", "is_windowed"), [(80, False), (90, True), (90, False), (100, False)])
+def test_contiguous_encoders(phase: str, capability: int, is_windowed: bool) -> None:
+    check(phase, capability, 128, "bf16", 0, is_causal=False, is_windowed=is_windowed)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -127,9 +204,13 @@ def test_every_feature(phase: str) -> None:
         (100, 512, 64, 128, "bf16"),
         (120, 512, 64, 20, "e4m3"),
         (120, 256, 32, 40, "bf16"),
+        ("gfx90a", 256, 256, 16, "bf16"),
+        ("gfx942", 512, 64, 128, "bf16"),
+        ("gfx950", 448, 128, 128, "e4m3"),
+        ("gfx1201", 512, 64, 20, "e4m3"),
     ],
 )
-def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group: int, cache: str) -> None:
+def test_latents_fit(phase: str, capability: int | str, size_v: int, size: int, group: int, cache: str) -> None:
     latent = {"is_latent": True, "size_v": size_v, "kv_heads": 1, "group": group}
 
     check(phase, capability, size, cache, 64, is_tall=group > 32, **latent)
@@ -144,12 +225,30 @@ def test_latents_fit(phase: str, capability: int, size_v: int, size: int, group:
         (90, "bf16", False),
         (90, "e4m3", True),
         (120, "e5m2", False),
+        ("gfx90a", "e4m3 by bits", True),
+        ("gfx942", "bf16", False),
     ],
 )
-def test_selected_latents_fit(capability: int, cache: str, is_records: bool) -> None:
+def test_selected_latents_fit(capability: int | str, cache: str, is_records: bool) -> None:
     latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": 128, "is_causal": False}
 
     check("decode", capability, 64, cache, 64, is_tall=True, topk=2048, is_records=is_records, **latent)
+
+
+@pytest.mark.parametrize(("key", "tiles"), measured_tiles().items(), ids=str)
+def test_measured_tiles_fit(key: TileKey, tiles: Tiles) -> None:
+    arch = str(key.arch)
+    capability = arch if arch.startswith("gfx") else int(arch.replace(".", ""))
+    caches = {"bfloat16": "bf16", "fp8_e5m2": "e5m2"}
+    cache = caches.get(key.dtype, "e4m3" if has_e4m3(arch) else "e4m3 by bits")
+    forms = {"size_v": key.size_v, "is_records": key.dtype == "fp8_ds_mla", "group": key.request_rows or 8}
+    if key.phase not in ("decode", "prefill"):
+        forms |= {"is_latent": True, "kv_heads": 1}
+    if key.phase == "selected":
+        forms |= {"topk": 2048, "is_causal": False}
+    phase = "prefill" if "prefill" in key.phase else "decode"
+
+    check(phase, capability, key.size, cache, key.page, is_tall=tiles.rows >= 64, tiles=tiles, **forms)
 
 
 def test_records_fit() -> None:

@@ -11,6 +11,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.discovery.plugin import read_known
 from attnplug.manifest.reader import read_manifest
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug_kit.check.examine import examine
 from tests.backends.fakes import manifest_of
 
@@ -41,6 +43,7 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({"block_size": 1, "kv_layout": "NHD"}, id="pages of one token"),
         pytest.param({"kv_cache_dtype": "fp8", "per_head_scales": True}, id="an FP8 KV cache"),
         pytest.param({"head_size": 192, "head_size_v": 128}, id="unequal sizes"),
+        pytest.param({"head_size": 512, "num_kv_heads": 4}, id="Gemma 4"),
         pytest.param({"cudagraph": "always", "seq_lens_cpu_kind": "absent"}, id="graphs without lengths on the CPU"),
         pytest.param({**LATENT, "head_size": 576, "head_size_v": 512}, id="DeepSeek V3"),
         pytest.param({**LATENT, "head_size": 288, "head_size_v": 256, "kv_cache_dtype": "fp8"}, id="MiniCPM3"),
@@ -50,6 +53,11 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
             {**LATENT, "head_size": 576, "head_size_v": 512, "topk": 2048, "kv_cache_dtype": "fp8_ds_mla"}, id="records"
         ),
         pytest.param({"batch_invariant": True, "sinks": True}, id="batch invariance"),
+        pytest.param({"paged": False, "sinks": True, "sliding_window": 64}, id="contiguous"),
+        pytest.param({"mm_prefix": True, "sliding_window": 1024, "cudagraph": "always"}, id="Gemma 3 with images"),
+        pytest.param({"custom_mask": True, "cudagraph": "uniform_batch", "decode_query_len": 8}, id="trees of drafts"),
+        pytest.param({"attn_type": "encoder_only", "sliding_window": 128}, id="ModernBERT"),
+        pytest.param({"attn_type": "encoder_decoder", "cudagraph": "always"}, id="Whisper's decoder"),
         pytest.param({"causal": False, "kv_in_cache": True, "kv_sharing": True}, id="a drafter"),
     ],
 )
@@ -61,10 +69,14 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"paged": False}, "pages only"),
+        ({"paged": False, "cudagraph": "uniform_batch"}, "change from step to step"),
+        ({"custom_mask": True, "cudagraph": "always"}, "custom masks of one query length"),
+        ({"custom_mask": True, "attn_type": "encoder_decoder"}, "as wide as seq_lens"),
+        ({"attn_type": "encoder_decoder", "alibi": "linear"}, "ALiBi has no meaning"),
+        ({"attn_type": "encoder_decoder", "sliding_window": 8}, "a window has no meaning"),
         ({"head_size": 36}, "head_size"),
-        ({"head_size": 512}, "up to head size 256"),
-        ({"head_size_v": 512}, "up to head size 256"),
+        ({"head_size": 520}, "up to head size 512"),
+        ({"head_size": 576, "head_size_v": 512}, "up to head size 512"),
         ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
@@ -79,8 +91,48 @@ def test_refused(fields: dict[str, Any], words: str) -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    for device in (Device.cpu(), Device.cuda("7.5"), Device.parse("mi300x")):
-        assert verdict(LLAMA, device).status == "refused"
+    for text in ("cpu", "t4", "mi100", "cuda:iluvatar", "xpu"):
+        assert verdict(LLAMA, Device.parse(text)).status == "refused"
+
+
+@pytest.mark.parametrize("product", ["mi210", "mi300x", "mi355x", "rx7900xtx", "rx9070xt"])
+def test_amd_gpus(product: str) -> None:
+    device, fp8 = Device.parse(product), LLAMA.evolve(kv_cache_dtype="fp8")
+    deepseek = LLAMA.evolve(**LATENT, head_size=576, head_size_v=512)
+
+    assert verdict(LLAMA, device).status == "chosen"
+    assert verdict(deepseek, device).status == "chosen"
+    assert (verdict(fp8, device).status == "refused") == (product == "mi300x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({}, False),
+        ({"head_size": 512}, True),
+        ({"head_size_v": 512}, True),
+        ({**LATENT, "head_size": 96, "head_size_v": 64}, True),
+    ],
+)
+def test_large_tiles_require_triton_3_5(fields: dict[str, Any], is_refused: bool) -> None:
+    manifest, request = read_manifest(manifest_of("attnplug_triton")), Request(LLAMA.evolve(**fields), ADA)
+    old, new = (
+        make_candidate(manifest, manifest.variants[0], {"triton": version}.get) for version in ("3.4.0", "3.5.1")
+    )
+
+    assert any("Triton 3.4" in str(reason) for reason in negotiate(old, request).objections) == is_refused
+    assert negotiate(new, request).objections == ()
+
+
+def test_turing_is_refused_with_the_reason() -> None:
+    for dtype in ("bfloat16", "float16"):
+        assert "no matrix instructions" in str(verdict(LLAMA.evolve(dtype=dtype), Device.parse("t4")).reasons)
+
+
+def test_fnuz_encodings_are_refused() -> None:
+    for dtype in ("fp8_e4m3", "fp8_e5m2"):
+        found = verdict(LLAMA.evolve(kv_cache_dtype=dtype), Device.parse("mi300x"))
+        assert "e4m3fnuz" in str(found.reasons)
 
 
 def test_it_ranks_between_kernel_libraries_and_gathered_pages() -> None:

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 _NOTHING_ELSE: Final = dict.fromkeys(
-    ("encoder_seq_lens_cpu", "max_encoder_seq_len", "dcp_local_seq_lens_cpu", "key_start_loc_cpu")
+    (
+        *("encoder_seq_lens_cpu", "max_encoder_seq_len", "dcp_local_seq_lens_cpu", "key_start_loc_cpu"),
+        "mm_prefix_range_cpu",
+    )
 )
 """What a batch has none of without further fields: it does not derive them one by one."""
 

@@ -390,6 +390,7 @@ def _check_chunkable(batch: Batch) -> None:
     present = {
         "causal=False": not batch.causal,
         "a custom mask": batch.custom_mask is not None,
+        "spans": batch.mm_prefix_range is not None,
         "encoder lengths": batch.encoder_seq_lens is not None,
         "DCP-local lengths": batch.dcp_local_seq_lens is not None,
         "key_start_loc": batch.key_start_loc is not None,

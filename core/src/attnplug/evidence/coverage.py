@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.evidence.ranges import HEADS, RANGES, shown
 from attnplug.negotiation.candidate import CACHE_TERMS
@@ -155,7 +155,7 @@ def _other_features(device: Device, ran: Sequence[Evidence]) -> Unverified:
 
 
 def _plain_device(device: Device) -> str:
-    return f"{device.type}:{device.compute_capability}" if device.compute_capability else device.type
+    return str(evolve(device, name=None))
 
 
 def _needing_evidence(

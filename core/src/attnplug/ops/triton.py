@@ -55,7 +55,8 @@ class Launch:
 
     The first launch goes through Triton, which inspects every argument and compiles. Later launches go straight to the
     driver: the caller guarantees that their arguments have the same types, and pointers and numbers the same
-    divisibility.
+    divisibility. On AMD GPUs every launch goes through Triton: it compiles 32-bit offsets where a tensor's memory
+    allows them.
     """
 
     __slots__ = ("_compiled", "_constants", "_kernel", "_options")
@@ -151,7 +152,7 @@ class Kernel:
 
 @cache
 def _is_stable() -> bool:
-    return _release() >= _STABLE
+    return _release() >= _STABLE and torch.version.hip is None
 
 
 @cache

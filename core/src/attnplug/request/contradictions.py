@@ -25,7 +25,15 @@ def refuse_contradictions(r: Requirements) -> None:
             raise RequirementsError(given(r), allowed, fix)
 
 
-_BY_POSITION: Final = ("sliding_window", "attention_chunk", "alibi", "block_sparse", "custom_mask", "cascade")
+_BY_POSITION: Final = (
+    "sliding_window",
+    "attention_chunk",
+    "alibi",
+    "block_sparse",
+    "custom_mask",
+    "mm_prefix",
+    "cascade",
+)
 
 
 def _is_given(r: Requirements, name: str) -> bool:
@@ -56,6 +64,12 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         lambda r: f"causal=True and attn_type={r.attn_type!r} were given",
         "encoder and cross attention attend to every key",
         "leave causal out, or request attn_type='decoder'",
+    ),
+    (
+        lambda r: r.mm_prefix and not r.causal,
+        lambda r: f"mm_prefix=True and causal={r.causal} were given",
+        "spans show later tokens, which only a causal mask hides",
+        "leave mm_prefix out, or request causal=True",
     ),
     (
         lambda r: bool(r.paged) and r.attn_type in ENCODERS,

@@ -100,8 +100,11 @@ _AMD: Final = {
     "gfx942": ("AMD Instinct MI325X", "AMD Instinct MI300X", "AMD Instinct MI300A"),
     "gfx90a": ("AMD Instinct MI250X", "AMD Instinct MI250", "AMD Instinct MI210"),
     "gfx908": ("AMD Instinct MI100",),
-    "gfx1201": ("AMD Radeon RX 9070 XT",),
-    "gfx1100": ("AMD Radeon RX 7900 XTX",),
+    "gfx1201": ("AMD Radeon RX 9070 XT", "AMD Radeon RX 9070"),
+    "gfx1200": ("AMD Radeon RX 9060 XT",),
+    "gfx1102": ("AMD Radeon RX 7600",),
+    "gfx1101": ("AMD Radeon RX 7800 XT", "AMD Radeon RX 7700 XT"),
+    "gfx1100": ("AMD Radeon RX 7900 XTX", "AMD Radeon RX 7900 XT"),
 }
 
 # What a product's name has before what people call it, and what is written between its parts.

@@ -165,6 +165,11 @@ class Requirements:
     block_sparse: Mapping[str, Any] | None = model(Table(), "a block-sparse pattern: its parameters", in_layer=True)
     custom_mask: bool = model(Flag(), "each call has an arbitrary mask", default=False)
     attn_bias: bool = model(Flag(), "each call has an additive mask, for contiguous K/V only", default=False)
+    mm_prefix: bool = model(
+        Flag(),
+        "tokens of one span, an image's for example, attend to each other in both directions, within a causal mask",
+        default=False,
+    )
     latent: bool = model(
         Flag(),
         "absorbed multi-head latent attention (MLA): a key is a latent of head_size_v elements, its value too, "

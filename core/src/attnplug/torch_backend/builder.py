@@ -67,8 +67,9 @@ class TorchBuilder(MetadataBuilder):
 
     @property
     def replays_without_build(self) -> bool:
-        """Yes: plans follow from lengths and pages on the device. A custom mask comes with each build."""
-        return not self.agreement.requirements.custom_mask
+        """Yes: plans follow from lengths and pages on the device. Custom masks and spans come with each build."""
+        requested = self.agreement.requirements
+        return not (requested.custom_mask or requested.mm_prefix)
 
     def _plan(self, key: Hashable, params: PlanParams, batch: Batch, graph: GraphBuffers | None) -> Plan:
         if graph is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from attnplug.torch_backend.masks import additive_mask, alibi_distance, masked_tiles, relative_positions
+from attnplug.torch_backend.masks import additive_mask, alibi_distance, in_spans, masked_tiles, relative_positions
 from attnplug.torch_backend.plan import Group, GroupRows, Plan
 from attnplug.torch_backend.sources import SlotKeys, divide, head_rows, padded_keys
 
@@ -48,7 +48,7 @@ class CapturedPlan:
         """Write a step's lengths, pages and mask, all from device tensors: a graph may record it."""
         lens = batch.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
         for one in self._groups:
-            one.write(lens, cast("Tensor", batch.block_table), batch.custom_mask)
+            one.write(lens, cast("Tensor", batch.block_table), batch.custom_mask, batch.mm_prefix_range)
 
 
 class _CapturedGroup:
@@ -79,7 +79,9 @@ class _CapturedGroup:
             members,
         )
 
-    def write(self, lens: Tensor, block_table: Tensor, custom_mask: Tensor | None) -> None:
+    def write(
+        self, lens: Tensor, block_table: Tensor, custom_mask: Tensor | None, ranges: Tensor | None = None
+    ) -> None:
         """
         Write slots, mask and distances of a step.
 
@@ -87,14 +89,24 @@ class _CapturedGroup:
             lens: ``(num_reqs,)`` keys per request.
             block_table: ``(num_reqs, columns)``.
             custom_mask: ``(num_reqs, query_len, max_seq_len)`` bool, or None.
+            ranges: ``(num_reqs * query_len, 2)``, as of `Batch.mm_prefix_range`, or None.
         """
         lens = lens[self._requests].long()
-        self._write_slots(lens, block_table[self._requests].long())
         params, group = self._params, self.group
+        first = self._first_visible(lens)
+        if ranges is not None:
+            ranges = ranges.view(-1, group.rows, 2)[self._requests].long()
+            positions = (lens - group.rows).unsqueeze(1) + torch.arange(group.rows, device=lens.device)
+            shown = in_spans(ranges, positions, torch.arange(group.keys, device=lens.device).view(1, 1, -1))
+            starts = torch.where(shown.any(-1), ranges[..., 0], positions).amin(1, keepdim=True)
+            first = torch.minimum(first, starts.clamp_(min=0))
+        self._write_slots(lens, block_table[self._requests].long(), first)
         relative = relative_positions(torch.full_like(lens, group.rows), lens, group.rows, group.keys)
         visible = params.visibility.in_group(relative, lens)
         if params.chunk is not None:
             visible &= self._same_chunk(lens, params.chunk)
+        if ranges is not None:
+            visible |= shown & (torch.arange(group.keys, device=lens.device) < lens.unsqueeze(1)).unsqueeze(1)
         if custom_mask is not None:  # keys beyond the longest sequence are hidden already
             visible[..., : custom_mask.shape[-1]] &= custom_mask[self._requests]
         torch.logical_not(visible.any(-1), out=self._fully_masked)
@@ -103,12 +115,12 @@ class _CapturedGroup:
         if self._distance is not None:
             self._distance.copy_(alibi_distance(relative, params.alibi))
 
-    def _write_slots(self, lens: Tensor, table: Tensor) -> None:
+    def _write_slots(self, lens: Tensor, table: Tensor, first: Tensor) -> None:
         size = cast("int", self._params.block_size)
         last = (lens - 1).clamp_(min=0).unsqueeze(1)
         positions = torch.minimum(torch.arange(self.group.keys, device=lens.device), last)
         # The host may have freed the blocks before all visible keys, and given them to other requests.
-        positions = torch.maximum(positions, self._first_visible(lens))
+        positions = torch.maximum(positions, first)
         columns, offsets = divide(positions, size)
         # A request without keys has no block that could be read, not even in its first column.
         blocks, strides = table.gather(1, columns) * (lens > 0).unsqueeze(1), self._params.row_strides

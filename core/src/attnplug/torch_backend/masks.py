@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -14,6 +14,7 @@ from attnplug.torch_backend.sources import index_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.torch_backend.builder import PlanParams
     from attnplug.torch_backend.plan import Rectangle
 
@@ -167,6 +168,7 @@ class Tiler:
         custom: The mask of the batch, or None.
         bias: Its additive mask, or None.
         device: The device of the masks.
+        spans: The spans of its query rows, or None.
     """
 
     def __init__(
@@ -176,15 +178,17 @@ class Tiler:
         custom: RequestCells | None,
         bias: RequestCells | None,
         device: torch.device,
+        spans: Spans | None = None,
     ) -> None:
         self._params = params
         self._custom = custom
         self._bias = bias
+        self._spans = spans
         self._device = device
         self._low = 0
         self._mask: Tensor | None = None
         self._distance: Tensor | None = None
-        if custom is None and bias is None and params.kernel.make_mask is None:
+        if custom is None and bias is None and spans is None and params.kernel.make_mask is None:
             self._make_template([group for group in groups if group.uniform])
 
     def tiles(self, group: Rectangle) -> tuple[Tile, ...]:
@@ -193,7 +197,7 @@ class Tiler:
         if make_mask is not None:
             mask = make_mask(self._params.visibility, self._lens(group), group.rows, group.keys, self._params.ratio)
             return (Tile((0, group.rows), (0, group.keys), mask),)
-        if self._custom is not None or self._bias is not None or not group.uniform:
+        if not group.uniform or (self._custom, self._bias, self._spans) != (None, None, None):
             return self._ragged_tiles(group)
         if self._is_square(group):
             return (Tile((0, group.rows), (0, group.keys), causal=True),)
@@ -206,12 +210,15 @@ class Tiler:
 
     def _ragged_tiles(self, group: Rectangle) -> tuple[Tile, ...]:
         params, fully_masked, mask = self._params, None, None
-        if not group.uniform and group.rows == 1 and self._custom is None and self._bias is None and not params.alibi:
+        is_general = (self._custom, self._bias, self._spans, params.alibi) != (None, None, None, None)
+        if not group.uniform and group.rows == 1 and not is_general:
             # Decodes: a single row attends to all keys of its segment.
             shown = torch.arange(group.keys, device=self._device) < self._lens(group)[1].unsqueeze(1)
             of_rows = additive_mask(shown, params.mask_dtype)[:, None, None]
             return masked_tiles(params, of_rows.repeat_interleave(params.ratio, 2))
         relative, visible = self._visible(group)
+        if self._spans is not None and visible is not None:
+            visible = visible | self._spans.of(group, self._lens(group))
         if self._custom is not None:
             own = self._custom.of(group, self._lens)
             visible = own if visible is None else visible & own
@@ -223,7 +230,11 @@ class Tiler:
             bias = self._folded(self._bias.of(group, self._lens))
             mask = bias if mask is None else mask + bias
         distance = alibi_distance(relative, params.alibi) if params.alibi and relative is not None else None
-        return masked_tiles(params, cast("Tensor", mask), distance, fully_masked)
+        if mask is None:  # spans alone, of a group where nothing is hidden
+            mask = torch.zeros(
+                1, 1, group.rows * params.ratio, group.keys, dtype=params.mask_dtype, device=self._device
+            )
+        return masked_tiles(params, mask, distance, fully_masked)
 
     def _visible(self, group: Rectangle) -> tuple[Tensor | None, Tensor | None]:
         """Return the relative positions and the visible keys; None for those that nothing needs."""
@@ -308,6 +319,67 @@ class Tiler:
                 low, high = min(low, keys[0] - first), max(high, keys[1] - first)
                 most_rows = max(most_rows, cut[1] - cut[0])
         return most_rows, low, high
+
+
+class Spans:
+    """
+    The spans that a batch's query rows are in: an image's tokens, which attend to each other in both directions.
+
+    Args:
+        ranges: ``(tokens, 2)`` int32, as of `Batch.mm_prefix_range`.
+        first_keys: The first position of the spans of a request's rows, by request; requests without spans are absent.
+    """
+
+    def __init__(self, ranges: Tensor, first_keys: dict[int, int]) -> None:
+        self._ranges = ranges
+        self.first_keys = first_keys
+
+    @classmethod
+    def of_batch(cls, batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Spans | None:
+        """Return the spans of a batch; None where no row is in one."""
+        ranges, host = batch.mm_prefix_range, batch.mm_prefix_range_cpu
+        if ranges is None or host is None:
+            return None
+        first_keys, start = {}, 0
+        for request, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            low, high = host[start : start + rows].unbind(1)
+            positions = torch.arange(keys - rows, keys)
+            inside = low[(low >= 0) & (low <= positions) & (positions <= high)]
+            if inside.numel():
+                first_keys[request] = int(inside.amin())
+            start += rows
+        return cls(ranges, first_keys) if first_keys else None
+
+    def of(self, group: Rectangle, lens: Tensor) -> Tensor:
+        """
+        Return whether a key is in the span of a row, ``(members, rows, keys)``. Padding repeats a member's last row.
+
+        Args:
+            group: The group.
+            lens: ``(2, members)`` rows and keys of its members.
+        """
+        segments = group.segments
+        first = index_on(lens.device, [*(one.first_row for one in segments), *(one.first_key for one in segments)])
+        first_row, first_key = first.view(2, -1, 1)
+        rows = torch.minimum(torch.arange(group.rows, device=lens.device), lens[0].unsqueeze(1) - 1)
+        positions = first_key + (lens[1] - lens[0]).unsqueeze(1) + rows
+        keys = torch.arange(group.keys, device=lens.device)
+        shown = in_spans(self._ranges[first_row + rows], positions, (first_key + keys).unsqueeze(1))
+        return shown & (keys < lens[1].unsqueeze(1)).unsqueeze(1)
+
+
+def in_spans(ranges: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    """
+    Return whether a key is in the span of a row, ``(members, rows, keys)``.
+
+    Args:
+        ranges: ``(members, rows, 2)``, as of `Batch.mm_prefix_range`.
+        positions: ``(members, rows)`` positions of the rows.
+        keys: ``(members or 1, 1, keys)`` positions of the keys.
+    """
+    low, high = ranges.unbind(-1)
+    is_inside = (low >= 0) & (low <= positions) & (positions <= high)
+    return is_inside.unsqueeze(-1) & (keys >= low.unsqueeze(-1)) & (keys <= high.unsqueeze(-1))
 
 
 class RequestCells:

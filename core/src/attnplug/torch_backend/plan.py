@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import evolve, field, frozen
 
-from attnplug.torch_backend.masks import RequestCells, Tile, Tiler
+from attnplug.torch_backend.masks import RequestCells, Spans, Tile, Tiler
 from attnplug.torch_backend.sources import CallKeys, Keys, blocks_of, index_on, slots_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -212,6 +212,7 @@ def segments_of(
     *,
     causal: bool,
     chunk: int | None = None,
+    first_in_spans: Mapping[int, int] | None = None,
 ) -> tuple[list[Segment], list[tuple[int, int]]]:
     """
     Return the segments of a batch, and the row ranges ``(start, end)`` that attend to no key.
@@ -226,6 +227,7 @@ def segments_of(
         window: Positions attended to on the left and on the right, -1 for all.
         causal: Whether no later position is attended to.
         chunk: Positions per chunk of chunked-local attention; None for no chunks.
+        first_in_spans: The first position of the spans of a request's rows, by request, which a window does not hide.
     """
     left, right = window
     ahead = 0 if causal or chunk else right
@@ -243,6 +245,7 @@ def segments_of(
             position, first_row = keys - rows + without_keys, start + without_keys
             if chunk is None:
                 first_key = max(0, position - left) if left >= 0 else 0
+                first_key = min(first_key, (first_in_spans or {}).get(request, first_key))
                 from_call = 1 < rows == keys
                 segments.append(
                     Segment(request, rows - without_keys, keys - first_key, first_row, first_key, from_call)
@@ -321,6 +324,10 @@ class _Planner:
         # Cross attention over pages has as many keys as the encoder had tokens.
         key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
         self._seq_lens = cast("Tensor", key_lens).tolist()
+        self._spans = Spans.of_batch(batch, self._query_lens, self._seq_lens)
+        if self._spans is not None:  # each request has a separate mask
+            budget = evolve(params.budget, uniform=False, divisible=False)
+            self._params = evolve(params, budget=budget)
 
     def plan(self) -> Plan:
         """Return the plan of any batch without a shared prefix."""
@@ -331,7 +338,7 @@ class _Planner:
         """Plan decodes that all have one length, from the first of them; return None for any other batch."""
         query_lens, seq_lens = self._query_lens, self._seq_lens
         members = len(query_lens)
-        if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
+        if self._spans is not None or query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
             return None
         segments, empty = self._segments(query_lens[:1], seq_lens[:1])
         if empty:
@@ -359,14 +366,21 @@ class _Planner:
         return Plan(params.kernel, groups, tuple(empty), shared)
 
     def _segments(self, query_lens: list[int], seq_lens: list[int]) -> tuple[list[Segment], list[tuple[int, int]]]:
-        params = self._params
-        return segments_of(query_lens, seq_lens, params.window, causal=params.causal, chunk=params.chunk)
+        params, spans = self._params, self._spans
+        return segments_of(
+            query_lens,
+            seq_lens,
+            params.window,
+            causal=params.causal,
+            chunk=params.chunk,
+            first_in_spans=None if spans is None else spans.first_keys,
+        )
 
     def _tiler(self, rectangles: list[Rectangle]) -> Tiler:
         mask, bias = self._batch.custom_mask, self._batch.attn_bias
         custom = None if mask is None else RequestCells(mask, self._query_lens, self._seq_lens)
         added = None if bias is None else RequestCells(bias, self._query_lens, self._seq_lens)
-        return Tiler(self._params, rectangles, custom, added, self._device)
+        return Tiler(self._params, rectangles, custom, added, self._device, self._spans)
 
     def _groups(self, rectangles: list[Rectangle]) -> tuple[Group, ...]:
         tiler = self._tiler(rectangles)

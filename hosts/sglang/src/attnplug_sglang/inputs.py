@@ -114,6 +114,7 @@ class Inputs:
             encoder_seq_lens_cpu=None,
             dcp_local_seq_lens_cpu=None,
             key_start_loc_cpu=None,
+            mm_prefix_range_cpu=None,
             max_encoder_seq_len=None,
             **more,
         )

@@ -94,8 +94,8 @@ class Answers:
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return False: it is not served."""
-        return False
+        """Whether a candidate has bidirectional spans, those of images."""
+        return facts.serves(cls.choice, mm_prefix=True)
 
     @classmethod
     def supports_rswa(cls) -> bool:

@@ -83,7 +83,7 @@ def settle(impl: BoundLayer, layer: Any, spec: Any, config: Any) -> Selection:
     form, kv_layout = resolved_terms(order_of(config, terms), terms)
     changes: dict[str, Any] = {"kv_cache_form": form, "kv_layout": kv_layout}
     if getattr(spec, "non_causal", False):  # vLLM says so in each batch, too
-        changes["causal"] = False
+        changes |= {"causal": False, "mm_prefix": False}
     if getattr(layer, "head_size_v", impl.head_size) != impl.head_size:
         changes["head_size_v"] = layer.head_size_v
     if layer._k_scale.numel() > 1:  # noqa: SLF001 - vLLM keeps a layer's scales there

@@ -16,6 +16,7 @@ from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape
 from attnplug.errors import BatchError, NotNegotiatedError
 from attnplug_vllm import facts
 from attnplug_vllm.binding import bind, impls_of, load, settle, share_state
+from attnplug_vllm.spans import LayerSpans, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -82,15 +83,19 @@ class Part:
     Attributes:
         backend: Their backend.
         builder: Their builder.
+        spans: How the layers have spans, those of images; None where they do not.
         graphs: The graph buffers that it has captured, each with the addresses that the graph reads.
     """
 
     backend: LoadedBackend
     builder: StepBuilder
+    spans: LayerSpans | None = None
     graphs: dict[Shape, tuple[GraphBuffers, tuple[int, ...]]] = field(factory=dict)
 
-    def build(self, batch: Batch, *, fast: bool) -> Any:
+    def build(self, batch: Batch, common: Any, *, fast: bool) -> Any:
         """Return the metadata of these layers, in the buffers of a graph that vLLM may replay."""
+        if self.spans is not None:
+            batch = self.spans.of(batch, common)
         graph = self.graph_of(batch) if self.graphs else None
         if graph is None and batch.slot_mapping_cpu is not None and self.backend.agreement.requirements.kv_sharing:
             unwritten = self.slots_of(batch.slot_mapping_cpu)
@@ -201,7 +206,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
         if self._lacks_pools:
             self._take_pools()
         batch = self._batch(common_attn_metadata, common_prefix_len)
-        parts = {part.backend: part.build(batch, fast=fast_build) for part in self.parts}
+        parts = {part.backend: part.build(batch, common_attn_metadata, fast=fast_build) for part in self.parts}
         return self._metadata(parts, common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
@@ -267,8 +272,11 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
     def build_for(self, impl: LayerImpl, layer: Any, query: Tensor, pool: Tensor, common: Any) -> Any:
         """Bind the layer that was waited for, and return the parts of its step; see `StepMetadata.bind`."""
         if self._awaited:
-            requested = impl.selection.requirements.evolve(
-                dtype=str(query.dtype).removeprefix("torch."), causal=bool(common.causal)
+            known, is_causal = impl.selection.requirements, bool(common.causal)
+            requested = known.evolve(
+                dtype=str(query.dtype).removeprefix("torch."),
+                causal=is_causal,
+                mm_prefix=known.mm_prefix and is_causal,
             )
             impl.selection = facts.select(requested, (impl.selection.id,))
             impl.requirements = impl.selection.requirements
@@ -290,7 +298,8 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             backend = load(selection, spec, config)
             attns = [bind(layers[name].impl, layers[name], name, backend) for name in names]
             state = share_state(backend, {name: layers[name].impl for name in names}, spec, config)
-            yield Part(backend, backend.make_builder(attns, state))
+            spans = spans_of(selection.requirements, [layers[name] for name in names], config)
+            yield Part(backend, backend.make_builder(attns, state), spans)
 
     def _take_pools(self) -> None:
         """Bind the pools with the first step, which vLLM runs after it has made them, and outside of their memory."""
@@ -351,6 +360,7 @@ class GroupBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # see above
             encoder_seq_lens_cpu=None,
             max_encoder_seq_len=None,
             key_start_loc_cpu=None,
+            mm_prefix_range_cpu=None,
             # A dummy run of vLLM names no slot. On the CPU its pages are looked at: they may be of requests that ended.
             # With ranks that share a context, another one may write all of a step.
             dummy=dummy

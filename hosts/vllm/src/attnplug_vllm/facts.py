@@ -112,6 +112,7 @@ def engine_fields() -> dict[str, Any]:
         "seq_lens_cpu_kind": "upper_bound" if is_optimistic else "exact",
         "batch_invariant": bool(VLLM_BATCH_INVARIANT),
         "causal": False if getattr(config.attention_config, "use_non_causal", False) else None,
+        "mm_prefix": bool(getattr(config.model_config, "is_mm_prefix_lm", False)),
         "features": int8.features(config),
     }
     if transfer is not None and transfer.is_kv_transfer_instance:
@@ -140,6 +141,7 @@ def latent_fields(rank: int, num_heads: int | None) -> dict[str, Any]:
     """
     fields = engine_fields() | {"latent": True, "head_size_v": rank, "num_kv_heads": 1, "kv_in_cache": True}
     fields.pop("kv_cache_form", None)  # it has its own
+    fields.pop("mm_prefix", None)  # the selector refuses it
     ranks = fields.pop("dcp_size", 1)
     if ranks > 1 and fields["decode_query_len"] > 1:
         # The keys of a rank do not say which of several new tokens they come before.
@@ -175,6 +177,8 @@ def layer_requirements(*, head_size: int, dtype: Any, **fields: Any) -> Requirem
         found["kv_cache_dtype"] = cache_dtype(found.get("kv_cache_dtype", "auto"))
         if found.get("kv_cache_form") == CONNECTED and found["kv_cache_dtype"] in int8.DTYPES:
             _refuse_connected(found["kv_cache_dtype"])
+    if found["attn_type"] != "decoder" or found.get("causal") is False:  # which attend to later tokens anyway
+        found.pop("mm_prefix", None)
     late = [name for name in ("num_q_heads", "num_kv_heads") if name not in found]
     if found.get("paged") and "block_size" not in found:
         late.append("block_size")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NOT_SERVED: Final = {
     "use_sparse": "attention over tokens that an indexer picks is not served by attnplug",
-    "use_mm_prefix": "bidirectional attention within multimodal prefixes (mm_prefix) is not served by attnplug",
     "use_rswa": "reference sliding-window attention (R-SWA) is not served by attnplug",
     "use_pcp": "prefill context parallelism (PCP) is not served by attnplug",
     "use_adaptive_verification": "adaptive verification is not served by attnplug: query lengths on the device would"
@@ -26,6 +25,7 @@ NOT_SERVED: Final = {
 }
 """The fields of vLLM's request that nothing here serves, with the reason."""
 
+_LATENT_SPANS: Final = "latent attention with bidirectional spans (mm_prefix) is not served by attnplug"
 CROSS: Final = "encoder_decoder"
 """The attention of a model that no layer here serves."""
 
@@ -45,6 +45,7 @@ _SERVED: Final = frozenset(
         "use_kv_connector",
         "use_dcp",
         "use_mla",
+        "use_mm_prefix",
     }
 )
 _DTYPES: Final = ("float16", "bfloat16", "float32")
@@ -67,6 +68,8 @@ def validate(asked: Mapping[str, Any], choice: facts.Choice, *, latent: bool = F
     if bool(asked.get("use_mla")) is not latent:  # of a model and its drafter
         found.append("layers with latent attention beside layers without it are not served by attnplug")
         return found
+    if latent and asked.get("use_mm_prefix"):
+        found.append(_LATENT_SPANS)
     if facts.text_of(asked.get("attn_type")) == CROSS:
         found.append("attention to an encoder's keys (attn_type='encoder_decoder') is not served by attnplug")
     found += [f"vLLM requests {name}={asked[name]!r}, which attnplug-vllm does not know" for name in _unknown(asked)]
@@ -95,6 +98,7 @@ def layers(asked: Mapping[str, Any]) -> Iterator[Requirements]:
         "per_head_scales": bool(asked.get("use_per_head_quant_scales")),
         "batch_invariant": bool(asked.get("use_batch_invariant")),
         "causal": False if asked.get("use_non_causal") and attn_type == "decoder" else None,
+        "mm_prefix": bool(asked.get("use_mm_prefix")),
     }
     if asked.get("use_kv_connector"):
         stated["kv_cache_form"] = facts.CONNECTED
@@ -168,6 +172,8 @@ def check_model(choice: facts.Choice) -> None:
     """
     asked = _of_model()
     found = [text for name, text in NOT_SERVED.items() if asked.get(name)]
+    if asked.get("use_mm_prefix") and facts.is_latent():
+        found.append(_LATENT_SPANS)
     if not found:
         return
     raise NoBackendError(

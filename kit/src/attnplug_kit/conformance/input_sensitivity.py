@@ -54,6 +54,12 @@ def _biases(scene: Scene) -> Scene:
     return evolve(scene, biases=None if scene.biases is None else tuple(-3 * bias for bias in scene.biases))
 
 
+def _spans(scene: Scene) -> Scene:
+    return evolve(
+        scene, spans=None if scene.spans is None else tuple(torch.full_like(each, -1) for each in scene.spans)
+    )
+
+
 def _scale(scene: Scene) -> Scene:
     return evolve(scene, scale=scene.scale * 3)
 
@@ -74,6 +80,7 @@ _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = 
     "alibi_slopes, sqrt": ({"alibi": "sqrt"}, _slopes),
     "custom_mask": ({"custom_mask": True}, _masks),
     "attn_bias": ({"attn_bias": True, "paged": False}, _biases),
+    "mm_prefix_range": ({"mm_prefix": True}, _spans),
     "k_scale of fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, _k_scale),
     "v_scale of fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, _v_scale),
     "k_scale of fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, _k_scale),

@@ -214,6 +214,7 @@ _OF_A_BATCH: Final[dict[str, Callable[[Tensor], Any]]] = {
     "common_prefix_len": lambda _: 16,
     "custom_mask": lambda lens: torch.ones(8, dtype=torch.bool, device=lens.device),
     "attn_bias": lambda lens: torch.zeros(1, 8, device=lens.device),
+    "mm_prefix_range": lambda lens: lens.new_full((8, 2), -1),
     "encoder_seq_lens": lambda lens: lens,
     "dcp_local_seq_lens": lambda lens: lens,
     "extra": lambda _: {"kit.nobody_has_this": 1},

@@ -61,6 +61,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    spans: Tensor | None = None,
     block_sparse: Mapping[str, Any] | None = None,
 ) -> OracleResult:
     """
@@ -86,6 +87,8 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         sinks: ``(num_q_heads,)`` logits that are part of the softmax and have no value.
         custom_mask: ``(queries, keys)`` bool: False hides a key, whatever else shows it.
         attn_bias: ``(1 or num_q_heads, queries, keys)``, added to the scores; finite.
+        spans: ``(queries, 2)`` the first and the last position of the span that a query is in: it attends to all of
+            it, unless `custom_mask` hides keys. A span without the query's position does not count.
         block_sparse: The parameters of a pattern, see `REQUIRED`. All heads of the model are here.
     """
     num_queries, num_q_heads, _ = query.shape
@@ -93,6 +96,10 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     queries = torch.arange(num_queries) + key.shape[0] - num_queries
     positions = torch.arange(key.shape[0])
     visible = _visible(queries, positions, window, attention_chunk, causal=causal)
+    if spans is not None:
+        low, high = spans[:, :1], spans[:, 1:]
+        is_inside = (low <= queries[:, None]) & (queries[:, None] <= high)
+        visible |= is_inside & (low <= positions[None, :]) & (positions[None, :] <= high)
     visible = visible if custom_mask is None else visible & custom_mask
     seen = visible.any(0)  # no query attends to the other keys: windows and chunks hide most of a long sequence
     visible, positions, key, value = visible[:, seen], positions[seen], key[seen], value[seen]

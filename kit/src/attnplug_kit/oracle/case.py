@@ -57,6 +57,7 @@ class Case:
         alibi: As in the requirements.
         sinks: As in the requirements.
         custom_mask: As in the requirements.
+        mm_prefix: As in the requirements.
         attn_bias: As in the requirements; its K/V are not cached then.
         block_sparse: As in the requirements, with the parameters of `attnplug_kit.oracle.attention`.
         latent: As in the requirements: a value is the first `head_size_v` elements of its key.
@@ -103,6 +104,7 @@ class Case:
     sinks: bool = False
     custom_mask: bool = False
     attn_bias: bool = False
+    mm_prefix: bool = False
     block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
     latent: bool = False
     topk: int | None = None
@@ -296,10 +298,12 @@ def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> d
         else:
             drawn["index_lens"] = draw.among((False, True))
             without = (*without, *_BY_POSITION)
+    if both.get("causal") is False or both.get("attention_chunk"):  # which torch's kernels compute chunk by chunk
+        without = (*without, "mm_prefix")
     return {name: value for name, value in drawn.items() if name not in without}
 
 
-_BY_POSITION: Final = ("sliding_window", "attention_chunk", "alibi", "custom_mask")
+_BY_POSITION: Final = ("sliding_window", "attention_chunk", "alibi", "custom_mask", "mm_prefix")
 """The fields that hide tokens by their position, which selected tokens have none of."""
 
 _QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
@@ -307,8 +311,8 @@ _QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
 # Encoder tokens have no position relative to decoder tokens, and the contract has no mask over paged ones.
 _WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "decoder": (),
-    "encoder": ("kv_sharing", "latent", "topk", *_QUANTIZED),
-    "encoder_only": ("kv_sharing", "latent", "topk", *_QUANTIZED),
+    "encoder": ("kv_sharing", "latent", "topk", "mm_prefix", *_QUANTIZED),
+    "encoder_only": ("kv_sharing", "latent", "topk", "mm_prefix", *_QUANTIZED),
     "encoder_decoder": (*_BY_POSITION, "latent", "topk"),
 }
 

@@ -48,6 +48,7 @@ def materialize(case: Case) -> Scene:
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
         masks=_masks(case) if case.custom_mask else _selections(case) if case.topk else None,
         biases=_biases(case) if case.attn_bias else None,
+        spans=_spans(case) if case.mm_prefix else None,
         block_table=block_table,
         num_blocks=num_blocks,
         scale=_scale_of(case),
@@ -105,6 +106,23 @@ def _selections(case: Case) -> tuple[Tensor, ...]:
         return torch.rand(rows, keys, generator=generator).argsort(1).argsort(1) < count
 
     return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
+
+
+def _spans(case: Case) -> tuple[Tensor, ...]:
+    """Return the span of each query of a request: spans and tokens in none take turns, beyond the sequence too."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def of(rows: int, keys: int) -> Tensor:
+        spans = torch.full((max(0, keys) + 40, 2), -1, dtype=torch.int32)
+        start = 0
+        while start < len(spans):
+            gap, length = torch.randint(0, 12, (2,), generator=generator).tolist()
+            end = min(len(spans), start + gap + 2 * length)
+            spans[start + gap : end] = torch.tensor([start + gap, end - 1], dtype=torch.int32)
+            start = end
+        return spans[torch.arange(keys - rows, keys).clamp(min=0)]
+
+    return tuple(of(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
 
 
 def _biases(case: Case) -> tuple[Tensor, ...]:

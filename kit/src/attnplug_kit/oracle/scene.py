@@ -113,6 +113,7 @@ class Scene:
         masks: Per request, ``(query_len, key_len)`` bool, or None. With `topk` the selected tokens, which alone are
             attended to.
         biases: Per request, ``(1 or num_q_heads, query_len, key_len)``, or None.
+        spans: Per request, ``(query_len, 2)`` int32, as of `Batch.mm_prefix_range`, or None.
         block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name blocks that
             do not exist.
         num_blocks: Blocks of the cache, the null block included.
@@ -129,6 +130,7 @@ class Scene:
     alibi_slopes: Tensor | None
     masks: tuple[Tensor, ...] | None
     biases: tuple[Tensor, ...] | None
+    spans: tuple[Tensor, ...] | None
     block_table: Tensor
     num_blocks: int
     scale: float
@@ -182,6 +184,7 @@ class Scene:
             "custom_mask": None if self.masks is None else self.masks[request],
             "causal": case.causal and case.topk is None,
             "attn_bias": None if self.biases is None else self.biases[request],
+            "spans": None if self.spans is None else self.spans[request],
             "block_sparse": None if case.block_sparse is None else dict(case.block_sparse),
         }
         queries = self.queries[request] if int8 is None else int8.rows(self.queries[request])
@@ -236,6 +239,7 @@ class Scene:
             causal=self.case.causal,
             custom_mask=self._custom_mask(device),
             attn_bias=None if self.biases is None else torch.cat([one.flatten(1) for one in self.biases], 1).to(device),
+            **self._ranges(device),
         )
         query, output, lse = self._rows(device)
         keys, values = torch.cat(self.keys), torch.cat(self.values)
@@ -277,6 +281,7 @@ class Scene:
             causal=self.case.causal,
             common_prefix_len=self.case.common_prefix_len,
             custom_mask=self._custom_mask(device),
+            **self._ranges(device),
             **self._encoder(device),
         )
         query, output, lse = self._rows(device)
@@ -316,6 +321,12 @@ class Scene:
         if self.masks is None or self.case.topk is not None:
             return None
         return torch.cat([mask.flatten() for mask in self.masks]).to(device)
+
+    def _ranges(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        if self.spans is None:
+            return {}
+        ranges = torch.cat(self.spans)
+        return {"mm_prefix_range": ranges.to(device), "mm_prefix_range_cpu": ranges}
 
     def _selection(self, device: torch.device | str | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the slots that the masks show, and how many entries are read; rows of padding have none."""

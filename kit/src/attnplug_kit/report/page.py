@@ -188,8 +188,8 @@ def _decided(decision: Decision) -> Iterator[str]:
 def _times(times: Sequence[Timed]) -> str:
     if not times:
         return (
-            "<p>Nothing is measured: no profile is set. <code>attnplug bench forward --backend NAME</code> times a "
-            "backend on this machine, and <code>ATTNPLUG_PROFILE</code> names a file of measured times.</p>"
+            "<p>Nothing is measured: no profile is set. <code>attnplug tune CONFIG</code> measures the candidates of "
+            "a model on this machine, and later selections and reports read its times.</p>"
         )
     return "\n".join(_chart(what, group) for what, group in charts(times).items())
 
@@ -197,9 +197,10 @@ def _times(times: Sequence[Timed]) -> str:
 def _chart(what: str, group: Sequence[Timed]) -> str:
     """Return bars as long as the times. Texts have the size of the page, whatever its width."""
     longest = max(each.microseconds for each in group)
-    bars = "".join(_bar(place, each, longest) for place, each in enumerate(group))
+    fastest = group[0] if len(group) > 1 else None
+    bars = "".join(_bar(place, each, longest, is_first=each is fastest) for place, each in enumerate(group))
     sources = ", ".join(dict.fromkeys(_text(each.source) for each in group))
-    label = ", ".join(f"{each.candidate} {each.microseconds:g} us" for each in group)
+    label = ", ".join(f"{each.candidate} {_us(each)}" for each in group)
     return (
         f"<figure><figcaption>{_text(what)}</figcaption>"
         f'<svg role="img" aria-label="{_text(label)}" height="{2 * _ROW * len(group)}">{bars}</svg>'
@@ -207,11 +208,16 @@ def _chart(what: str, group: Sequence[Timed]) -> str:
     )
 
 
-def _bar(place: int, timed: Timed, longest: float) -> str:
+def _us(timed: Timed) -> str:
+    number = timed.microseconds
+    return f"{number:,.0f} us" if number >= 1000 else f"{number:.4g} us"
+
+
+def _bar(place: int, timed: Timed, longest: float, *, is_first: bool) -> str:
     top = 2 * _ROW * place
     share = 100 * timed.microseconds / longest
-    first = ' class="first"' if place == 0 else ""
-    text = f"{_text(timed.candidate)}: {timed.microseconds:g} us{' (fastest)' if place == 0 else ''}"
+    first = ' class="first"' if is_first else ""
+    text = f"{_text(timed.candidate)}: {_us(timed)}{' (fastest)' if is_first else ''}"
     return (
         f'<text x="0" y="{top + 17}">{text}</text>'
         f'<rect{first} x="0" y="{top + _ROW}" width="{share:.2f}%" height="{_ROW - 10}" rx="3"/>'

@@ -13,12 +13,17 @@ from attnplug_triton.impl import FP8_DS_MLA, TritonImpl
 from attnplug_triton.tiles import (
     DESCRIBED_KEYS,
     MAX_ROWS,
+    TileKey,
+    architecture,
     decode_tiles,
+    has_e4m3,
     latent_tiles,
     max_parts,
+    measured_tiles,
+    page_class,
     prefill_tiles,
-    shared_memory,
     splits,
+    width_of,
 )
 
 if TYPE_CHECKING:
@@ -29,9 +34,6 @@ if TYPE_CHECKING:
 
 _MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H100 or H200, for devices that do not report theirs."""
-
-_HAS_E4M3: Final = (8, 9)
-"""The first compute capability with instructions that convert e4m3. Triton supports it there alone."""
 
 _LATENT_PROGRAMS: Final = 8
 """Tiles of rows of a request whose latents all are read, from the L2 cache, for short queries."""
@@ -61,19 +63,35 @@ class TritonBackend(Backend):
         self._size_v = requested.head_size_v or requested.head_size
         group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
         self.short = max(1, min(requested.decode_query_len, most // group)) if requested.topk is None else 1
-        rows, available = self.short * group, shared_memory(self._capability)
-        sizes, dtype = (requested.head_size, self._size_v), agreement.kv_cache_dtype
+        self._rows, arch = self.short * group, architecture(self.device_properties)
+        sizes, dtype, rows = (requested.head_size, self._size_v), agreement.kv_cache_dtype, self._rows
         if requested.latent:
             of_latent = None if dtype == FP8_DS_MLA else torch_dtype(dtype).itemsize
             sizes = (requested.head_size - self._size_v, self._size_v)
-            self.decode_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=rows, capability=self._capability)
-            self.prefill_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=MAX_ROWS, capability=self._capability)
+            self.decode_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=rows, arch=arch)
+            self.prefill_tiles = latent_tiles(*sizes, itemsize=of_latent, rows=MAX_ROWS, arch=arch)
         else:
             itemsize = torch_dtype(dtype).itemsize
-            self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, shared=available)
+            self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, arch=arch)
             is_described = dtype == requested.dtype and (agreement.block_size or 1) % DESCRIBED_KEYS == 0
-            self.prefill_tiles = prefill_tiles(*sizes, shared=available, descriptors=is_described)
+            self.prefill_tiles = prefill_tiles(*sizes, arch=arch, descriptors=is_described)
+        self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
+        self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
+
+    def tile_key(self, kernel: str) -> TileKey:
+        """Return what measured tile sizes of a kernel, ``"decode"`` or ``"prefill"``, depend on."""
+        agreement, requested = self.agreement, self.agreement.requirements
+        dtype = agreement.kv_cache_dtype
+        return TileKey(
+            arch=architecture(self.device_properties),
+            phase="selected" if requested.topk is not None else f"latent {kernel}" if requested.latent else kernel,
+            size=requested.head_size - (self._size_v if requested.latent else 0),
+            size_v=self._size_v,
+            dtype="bfloat16" if dtype == "float16" else dtype,
+            page=page_class(agreement.block_size or 0),
+            request_rows=width_of(min(self._rows, MAX_ROWS)) if kernel == "decode" else 0,
+        )
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Describe pages. Records have elements of 1, 2 and 4 bytes, and are loaded 16 bytes at a time."""
@@ -83,15 +101,10 @@ class TritonBackend(Backend):
         return found
 
     @property
-    def _capability(self) -> tuple[int, int] | None:
-        capability = self.device_properties.compute_capability
-        return None if capability is None else capability.number
-
-    @property
     def reads_bits(self) -> bool:
         """Whether the kernels convert an FP8 KV cache by its bits, where Triton does not."""
-        has_e4m3 = self._capability is None or self._capability >= _HAS_E4M3
-        return self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA) and not has_e4m3
+        is_e4m3 = self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA)
+        return is_e4m3 and not has_e4m3(architecture(self.device_properties))
 
     def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
         """Return the splits of each request that fill the device. With `topk` each token is a request."""

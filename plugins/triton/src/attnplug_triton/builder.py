@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnplug.contract import MetadataBuilder
 from attnplug.ops import split_views
 from attnplug_triton.launch import Plan
@@ -20,13 +22,18 @@ class TritonBuilder(MetadataBuilder):
     Decides which kernels run, for all layers.
 
     Each kernel finds its requests by the query lengths on the device, in any order. So a graph of any batch is
-    replayed with other lengths, and without a build.
+    replayed with other lengths, and without a build but for masks and spans.
     """
 
     supports_graphs = True
     decodes_first = False
-    replays_without_build = True
     backend: TritonBackend
+
+    @property
+    def replays_without_build(self) -> bool:
+        """Whether a replay reads nothing that a build writes: custom masks and spans come with each build."""
+        requested = self.agreement.requirements
+        return not (requested.custom_mask or requested.mm_prefix)
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return one plan for all layers."""
@@ -41,7 +48,8 @@ class TritonBuilder(MetadataBuilder):
             query_len = graph.key.query_len
             has_short = query_len is None or query_len <= short
             has_long = query_len is None or query_len > short
-        members, most_keys = (batch.num_reqs, batch.max_seq_len) if topk is None else (batch.num_actual_tokens, topk)
+        longest = batch.max_seq_len if batch.encoder_seq_lens is None else batch.max_encoder_seq_len or 0
+        members, most_keys = (batch.num_reqs, longest) if topk is None else (batch.num_actual_tokens, topk)
         splits = 0
         if has_short:
             fixed = self.backend.fixed_splits(self.limits)
@@ -52,10 +60,21 @@ class TritonBuilder(MetadataBuilder):
             num_selections=0 if topk is None else members,
             num_tokens=batch.num_actual_tokens if has_long else 0,
             parts=self._parts(members * short, splits) if splits > 1 else None,
+            mask_starts=None if batch.custom_mask is None else self._mask_starts(batch, graph),
+            mask_stride=0 if graph is None or batch.custom_mask is None else graph.max_seq_len,
             decode_tiles=self.backend.decode_tiles,
             prefill_tiles=self.backend.prefill_tiles,
         )
         return {"plans": dict.fromkeys(self.plan_groups, plan)}
+
+    def _mask_starts(self, batch: Batch, graph: GraphBuffers | None) -> Tensor:
+        """Return where the custom mask of each request begins: behind the one before, in a graph equally far apart."""
+        if graph is None:
+            sizes = batch.query_start_loc.diff() * batch.seq_lens.long()
+            return sizes.cumsum(0) - sizes
+        size = (graph.key.query_len or 1) * graph.max_seq_len
+        device = batch.seq_lens.device
+        return self.per_graph(graph, "mask_starts", lambda: torch.arange(graph.key.num_reqs, device=device) * size)
 
     def _parts(self, rows: int, splits: int) -> tuple[Tensor, Tensor]:
         requested = self.agreement.requirements

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.contract import AttentionImpl
 from attnplug.ops import write_kv, write_latents
 from attnplug_triton.launch import Params, run
-from attnplug_triton.tiles import width_of
+from attnplug_triton.tiles import value_width_of, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -53,7 +53,7 @@ class TritonImpl(AttentionImpl):
             ),
             constants=(
                 self.num_kv_heads, self.num_queries_per_kv, size, self.head_size_v,
-                width_of(size), width_of(self.head_size_v),
+                width_of(size), value_width_of(self.head_size_v),
             ),
             forms=(
                 (self.causal or self.window[1] == 0) and requested.topk is None, left >= 0, chunk > 0, cap > 0,
@@ -74,12 +74,12 @@ class TritonImpl(AttentionImpl):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: KVCache,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Write the new rows to the KV cache if forward writes them, then launch the kernels."""
+        """Write the new rows to the KV cache, if there is one and forward writes them, then launch the kernels."""
         self._attend(query, key, value, kv_cache, metadata, output, lse)
 
     def run_sparse(
@@ -101,18 +101,19 @@ class TritonImpl(AttentionImpl):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        kv_cache: KVCache,
+        kv_cache: KVCache | None,
         metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
         selection: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
         batch = metadata.batch
-        if self._writes and key is not None:
+        if self._writes and key is not None and kv_cache is not None:
             slots: Any = batch.slot_mapping  # with K/V to write there are slots
             self.update_kv_cache(key, key[..., : self.head_size_v] if value is None else value, kv_cache, slots)
         out = output.view(-1, self.num_q_heads, self.head_size_v)
-        run(query, kv_cache, out, lse, batch, self.plan_of(metadata), self._params, selection)
+        kv: Any = (key, value) if kv_cache is None else kv_cache
+        run(query, kv, out, lse, batch, self.plan_of(metadata), self._params, selection)
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
         """Write rows to their slots, with the layer's scales. The values of latents are in their keys."""

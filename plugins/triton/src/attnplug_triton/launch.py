@@ -54,6 +54,8 @@ class Plan:
         num_selections: New tokens of the step where each has separate keys; 0 where requests have keys.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
         parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
+        mask_starts: ``(num_reqs,)`` int64, where the custom mask of each request begins; None without masks.
+        mask_stride: Entries of a custom mask for each query token; 0 for as many as a request has keys.
         decode_tiles: Tile sizes of the kernel of short queries.
         prefill_tiles: Tile sizes of the kernel of longer ones.
     """
@@ -63,6 +65,8 @@ class Plan:
     num_selections: int
     num_tokens: int
     parts: tuple[Tensor, Tensor] | None
+    mask_starts: Tensor | None
+    mask_stride: int
     decode_tiles: Tiles
     prefill_tiles: Tiles
 
@@ -78,7 +82,7 @@ _decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
 
 def run(
     query: Tensor,
-    kv_cache: KVCache,
+    kv: KVCache | tuple[Tensor, Tensor],
     out: Tensor,
     lse: Tensor | None,
     batch: Batch,
@@ -87,11 +91,12 @@ def run(
     selection: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
     """
-    Compute attention of a step over the KV cache, which has its keys and values.
+    Compute attention of a step over its keys and values: those in the KV cache, or the contiguous ones of the call.
 
     Args:
         query: ``(tokens, num_q_heads, head_size)``, heads contiguous. Rows of no request are neither read nor written.
-        kv_cache: Pages of keys and values, of any strides but the last.
+        kv: Pages of keys and values, or contiguous ones, ``(keys, num_kv_heads, head_size)`` and ``(keys, num_kv_heads,
+            head_size_v)``: of any strides but the last.
         out: ``(tokens, num_q_heads, head_size_v)``, heads contiguous; written.
         lse: ``(tokens, num_q_heads)`` float32, natural logarithms; written. None where it is not needed.
         batch: The requests.
@@ -100,23 +105,30 @@ def run(
         selection: The slots that each token attends to, ``(tokens, topk)`` int32, and how many of them, ``(tokens,)``
             int32 or None for all. None attends to the keys of the requests.
     """
-    keys, values = _pages(kv_cache, params)
+    is_contiguous = isinstance(kv, tuple)
+    keys, values = (kv[0].unsqueeze(0), kv[1].unsqueeze(0)) if isinstance(kv, tuple) else _pages(kv, params)
     requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
-    members, topk, table, lens, has_lens = requests, 0, cast("Tensor", batch.block_table), batch.seq_lens, True
+    members, topk, has_lens = requests, 0, True
+    table = cast("Tensor", batch.key_start_loc if is_contiguous else batch.block_table)
+    lens = batch.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
     if selection is not None:
         table, index_lens = selection
         members, topk, has_lens = plan.num_selections, table.shape[1], index_lens is not None
         lens = table if index_lens is None else index_lens
+    mask = (lens, lens)
+    if batch.custom_mask is not None:
+        mask = batch.custom_mask.view(torch.uint8), cast("Tensor", plan.mask_starts)
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-        batch.query_start_loc, lens, table,
+        batch.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range, *mask,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
-    numbers = (table.stride(0), requests, *params.numbers)
+    numbers = (table.stride(0), requests, plan.mask_stride, *params.numbers)
     constants = (
-        *params.constants, keys.shape[1], short, *params.forms, lse is not None, *params.cache_forms, INTERPRETED,
+        *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
+        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:
@@ -133,7 +145,8 @@ def run(
             merge_splits(*parts, out, lse, batch.query_start_loc, query_len=None if topk else short)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
-        descriptors = _descriptors((keys, values), query, params, tiles)
+        may_describe = tiles.descriptors and not is_contiguous and batch.custom_mask is None  # a mask is in every tile
+        descriptors = _descriptors((keys, values), query, params, tiles.keys) if may_describe else ()
         pages = () if descriptors else (keys, values)  # the kernel does not read these tensors
         num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
         _prefill_kernel.run(
@@ -158,13 +171,13 @@ def _pages(kv_cache: KVCache, params: Params) -> tuple[Tensor, Tensor]:
     return keys[..., params.constants[3] :] if is_latent else keys, values
 
 
-def _descriptors(caches: Sequence[Tensor], query: Tensor, params: Params, tiles: Tiles) -> tuple[TensorDescriptor, ...]:
-    """Return tensor descriptors of keys and values that load a tile of a KV head; none where these cannot be made."""
-    is_loaded_whole = caches[0].dtype == query.dtype and caches[0].shape[1] % tiles.keys == 0
-    if not (tiles.descriptors and is_loaded_whole and all(_is_aligned(pages) for pages in caches)):
+def _descriptors(caches: Sequence[Tensor], query: Tensor, params: Params, count: int) -> tuple[TensorDescriptor, ...]:
+    """Return tensor descriptors that load so many keys or values of a KV head; none where these cannot be made."""
+    is_loaded_whole = caches[0].dtype == query.dtype and caches[0].shape[1] % count == 0
+    if not (is_loaded_whole and all(_is_aligned(pages) for pages in caches)):
         return ()
     return tuple(
-        TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, tiles.keys, 1, width])
+        TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, count, 1, width])
         for pages, width in zip(caches, params.constants[-2:], strict=True)
     )
 

@@ -27,4 +27,4 @@ def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason
     """Return why the kernels cannot run on this machine, with a fix, or None. A missing Triton is the manifest's."""
     del variant, agreement
     # The manifest refuses other devices; a test's manifest may add one for the interpreter.
-    return missing_cuda() if device.type == "cuda" else None
+    return missing_cuda(device.vendor) if device.type == "cuda" else None

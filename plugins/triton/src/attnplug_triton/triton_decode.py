@@ -5,10 +5,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
+from attnplug_triton.triton_ops import (
+    attend,
+    finish,
+    first_key,
+    first_rows,
+    last_key,
+    load_queries,
+    load_scale,
+    rows_of_mask,
+    start_softmax,
+    with_spans,
+)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "left", "chunk", "num_splits", "num_tokens", "num_slots"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_reqs",
+        "mask_stride",
+        "left",
+        "chunk",
+        "num_splits",
+        "num_tokens",
+        "num_slots",
+    ]
+)
 def _decode(
     query: tl.tensor,
     key: tl.tensor,
@@ -22,6 +44,9 @@ def _decode(
     query_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
+    spans: tl.tensor,
+    mask: tl.tensor,
+    mask_starts: tl.tensor,
     parts: tl.tensor,
     part_lse: tl.tensor,
     q_token: tl.int64,
@@ -37,6 +62,7 @@ def _decode(
     lse_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
+    mask_stride: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -59,6 +85,8 @@ def _decode(
     alibi: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    has_spans: tl.constexpr,
+    has_mask: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -106,33 +134,38 @@ def _decode(
     token, head = row // group, kv_head * group + row % group
     position = length - count + token
     lowest = first_key(length - count + first_row // group, left, chunk, is_windowed, is_chunked)
-    end = length
-    if is_causal:
-        end -= count - 1 - (tl.minimum(first_row + rows, count * group) - 1) // group
+    last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
+    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+    last = last_key(position, length, left, is_causal, is_windowed)
+    at = (start + token).to(tl.int64)
+    if has_spans:
+        first, last = with_spans(first, last, spans, at, row_mask, position, length)
+        lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
     begin = lowest // keys * keys
     tiles = (end - begin + keys - 1) // keys
     span = (tiles + num_splits - 1) // num_splits * keys
     begin += split * span
     end = tl.minimum(begin + span, end)
-    first = first_key(position, left, chunk, is_windowed, is_chunked)
-    last = tl.full((rows,), end - 1, tl.int32)
-    if is_causal:
-        last = tl.minimum(last, position)
+    last = tl.minimum(last, end - 1)
 
     columns_v = tl.arange(0, width_v)
-    at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
     unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    mask_rows = rows_of_mask(mask, mask_starts, mask_stride, request, token, row_mask, length, has_mask)
     acc, row_max, row_sum = start_softmax(rows, width_v)
+    key_base, value_base, pages = first_rows(
+        key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
+    )
     acc, row_max, row_sum = attend(
-        begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride, kv_head, k_page, k_token,
-        v_page, v_token, num_slots, unit, soft_cap, size, size_v, width, width_v, page_size, is_windowed or is_chunked,
-        is_capped, alibi, True, False, by_bits, is_latent, is_records, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
+        begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, mask_rows, acc, row_max, row_sum,
+        key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap, size, size_v,
+        width, width_v, page_size, is_windowed or is_chunked, has_mask, is_capped, alibi, True, False, by_bits,  # noqa: FBT003
+        is_latent, is_records, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

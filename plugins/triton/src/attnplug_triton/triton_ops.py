@@ -25,6 +25,79 @@ def first_key(
 
 
 @triton.jit
+def last_key(
+    position: tl.tensor, length: tl.int32, left: tl.int32, is_causal: tl.constexpr, is_windowed: tl.constexpr
+) -> tl.tensor:
+    """Return the last key that a position attends to. Without a causal mask, windows are as long on the right."""
+    if is_causal:
+        return tl.minimum(position, length - 1)
+    elif is_windowed:
+        return tl.minimum(position + left, length - 1)
+    else:
+        return position * 0 + length - 1
+
+
+@triton.jit
+def with_spans(
+    first: tl.tensor,
+    last: tl.tensor,
+    spans: tl.tensor,
+    at: tl.tensor,
+    row_mask: tl.tensor,
+    position: tl.tensor,
+    length: tl.int32,
+) -> tuple[tl.tensor, tl.tensor]:
+    """
+    Return the first and the last key of rows with the spans that they are in.
+
+    Both ranges of keys have the row's position, and so they are one range together.
+    """
+    low = tl.load(spans + at * 2, mask=row_mask, other=-1)
+    high = tl.load(spans + at * 2 + 1, mask=row_mask, other=-1)
+    is_inside = (low >= 0) & (low <= position) & (position <= high)
+    first = tl.where(is_inside, tl.minimum(first, low), first)
+    return first, tl.where(is_inside, tl.maximum(last, tl.minimum(high, length - 1)), last)
+
+
+@triton.jit
+def rows_of_mask(
+    mask: tl.tensor,
+    starts: tl.tensor,
+    stride: tl.int32,
+    request: tl.tensor,
+    token: tl.tensor,
+    row_mask: tl.tensor,
+    length: tl.int32,
+    has_mask: tl.constexpr,
+) -> tl.tensor:
+    """Return where the rows of a custom mask begin. A stride of 0 is that of a request's keys, as in eager steps."""
+    if has_mask:
+        step = tl.where(stride == 0, length, stride).to(tl.int64)
+        return mask + tl.load(starts + request) + tl.where(row_mask, token, 0) * step
+    else:
+        return token
+
+
+@triton.jit
+def first_rows(
+    key: tl.tensor,
+    value: tl.tensor,
+    table: tl.tensor,
+    request: tl.tensor,
+    table_stride: tl.int64,
+    k_token: tl.int64,
+    v_token: tl.int64,
+    page_size: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return where keys, values and pages of a request are. With a `page_size` of 0, `table` has their first rows."""
+    if page_size == 0:
+        row = tl.load(table + request).to(tl.int64)
+        return key + row * k_token, value + row * v_token, table
+    else:
+        return key, value, table + request * table_stride
+
+
+@triton.jit
 def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr) -> tl.tensor:
     """Return cached elements in the dtype of the queries; bytes of e4m3 `by_bits` are 256 times smaller than theirs."""
     if by_bits:
@@ -112,6 +185,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     first: tl.tensor,
     last: tl.tensor,
     slope: tl.tensor,
+    mask_rows: tl.tensor,
     acc: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
@@ -132,6 +206,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     width_v: tl.constexpr,
     page_size: tl.constexpr,
     has_first: tl.constexpr,
+    has_mask: tl.constexpr,
     is_capped: tl.constexpr,
     alibi: tl.constexpr,
     is_masked: tl.constexpr,
@@ -152,11 +227,14 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     without keys so far, scores of -inf get the weight 0, and the sums are rescaled by exp2(0).
 
     With `is_masked`, a row attends to the keys from `first` to `last`, and keys outside of `lowest` to `highest` are
-    not loaded: their slots, and their pages, may hold anything. Otherwise tiles are loaded whole, and a row attends to
-    all of their keys; with `has_diagonal`, to those up to `last` in the tiles from `diagonal` on.
+    not loaded: their slots, and their pages, may hold anything. With `has_mask` besides, `mask_rows` are where the
+    custom mask of each row begins. Otherwise tiles are loaded whole, and a row attends to all of their keys; with
+    `has_diagonal`, to those up to `last` in the tiles from `diagonal` on.
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
+
+    With a `page_size` of 0, keys are contiguous rows from `key_base` and `value_base` on, and `pages` is not read.
 
     With `is_selected`, `pages` are the slots of the keys. None outside of the `num_slots` of the KV cache is loaded.
 
@@ -182,6 +260,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             is_row = (slot >= 0) & (slot < num_slots)
             slot = tl.where(is_row, slot, 0)
             page, slot = (slot // page_size).to(tl.int64), slot % page_size
+        elif page_size == 0:
+            is_row, page, slot = at >= 0, tl.zeros((), tl.int64), at
         else:
             is_row, slot = at >= 0, at % page_size
             if page_size % keys == 0:
@@ -223,6 +303,9 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
                 visible = visible & (key_position[None, :] >= first[:, None])
             if is_selected:
                 visible = visible & is_row[None, :]
+            if has_mask:
+                shown = tl.load(mask_rows[:, None] + key_position[None, :], mask=visible, other=0)
+                visible = visible & (shown != 0)
             scores = tl.where(visible, scores, float("-inf"))
         elif has_diagonal:  # noqa: SIM102 - a constant, and a condition
             if index >= diagonal:

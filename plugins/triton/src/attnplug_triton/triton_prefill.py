@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug_triton.triton_ops import attend, finish, first_key, load_queries, load_scale, start_softmax
+from attnplug_triton.triton_ops import (
+    attend,
+    finish,
+    first_key,
+    first_rows,
+    last_key,
+    load_queries,
+    load_scale,
+    rows_of_mask,
+    start_softmax,
+    with_spans,
+)
 
 
 @triton.jit
@@ -28,7 +39,7 @@ def _request_of(
     return request, tile - (tl.load(query_starts + request) * group // rows + request)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_tiles", "left", "chunk"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "mask_stride", "num_tiles", "left", "chunk"])
 def _prefill(
     key_pages: tl.tensor,
     value_pages: tl.tensor,
@@ -44,6 +55,9 @@ def _prefill(
     query_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
+    spans: tl.tensor,
+    mask: tl.tensor,
+    mask_starts: tl.tensor,
     q_token: tl.int64,
     q_head: tl.int64,
     k_page: tl.int64,
@@ -57,6 +71,7 @@ def _prefill(
     lse_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
+    mask_stride: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -77,6 +92,8 @@ def _prefill(
     alibi: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    has_spans: tl.constexpr,
+    has_mask: tl.constexpr,
     is_scaled: tl.constexpr,
     is_per_head: tl.constexpr,
     by_bits: tl.constexpr,
@@ -117,31 +134,41 @@ def _prefill(
     last_position = length - count + (tl.minimum(first_row + rows, count * group) - 1) // group
     has_first: tl.constexpr = is_windowed or is_chunked
     lowest = first_key(first_position, left, chunk, is_windowed, is_chunked)
+    highest_first = first_key(last_position, left, chunk, is_windowed, is_chunked)
+    lowest_last = last_key(first_position, length, left, is_causal, is_windowed)
+    last = last_key(position, length, left, is_causal, is_windowed)
+    end = last_key(last_position, length, left, is_causal, is_windowed) + 1
+    first = first_key(position, left, chunk, is_windowed, is_chunked)
+    at = (start + token).to(tl.int64)
+    if has_spans:
+        first, last = with_spans(first, last, spans, at, row_mask, position, length)
+        lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
+        highest_first = tl.max(tl.where(row_mask, first, 0), 0)
+        lowest_last = tl.min(tl.where(row_mask, last, length - 1), 0)
     begin = lowest // keys * keys
     full = begin  # all rows attend to the keys from here to `diagonal`
     if has_first:
-        full = (first_key(last_position, left, chunk, is_windowed, is_chunked) + keys - 1) // keys * keys
-    last, end, diagonal = tl.full((rows,), length - 1, tl.int32), length, length // keys * keys
-    if is_causal:
-        last, end, diagonal = position, last_position + 1, (first_position + 1) // keys * keys
-    first = first_key(position, left, chunk, is_windowed, is_chunked)
+        full = (highest_first + keys - 1) // keys * keys
+    diagonal = (lowest_last + 1) // keys * keys
 
     columns_v = tl.arange(0, width_v)
-    at = (start + token).to(tl.int64)
     q_at = query + at * q_token + head * q_head
     q, q_latent = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent)
     unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    mask_rows = rows_of_mask(mask, mask_starts, mask_stride, request, token, row_mask, length, has_mask)
     acc, row_max, row_sum = start_softmax(rows, width_v)
-    key_base, value_base, pages = key + kv_head * k_head, value + kv_head * v_head, table + request * table_stride
+    key_base, value_base, pages = first_rows(
+        key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
+    )
     if has_first:
         acc, row_max, row_sum = attend(
-            begin, full, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-            key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
-            width, width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False,  # noqa: FBT003
-            False, keys, stages, interpreted,  # noqa: FBT003
+            begin, full, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
+            row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+            size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, False, by_bits, is_latent,  # noqa: FBT003
+            is_records, False, False, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
     key_tiles, value_tiles = key_base, value_base
     if by_descriptor:
@@ -151,16 +178,16 @@ def _prefill(
         rest = tl.minimum(end + keys - 1, length) // keys * keys
     rest = tl.maximum(full, rest)
     acc, row_max, row_sum = attend(
-        full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v,
-        width, width_v, page_size, has_first, is_capped, alibi, False, joins_diagonal, by_bits, is_latent, is_records,  # noqa: FBT003
-        False, by_descriptor, keys, stages, interpreted,  # noqa: FBT003
+        full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
+        row_sum, key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, has_mask, joins_diagonal, by_bits,
+        is_latent, is_records, False, by_descriptor, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        rest, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, acc, row_max, row_sum,
-        key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size, size_v, width,
-        width_v, page_size, has_first, is_capped, alibi, True, False, by_bits, is_latent, is_records, False, False,  # noqa: FBT003
-        keys, stages, interpreted,
+        rest, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
+        row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
+        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, False, by_bits, is_latent,  # noqa: FBT003
+        is_records, False, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
     factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)

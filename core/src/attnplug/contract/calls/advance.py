@@ -98,6 +98,8 @@ def next_decode_batch(
         num_actual_tokens=count,
         max_query_len=1,
         max_seq_len=longest,
+        mm_prefix_range=None,  # sampled tokens are in no span
+        mm_prefix_range_cpu=None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from weakref import WeakSet, ref
 
+import torch
 from attrs import evolve
 
 from attnplug.contract.graphs.invariants import changed_fields, snapshots
@@ -20,7 +21,7 @@ from attnplug.errors import BatchError, PluginContractError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-    import torch
+    from torch import Tensor
 
     from attnplug.contract.graphs.persistent import PersistentInputs
     from attnplug.contract.graphs.repeat import Repeat
@@ -227,12 +228,24 @@ class GraphBuffers:
             seen = as_captured(batch, self.key, self.max_seq_len)
         else:
             seen = self.state.inputs(builder).write(batch, self.key, self.max_seq_len)
+        if builder.agreement.requirements.mm_prefix:
+            seen = with_fields(seen, mm_prefix_range=self._spans(batch, builder), mm_prefix_range_cpu=None)
         if batch.custom_mask is None:
             return seen
         kept: GraphMask = self.share(("mask", builder), lambda: self._make_mask(builder))
         running = batch.num_reqs - batch.num_padded_reqs
         mask = kept.write(batch.custom_mask, seen.query_start_loc, seen.seq_lens, running)
         return with_fields(seen, custom_mask=mask)
+
+    def _spans(self, batch: Batch, builder: Builder) -> Tensor:
+        """Write the spans of a step's tokens, and return them as the graph reads them: padding is in none."""
+        rows, device = self.key.num_tokens, self.state.device
+        kept = self.share(("spans", builder), lambda: torch.empty(rows, 2, dtype=torch.int32, device=device))
+        kept.fill_(-1)
+        if batch.mm_prefix_range is not None:
+            used = min(batch.num_actual_tokens, rows)
+            kept[:used].copy_(batch.mm_prefix_range[:used], non_blocking=True)
+        return kept
 
     def _make_mask(self, builder: Builder) -> GraphMask:
         """Return the mask of this shape, in the memory of another shape where that is large enough."""

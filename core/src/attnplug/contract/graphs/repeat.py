@@ -25,7 +25,7 @@ _tensors_of: Final = attrgetter("query_start_loc", "seq_lens", "block_table", "s
 _absent_of: Final = attrgetter(
     *("num_computed_tokens_cpu", "block_table_cpu", "slot_mapping_cpu", "encoder_seq_lens", "encoder_seq_lens_cpu"),
     *("max_encoder_seq_len", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "key_start_loc", "key_start_loc_cpu"),
-    *("custom_mask", "attn_bias"),
+    *("custom_mask", "attn_bias", "mm_prefix_range", "mm_prefix_range_cpu"),
 )
 _NONE: Final = {NoneType}
 

@@ -55,6 +55,8 @@ def check_negotiated(
         _check_mask(batch, requested, query_lens if is_exact else None, device_type)
     if batch.attn_bias is not None or requested.attn_bias:
         _check_bias(batch, requested, query_lens if is_exact else None, device_type)
+    if batch.mm_prefix_range is not None or batch.mm_prefix_range_cpu is not None:
+        _check_spans(batch, requested, device_type)
     if batch.extra:
         check_extra("a batch", batch.extra, agreement)
 
@@ -64,7 +66,7 @@ def requests_plain(requested: Requirements) -> bool:
     return (
         requested.paged is True
         and requested.dcp_size == 1
-        and not (requested.custom_mask or requested.attn_bias)
+        and not (requested.custom_mask or requested.attn_bias or requested.mm_prefix)
         and requested.attn_type != "encoder_decoder"
     )
 
@@ -75,6 +77,8 @@ def is_plain(batch: Batch) -> bool:
         not (batch.common_prefix_len or batch.extra)
         and batch.custom_mask is None
         and batch.attn_bias is None
+        and batch.mm_prefix_range is None
+        and batch.mm_prefix_range_cpu is None
         and batch.key_start_loc is None
         and batch.key_start_loc_cpu is None
         and batch.encoder_seq_lens is None
@@ -253,6 +257,18 @@ def _check_bias(batch: Batch, requested: Requirements, query_lens: Tensor | None
     size = _mask_size(batch, query_lens, bias.shape[-1] if bias.ndim else 0)
     heads = 1 if bias.ndim and bias.shape[0] == 1 else requested.num_q_heads
     check_index("attn_bias", bias, (heads, size), TORCH_DTYPES[requested.dtype], device_type)
+
+
+def _check_spans(batch: Batch, requested: Requirements, device_type: str) -> None:
+    """Check the spans of query tokens, where rows beyond the last token are not read."""
+    spans = batch.mm_prefix_range
+    if not requested.mm_prefix or spans is None:
+        found = "mm_prefix_range_cpu" if spans is None else "mm_prefix_range"
+        expected = "mm_prefix was not requested" if spans is not None else "it is the CPU copy of mm_prefix_range"
+        refuse_unrequested(f"a batch with {found}", expected, "mm_prefix=True")
+    rows = max(batch.num_actual_tokens, spans.shape[0] if spans.ndim else 0)
+    check_index("mm_prefix_range", spans, (rows, 2), torch.int32, device_type)
+    check_mirror("mm_prefix_range", spans, batch.mm_prefix_range_cpu)
 
 
 def _mask_size(batch: Batch, query_lens: Tensor | None, given: int) -> int:

@@ -72,6 +72,10 @@ class Batch:
         attn_bias: ``(1 or num_q_heads, sum(query_len * seq_len))`` in the layer's dtype, the requests' additive masks
             one after another: it is added to the scaled, capped scores. -inf counts as the dtype's lowest number, so
             that a query of nothing else attends to all keys alike; hide keys by `custom_mask`.
+        mm_prefix_range: ``(tokens, 2)`` int32, the first and the last position of the span that each query token is in,
+            such as an image's; -1 and -1 outside of spans. A token attends to the span's keys, whatever window or
+            causal mask hides them, and to no key beyond its sequence. None where no token is in a span.
+        mm_prefix_range_cpu: CPU copy.
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
         extra: Values of open features, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
@@ -104,6 +108,8 @@ class Batch:
     key_start_loc_cpu: Tensor | None = field()
     custom_mask: Tensor | None = None
     attn_bias: Tensor | None = None
+    mm_prefix_range: Tensor | None = None
+    mm_prefix_range_cpu: Tensor | None = field()
     max_encoder_seq_len: int | None = field()
     extra: Mapping[str, Any] = field(factory=dict)
     dummy: bool = False
@@ -129,6 +135,10 @@ class Batch:
     @encoder_seq_lens_cpu.default
     def _own_encoder_seq_lens(self) -> Tensor | None:
         return None if self.encoder_seq_lens is None else _mirror("encoder_seq_lens", self.encoder_seq_lens)
+
+    @mm_prefix_range_cpu.default
+    def _own_mm_prefix_range(self) -> Tensor | None:
+        return _mirror("mm_prefix_range", self.mm_prefix_range)
 
     @max_encoder_seq_len.default
     def _longest_encoder(self) -> int | None:
