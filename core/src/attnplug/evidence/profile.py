@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from hashlib import sha256
 from math import inf, log2
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attrs import field, frozen
 
 from attnplug.errors import AttnplugError, shown
 from attnplug.request.device import Device
+from attnplug.request.domains import Integer
 from attnplug.request.fields import fields_of
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
+
+    from attnplug.request.field import Field
+
+_T = TypeVar("_T")
 
 FORMAT: Final = 1
 """The version of the files that this core reads and `attnplug tune` writes."""
@@ -32,12 +36,11 @@ cached ones; decodes and prefills together.
 """
 
 _HEADS: Final = ("num_q_heads", "num_kv_heads")
-_ROUNDED: Final = ("sliding_window", "attention_chunk")
 _OF_ENGINE: Final = ("paged", "kv_cache_dtype", "dcp_size", "batch_invariant", "per_head_scales")
 _KEYS: Final = tuple(
-    name
+    item
     for item in fields_of("model", "engine")
-    if (name := item.name) not in _HEADS and (item.kind == "model" or name in _OF_ENGINE)
+    if item.name not in _HEADS and (item.kind == "model" or item.name in _OF_ENGINE)
 )
 _LONGEST: Final = 1000  # characters of a text at most: it is shown in one line
 _DIGEST: Final = 16  # hexadecimal digits of a file's name
@@ -158,22 +161,20 @@ def entry_name(
         kv_len: The bucket of the mean keys.
     """
     parts = [device.to_dict(), sorted(versions.items()), requirements.to_dict(), phase, num_seqs, kv_len]
-    return f"{phase}-{sha256(_canonical(parts)).hexdigest()[:_DIGEST]}.json"
+    return f"{phase}-{_digest(_canonical(parts))[:_DIGEST]}.json"
 
 
 def layer_key(requirements: Requirements) -> Hashable:
     """
-    Return the fields of a layer that change its kernels, without the numbers of heads. Windows and chunks are rounded
-    to powers of two, and of a soft cap counts that there is one.
+    Return the fields of a layer that change its kernels, without the numbers of heads. Lengths, such as a window's, are
+    rounded to powers of two; of a real number, such as a soft cap, counts that there is one.
     """
-    return tuple(_rounded(name, getattr(requirements, name)) for name in _KEYS)
+    return tuple(_rounded(item, getattr(requirements, item.name)) for item in _KEYS)
 
 
-def _rounded(name: str, value: Any) -> Hashable:
-    if name in _ROUNDED and value is not None:
-        return bucket_of(value)
-    if name == "logits_soft_cap":
-        return value is not None
+def _rounded(item: Field, value: Any) -> Hashable:
+    if item.has_ranges and value is not None:
+        return bucket_of(value) if isinstance(item.domain, Integer) else True
     return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
 
 
@@ -184,7 +185,13 @@ def content_hash(entries: Iterable[ProfileEntry]) -> str:
     The ranks of a model compare it: all of them have to decide on the same times.
     """
     texts = sorted({_canonical(entry.to_dict()) for entry in entries})
-    return sha256(b"\n".join(texts)).hexdigest()
+    return _digest(b"\n".join(texts))
+
+
+def _digest(content: bytes) -> str:
+    from hashlib import sha256  # noqa: PLC0415 - it takes 3 ms to import, and deciding needs none
+
+    return sha256(content).hexdigest()
 
 
 def merged(entries: Iterable[ProfileEntry]) -> tuple[ProfileEntry, ...]:
@@ -221,14 +228,15 @@ def parse_entries(text: str, origin: str = "") -> tuple[ProfileEntry, ...]:
     tables = data.get("entries", [data])
     if not isinstance(tables, list):
         raise ValueError(f"entries is {shown(tables)}, and it is a list")  # noqa: TRY004 - likewise
-    return tuple(_entry(table, origin) for table in tables)
+    kept: dict[str, Any] = {}  # entries of a file share devices and layers: reading one is most of the work
+    return tuple(_entry(table, origin, kept) for table in tables)
 
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"it is no JSON: there is no number {text}")
 
 
-def _entry(data: Any, origin: str) -> ProfileEntry:
+def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
     if not isinstance(data, Mapping):
         raise ValueError(f"an entry is {shown(data)}, and it is an object")  # noqa: TRY004 - likewise
     phase = _text(data, "phase")
@@ -238,9 +246,8 @@ def _entry(data: Any, origin: str) -> ProfileEntry:
     if not times:
         raise ValueError("times is empty, and it has the time of at least one candidate")
     try:
-        device, requirements = Device.from_dict(data.get("device", {})), Requirements.from_dict(data["requirements"])
-    except KeyError:
-        raise ValueError("it has no 'requirements'") from None
+        device = _once(kept, Device.from_dict, data.get("device"))
+        requirements = _once(kept, Requirements.from_dict, data.get("requirements"))
     except AttnplugError as error:
         raise ValueError(f"{error.problem}; {error.expected}") from error
     return ProfileEntry(
@@ -257,6 +264,13 @@ def _entry(data: Any, origin: str) -> ProfileEntry:
         rejected=_texts(data, "rejected"),
         origin=origin,
     )
+
+
+def _once(kept: dict[str, Any], read: Callable[[Any], _T], table: Any) -> _T:
+    """Return what a function reads of a table, or what it has read of an equal one."""
+    key = repr(table)
+    found: _T = kept[key] if key in kept else kept.setdefault(key, read(table))
+    return found
 
 
 def _time(id_: str, data: Any) -> MeasuredTime:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 from datetime import datetime, timezone
+from inspect import signature
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,6 +51,7 @@ _PROBE_SIZE: Final = {"cpu": 256, "cuda": 4096}  # of the probe's matrices
 _BUILDS: Final = 5
 _PROBE: Final = ""
 _OF_CASE: Final = tuple(each.name for each in fields(Case) if each.name in FIELDS and each.name != "block_size")
+_OF_ORACLE: Final = tuple(signature(attend).parameters)
 _OF_ENGINE: Final = ("paged", "phases", "batch_invariant")
 
 # New and cached tokens of batches that reach the paths of kernels, over several blocks.
@@ -359,16 +361,17 @@ def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
 
 
 def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
+    """Return the arguments of the oracle for a layer."""
+    own = {name: getattr(layer, name) for name in _OF_CASE}
     sinks, slopes = rig.layer.sinks, rig.layer.alibi_slopes
     return {
+        **{name: value for name, value in own.items() if name in _OF_ORACLE},
         "causal": bool(layer.causal),
-        "window": (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0),
-        "attention_chunk": layer.attention_chunk,
-        "logits_soft_cap": layer.logits_soft_cap,
-        "alibi": layer.alibi,
+        "window": Case(query_lens=(1,), context_lens=(0,), **own).window,
         "alibi_slopes": None if slopes is None else slopes.cpu(),
         "sinks": None if sinks is None else sinks.cpu(),
-        "block_sparse": layer.block_sparse,
+        "custom_mask": None,
+        "attn_bias": None,
     }
 
 
