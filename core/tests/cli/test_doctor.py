@@ -9,6 +9,8 @@ import pytest
 import attnplug
 from attnplug.cli.device_report import DeviceReport
 from attnplug.cli.doctor import report
+from attnplug.evidence import MeasuredTime, ProfileEntry, dump_entries
+from attnplug.request import Requirements
 from attnplug.request.device import Device
 from tests.command import FROM_A_VENDOR
 
@@ -409,6 +411,22 @@ def test_a_sound_profile_is_no_problem(run, site, tmp_path: Path, monkeypatch: p
 
     assert run("doctor", "--json").json["problems"] == []
     assert run("explain", *LAYER, "--json").code == 0
+
+
+def test_times_of_another_device_are_a_note(run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="float32")
+    lens = {"num_seqs": 4, "kv_len": 64, "query_len": 1}
+    times = {"flash/old": MeasuredTime(1.0)}
+    made = ProfileEntry("2026-11-28", Device.cuda("8.9"), {}, layer, "decode", **lens, default="flash/old", times=times)
+    (tmp_path / "profile.json").write_text(dump_entries([made]))
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(tmp_path / "profile.json"))
+
+    found = run("doctor", "--json").json
+
+    (note,) = [note for note in found["notes"] if note["stage"] == "profile"]
+    assert found["problems"] == []
+    assert note["subject"] == "environment variable ATTNPLUG_PROFILE"
+    assert note["message"].startswith("1 entry of the profile is not used: measured on cuda:8.9; this is ")
 
 
 def test_a_configuration_folder_out_of_reach_stops_no_command(
