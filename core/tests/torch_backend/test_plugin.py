@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,6 +161,54 @@ def test_a_torch_without_a_device_says_so(
     assert said in reason.supported
     assert reason.because == f"{fix}, or select for Device.cpu()"
     assert plugin.attnplug_probe("sdpa", Device.cpu()) is None
+
+
+@pytest.mark.parametrize(
+    ("hip", "available", "said", "fix"),
+    [
+        (None, True, "is built without ROCm, and sees no AMD device", "install a torch that is built for ROCm"),
+        ("6.3", False, ") sees no AMD device", "check rocm-smi and HIP_VISIBLE_DEVICES"),
+        ("6.3", True, None, ""),
+    ],
+)
+def test_an_amd_device_requires_a_torch_for_rocm(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, available: bool, said: str | None, fix: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    monkeypatch.setattr("torch.version.cuda", None if hip else "13.0")
+    monkeypatch.setattr("torch.version.hip", hip)
+
+    reason = plugin.attnplug_probe("sdpa", Device.parse("mi300x"))
+
+    if said is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert said in reason.supported
+        assert reason.because == f"{fix}, or select for Device.cpu()"
+
+
+def test_sdpa_is_eligible_on_a_hip_device_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(
+        name="AMD Instinct MI300X",
+        major=9,
+        minor=4,
+        multi_processor_count=304,
+        gcnArchName="gfx942:sramecc+:xnack-",
+    )
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: facts)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.version.hip", "6.3")
+    device = Device.current()
+
+    found = attnplug.explain(requirements(), device, backend="torch", assume_installed=True)
+    verdicts = {verdict.id: verdict for verdict in found.verdicts}
+
+    assert (device.vendor, device.arch, device.compute_capability) == ("amd", "gfx942", None)
+    assert verdicts["torch/sdpa"].status == "chosen"
+    assert "not verified: no run of the conformance kit" in str(found)
+    assert [reason.field for reason in verdicts["torch/flex"].reasons] == ["vendor"]
 
 
 @pytest.mark.parametrize("phases", [("decode",), ("prefill",)])

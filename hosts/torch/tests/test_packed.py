@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,3 +361,13 @@ def test_short_sequences_are_decided_where_long_ones_of_their_kind_are_served(ac
         varlen_attn(*rows(), STARTS, KEY_STARTS, 6, longest, window_size=(-1, 0))
 
     assert decided == [5000, 9]
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, True), ("6.3", False)])
+def test_an_amd_device_has_no_flash_attention_2(hip: str | None, expected: bool, monkeypatch) -> None:
+    """An MI300X reports capability 9.4, of another instruction set."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr("torch.version.hip", hip)
+    tensor = SimpleNamespace(is_cuda=True, shape=(8, 4, 64), dtype=torch.bfloat16, device="cuda:0")
+
+    assert layers._has_flash(SimpleNamespace(query=tensor, value=tensor, block_table=None)) is expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,13 +12,14 @@ from attrs import evolve
 
 torch = pytest.importorskip("torch")
 
-from attnplug.batching import BatchAssembler  # noqa: E402 - without torch there is nothing to measure
+import attnplug  # noqa: E402 - without torch there is nothing to measure
+from attnplug.batching import BatchAssembler  # noqa: E402
 from attnplug.contract import forward_context  # noqa: E402
 from attnplug.errors import AttnplugError, BatchError, DeviceError, NoBackendError, TensorError  # noqa: E402
 from attnplug_kit import bench  # noqa: E402
 from attnplug_kit.bench import building, forwarding, processes  # noqa: E402
 from attnplug_kit.bench.baseline import TorchBaseline, baseline_of  # noqa: E402
-from attnplug_kit.bench.result import Measurement, SectionResult  # noqa: E402
+from attnplug_kit.bench.result import Measurement, SectionResult, setup_of  # noqa: E402
 from attnplug_kit.bench.rig import (  # noqa: E402
     LAYER,
     Step,
@@ -419,3 +421,16 @@ def test_without_torch_backend_sections_are_left_out_or_refused(run, canned, mon
     assert "left out, since torch is not installed: build, forward, dense" in everything.err
     assert named.code == 2
     assert "the measurement 'forward' was requested\n" in named.err
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, "with CUDA 13.0"), ("6.3", "with ROCm 6.3")])
+def test_a_result_names_the_toolkit_of_torch(hip: str | None, expected: str, monkeypatch) -> None:
+    backend = attnplug.load(attnplug.Requirements(head_size=64, num_q_heads=2, num_kv_heads=2, dtype="float32"), "cpu")
+    fake = SimpleNamespace(
+        id=backend.id, agreement=backend.agreement, device_properties=attnplug.Device.parse("mi300x" if hip else "h100")
+    )
+    monkeypatch.setattr("torch.version.cuda", None if hip else "13.0")
+    monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr("attnplug_kit.bench.result._libraries", lambda _: "")
+
+    assert setup_of(fake)["device"].endswith(expected)

@@ -44,9 +44,15 @@ def _missing_device(device: Device) -> Reason | None:
     """Return why torch does not see a device of this type; a torch without CUDA supports the type, and has none."""
     import torch  # noqa: PLC0415 - as above
 
-    if device.type == "cpu" or torch.get_device_module(device.type).is_available():
+    is_amd = device.vendor == "amd"
+    is_built = torch.version.hip is not None or (torch.version.cuda is not None and not is_amd)
+    # A torch for CUDA beside an AMD device sees NVIDIA's, where it sees any.
+    if device.type == "cpu" or (torch.get_device_module(device.type).is_available() and (is_built or not is_amd)):
         return None
-    is_built = torch.version.cuda is not None or torch.version.hip is not None
-    found = f"this torch ({torch.__version__}) {'' if is_built else 'is built without CUDA, and '}sees no cuda device"
-    fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if is_built else "install a torch that is built for CUDA"
+    platform = "ROCm" if is_amd else "CUDA"
+    seen = "AMD" if is_amd else "cuda"
+    without = "" if is_built else f"is built without {platform}, and "
+    found = f"this torch ({torch.__version__}) {without}sees no {seen} device"
+    tools = "rocm-smi and HIP_VISIBLE_DEVICES" if is_amd else "nvidia-smi and CUDA_VISIBLE_DEVICES"
+    fix = f"check {tools}" if is_built else f"install a torch that is built for {platform}"
     return Reason("probe_device", "torch", None, found, f"{fix}, or select for Device.cpu()")

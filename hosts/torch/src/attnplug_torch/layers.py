@@ -107,6 +107,7 @@ def _has_flash(call: PackedCall) -> bool:
         and size == value.shape[-1]
         and size % 8 == 0
         and size <= _LARGEST
+        and torch.version.hip is None  # capabilities of AMD devices are those of other instruction sets
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

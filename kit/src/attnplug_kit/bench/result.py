@@ -382,11 +382,12 @@ def setup_of(backend: LoadedBackend) -> dict[str, str]:
     agreement = backend.agreement
     device, dtype = backend.device_properties, agreement.requirements.dtype
     libraries = _libraries(backend)
+    toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return {
         "backend": f"{backend.id}, {dtype}, blocks of {agreement.block_size}, layout {agreement.kv_layout}, "
         f"{agreement.kv_cache_form} KV cache",
         **({"libraries": libraries} if libraries else {}),
-        "device": f"{device} with CUDA {torch.version.cuda}" if device.type == "cuda" else str(device),
+        "device": f"{device} with {toolkit}" if device.type == "cuda" else str(device),
         "torch threads": str(torch.get_num_threads()),
     }
 
