@@ -151,7 +151,7 @@ def value_width_of(size: int) -> int:
     """
     Return the columns of values in a tile.
 
-    They are 64 at least: of 16 and 32 columns ptxas 12.8, which Triton 3.6 has, makes some descriptors of ``wgmma`` from
+    They are 64 at least: of 16 and 32 columns ptxas 12.8, that of Triton 3.6, makes some descriptors of ``wgmma`` from
     a register that was never written. Outputs were wrong on an H200, and right with ptxas 13.0.
     """
     return max(64, width_of(size))
