@@ -305,6 +305,6 @@ def holds(name, wanted, facts, *, absent):
         return absent  # needed versions are there, and none that a rule refuses
     if isinstance(wanted, bool) and name not in FLAGS:
         return is_requested(name, facts) is wanted
-    if facts[name] is None:
+    if facts.get(name) is None:  # no device here has an LLVM target
         return absent
     return admits(name, wanted, facts[name], facts)
