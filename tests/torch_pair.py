@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import attnplug
 import attnplug.torch_backend
 from attnplug.contract import hookimpl
+from attnplug.selection.process import PROCESS
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 if TYPE_CHECKING:
+    import pytest
     from torch import Tensor
 
 PAIR: Final = "first/sdpa+second/sdpa"
@@ -63,8 +65,12 @@ def attnplug_backend() -> type[NotedBackend]:
     return NotedBackend
 
 
-def offer_pair(folder: Path) -> str:
-    """Offer both backends to this process, forget former calls, and return the name of the pair."""
+def offer_pair(folder: Path, patch: pytest.MonkeyPatch | None = None) -> str:
+    """
+    Offer both backends to this process, or to one test of it, forget former calls, and return the name of the pair.
+    """
+    if patch is not None:
+        patch.setattr(PROCESS, "state", None)
     text = _MANIFEST.read_text("utf-8").partition("[variants.flex]")[0]
     for name in ("first", "second"):
         path = folder / f"{name}.toml"

@@ -161,7 +161,7 @@ def test_the_order_of_blocks_does_not_matter(case: Case, seed: int) -> None:
 @given(
     st.integers(2, 70),
     st.lists(st.integers(1, 69), max_size=4),
-    cases(features=set(SELF) - {"custom_mask", "causal", "topk", "mm_prefix"}, causal=True),  # a span may lie in two chunks
+    cases(features=set(SELF) - {"custom_mask", "causal", "topk", "mm_prefix"}, causal=True),
 )
 @settings(max_examples=40)
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:

@@ -21,6 +21,7 @@ _NEED_SGLANG = [
     "test_schedules*",
     "test_kit*",
     "test_latent*",
+    "test_pairs*",
 ]
 collect_ignore_glob = [] if find_spec("sglang") and find_spec("attnplug_sglang") else [*_NEED_SGLANG, "engine/*"]
 

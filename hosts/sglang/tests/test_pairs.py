@@ -20,8 +20,8 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def pair(tmp_path: Path) -> str:
-    return offer_pair(tmp_path)
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return offer_pair(tmp_path, monkeypatch)
 
 
 def sides() -> set[str]:

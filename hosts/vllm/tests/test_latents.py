@@ -312,7 +312,7 @@ def test_prefills_run_on_what_attnplug_chose(monkeypatch, absorbed):
 def test_absorbed_queries_are_routed_by_their_batch(monkeypatch, tmp_path, absorbed):
     """A routed pair: vLLM expands long prefills by itself, so that the decodes beside them are a batch of decodes."""
     monkeypatch.setattr(latent.LatentBuilder, "reorder_batch_threshold", absorbed)
-    monkeypatch.setitem(globals(), "CHOICE", (offer_pair(tmp_path),))
+    monkeypatch.setitem(globals(), "CHOICE", (offer_pair(tmp_path, monkeypatch),))
     rank = Rank()
     compare(lambda new, lens, rows: [rank.run(new, lens, rows)], [rank])
 

@@ -20,8 +20,8 @@ LAYERS = [{}, {"sliding_window": 8}, {"kv_sharing_target_layer_name": "layers.0"
 
 
 @pytest.fixture(autouse=True)
-def pair(tmp_path):
-    return offer_pair(tmp_path)
+def pair(tmp_path, monkeypatch):
+    return offer_pair(tmp_path, monkeypatch)
 
 
 def runs():

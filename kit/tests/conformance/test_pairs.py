@@ -87,8 +87,8 @@ def test_a_pair_passes_the_kit(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("evidence-*"))  # which is of one variant
 
 
-def test_a_pair_is_tested_by_what_both_declare(tmp_path: Path) -> None:
-    pair = offer_pair(tmp_path)
+def test_a_pair_is_tested_by_what_both_declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = offer_pair(tmp_path, monkeypatch)
     (subject,) = find_subjects("first+second", Device.cpu())
 
     assert (subject.id, subject.is_pair) == (pair, True)

@@ -52,9 +52,9 @@ def assert_idle(engine):
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_a_routed_pair_decodes_on_one_side(open_engine, tmp_path, name):
+def test_a_routed_pair_decodes_on_one_side(open_engine, tmp_path, monkeypatch, name):
     _, prompts, expected = reference(name)
-    engine = open_engine(name, async_scheduling=True, backend=offer_pair(tmp_path))
+    engine = open_engine(name, async_scheduling=True, backend=offer_pair(tmp_path, monkeypatch))
 
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     sides = {(side, len(set(lens)) == 1 and lens[0] == 1) for side, lens in RUNS}
