@@ -82,7 +82,7 @@ def test_a_prefix_model_attends_to_its_whole_prompt(monkeypatch):
     rig = Rig([{}], described={"non_causal": True})
     rig.builder = made(rig.spec, list(rig.layers), rig.config, CPU)
     rig.add(2)
-    monkeypatch.setattr(rig, "expected", lambda layer, *qkv: attend(*qkv, scale=0.25, causal=False).output)
+    monkeypatch.setattr(rig, "expected", lambda layer, *qkv: attend(*qkv[:3], scale=0.25, causal=False).output)
     for step in ([(0, 5), (1, 19)], [(0, 1), (1, 1)]):
         common, inputs = rig.common(step), rig.inputs(sum(count for _, count in step))
         rig.forward(inputs, rig.builder.build(0, common))

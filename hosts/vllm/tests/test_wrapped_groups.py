@@ -80,6 +80,6 @@ def test_chunks_are_made_once_for_another_group(monkeypatch):
         other = second.update_block_table(metadata, common.block_table_tensor, common.slot_mapping)
         assert other.make_virtual_batches_block_table is metadata.make_virtual_batches_block_table
         rig.forward(inputs, {"layers.0": metadata, "layers.1": other})
-        monkeypatch.setattr(rig, "expected", lambda layer, *qkv: attend(*qkv, scale=0.25, attention_chunk=chunk).output)
+        monkeypatch.setattr(rig, "expected", lambda _, *qkv: attend(*qkv[:3], scale=0.25, attention_chunk=chunk).output)
         assert rig.check(step, inputs) < 1e-5
     assert len(made) == 2
