@@ -250,7 +250,7 @@ def test_what_is_missing_is_named(sides, request_of):
     [
         ({PAIR: 97, "wide/fine": 100, "wide/coarse": 120}, PAIR),
         ({PAIR: 99, "wide/fine": 100, "wide/coarse": 120}, "wide/fine"),  # within the margin
-        ({PAIR: 97, "wide/coarse": 98, "wide/fine": 120}, "wide/coarse"),  # of the best, not of its own
+        ({PAIR: 97, "wide/coarse": 98, "wide/fine": 120}, "wide/coarse"),  # of the best, not of the pair's own two
         ({PAIR: 97}, "wide/coarse"),  # a gain over nothing
         ({"wide/fine": 100, "wide/coarse": 120}, "wide/fine"),
     ],

@@ -224,3 +224,15 @@ def test_one_phase_alone_gives_what_both_give(phase: str, lengths: dict[str, tup
     requested = case.requirements(block_size=case.block_size, phases=(phase,))
 
     check(attnplug.load(requested, Device.cpu(), backend="torch/sdpa"), materialize(case))
+
+
+@pytest.mark.parametrize(("product", "status"), [("mi300x", "refused"), ("mi355x", "eligible")])
+def test_an_fp8_cache_of_gfx942_has_another_encoding(product: str, status: str) -> None:
+    request = requirements(kv_cache_dtype="fp8_e4m3", block_size=16)
+
+    explanation = attnplug.explain(
+        request, Device.parse(product), backend=["torch/sdpa", "auto"], assume_installed=True
+    )
+
+    verdict = next(one for one in explanation.verdicts if one.id == "torch/sdpa")
+    assert verdict.status.replace("chosen", "eligible") == status

@@ -100,6 +100,18 @@ def test_without_evidence_each_declared_device_has_its_command(check) -> None:
     ]
 
 
+def test_a_cpu_has_no_vendor_and_an_amd_gpu_no_capability(run, empty, package) -> None:
+    manifest = package / "attnplug.toml"
+    both = MANIFEST.replace("supports = {", 'supports = { vendor = ["nvidia", "amd"],')
+    manifest.write_text(both, "utf-8")
+
+    outcome = run("check", str(package.parents[1]))
+
+    places = [line.rpartition(", on ")[2] for line in outcome.out.splitlines() if ", on a " in line]
+    of_nvidia = [f"a CUDA device of compute capability {number} from nvidia:" for number in ("8.0", "9.0")]
+    assert places == ["a CPU:", *of_nvidia, "a CUDA device from amd:"]
+
+
 def test_with_all_of_it_nothing_is_listed(check, package) -> None:
     for name, device in (("a", Device.cpu()), ("b", A100), ("c", H200)):
         evidence(package, name, device)

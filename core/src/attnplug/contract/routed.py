@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def route_pair(agreement: Agreement, device: Device, decode: LoadedBackend, rest: LoadedBackend) -> RoutedBackend | str:
     """
-    Return the backend of a routed pair, or why the two are none.
+    Return the backend of a routed pair, or what the two do not share.
 
     Args:
         agreement: The terms of the pair.

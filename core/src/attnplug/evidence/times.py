@@ -105,7 +105,7 @@ class TimeTable:
         self._of_device: dict[Device, tuple[Mapping[Hashable, list[ProfileEntry]], tuple[str, ...]]] = {}
 
     def measured(self, requirements: Requirements, device: Device) -> Measured | None:
-        """Return the times that count for a request; None where there are none, or heads are late."""
+        """Return the times that count for a request; None without any, or before the numbers of heads are known."""
         if not self._entries or requirements.num_kv_heads is None or requirements.num_q_heads is None:
             return None
         table, _ = self._on(device)

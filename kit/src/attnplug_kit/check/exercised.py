@@ -112,9 +112,9 @@ def _devices(variant: Variant) -> Iterator[Mapping[str, Any]]:
     supports = variant.supports
     vendors = supports["vendor"].choices() if "vendor" in supports else (None,)
     for kind in supports["device_type"].choices():
-        is_cuda = kind == "cuda" and "compute_capability" in supports
-        for capability in supports["compute_capability"].choices() if is_cuda else (None,):
-            for vendor in vendors:
+        for vendor in (None,) if kind == "cpu" else vendors:
+            has_capability = kind == "cuda" and vendor != "amd" and "compute_capability" in supports
+            for capability in supports["compute_capability"].choices() if has_capability else (None,):
                 yield {"device_type": kind, "compute_capability": capability, "vendor": vendor}
 
 

@@ -21,7 +21,7 @@ the conformance kit's oracle: one with a wrong result is rejected, and named. Ca
 rounds at least; rounds in which the clock of the device moved do not count. An advantage of less than 2 %, or less than
 twice the spread, changes nothing: the default order decides. Compiling is not part of a time, and is listed.
 
-The grid and its estimated seconds are printed first. Each measured batch of a layer is a file of its own, written as a
+The grid and its estimated seconds are printed first. Each measured batch of a layer is a separate file, written as a
 whole: an interrupted command goes on where it was. Files are read in the first selection of later processes. A process
 that serves measures nothing.
 

@@ -136,7 +136,7 @@ class Tuner:
             raise RequestError(
                 "tuning was started while a CUDA graph is captured",
                 "candidates are measured before an engine serves, by `attnplug tune`",
-                "run it in a process of its own",
+                "run it in a separate process",
             )
         self.device = device
         self._backends = None if backends is None else list(backends)
