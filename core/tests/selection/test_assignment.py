@@ -1,4 +1,4 @@
-"""Whole models: the least sum of measured times over all layers, under common terms and with little mixing."""
+"""Whole models: the least sum of measured times under common terms, little mixing, and the layers that limit it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from attnplug.errors import RequirementsError
 from attnplug.evidence import MeasuredTime, ProfileEntry
 from attnplug.request import Device, Requirements, Settings
 from attnplug.selection.assignment import MARGIN, MIX_GAIN, Option, choose
+from attnplug.selection.limits import Change, Limit, limits_of
+from attnplug.selection.plan import decide as decided_on
 
 H200 = Device("cuda", name="NVIDIA H200", compute_capability="9.0", num_multiprocessors=132)
 
@@ -138,6 +140,7 @@ supports = {{ cudagraph = {{ max = "{level}" }} }}
 FULL = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
 WINDOW = FULL.evolve(sliding_window=1024)
 SINKS = FULL.evolve(sinks=True)
+ALIBI = FULL.evolve(alibi="linear")
 
 
 def kernel(name: str, sizes: str = "[16, 64]", more: str = "", level: str = "always", requires: str = "[]") -> Any:
@@ -356,3 +359,80 @@ def test_a_draft_shares_the_kv_cache(decide) -> None:
         attnplug.plan({"draft.x": FULL}, draft={"x": FULL})
     with pytest.raises(RequirementsError, match="no layers"):
         attnplug.plan({"x": FULL}, draft={})
+
+
+# --- what limits a plan -----------------------------------------------------------------------------------------------
+
+
+def test_one_kind_limits_nothing(world) -> None:
+    world(a=kernel("a", level="never"))
+
+    assert limits_of(decided_on({"x": FULL, "y": FULL})) == ()
+    assert limits_of(decided_on({"x": FULL, "w": WINDOW})) == ()  # both have the same level
+
+
+def test_the_kind_with_the_least_graph_level_is_named_with_what_to_install(world) -> None:
+    world(
+        a=kernel("a"),
+        b=kernel("b", more="sinks", level="never"),
+        c=kernel("c", more="sinks", level="uniform_batch", requires='["flash-old >=9"]'),
+        d=kernel("d", more="sinks", requires='["flash-old >=9"]'),
+    )
+    decided = decided_on({"x": FULL, "y": FULL, "s": SINKS})
+
+    (limit,) = limits_of(decided)
+
+    assert decided.plan.cudagraph == "never"
+    assert limit.layers == ("s",)
+    assert limit.changes == (Change("cudagraph", (), "never", "always"),)
+    (step,) = limit.lifts  # that of c would not do
+    assert "flash-old" in step
+    assert step.endswith("(for d/one)")
+    assumed = attnplug.plan({"x": FULL, "s": SINKS}, backend=["d", "a"], assume_installed=True)
+    assert assumed.cudagraph == "always"
+
+
+def test_several_weak_kinds_limit_together(world) -> None:
+    weak = kernel("b", more="sinks", level="never")[0].replace("[variants.one]", 'alibi = "linear"\n[variants.one]')
+    world(a=kernel("a"), b=(weak, None))
+
+    found = limits_of(decided_on({"x": FULL, "y": FULL, "s": SINKS, "l": ALIBI}))
+
+    assert [limit.layers for limit in found] == [("s",), ("l",)]
+    assert {change for limit in found for change in limit.changes} == {Change("cudagraph", (), "never", "always")}
+    assert all(limit.lifts == () for limit in found)
+
+
+def test_the_kind_that_forbids_the_block_size_and_another_backend(world) -> None:
+    world(a=kernel("a", "16"), b=kernel("b", "64"), s=kernel("s", "64", "sinks"))
+
+    both = limits_of(decided_on({"x": FULL, "y": FULL, "s": SINKS}))
+    (listed,) = limits_of(decided_on({"x": FULL, "y": FULL, "s": SINKS}, backend=["a", "b", "s"]))
+
+    expected = (Change("block_size", (), 64, 16), Change("backend", ("x", "y"), "b/one", "a/one"))
+    assert both == (Limit(("s",), expected),)
+    assert listed.changes == expected
+
+
+def test_another_block_size_lifts_the_limit(world) -> None:
+    rule = '[[rules]]\nwhen = { block_size = 16, cudagraph = ["uniform_batch", "always"] }\nbecause = "small pages"\n'
+    manifest = kernel("s", "[16, 64]", "sinks")[0] + rule
+    world(a=kernel("a", "[16, 64]"), s=(manifest, None))
+
+    decided = decided_on({"x": FULL.evolve(block_size=16), "s": SINKS.evolve(block_size=16)})
+    (limit,) = limits_of(decided)
+
+    assert decided.plan.cudagraph in ("never", "single_token_decode")
+    assert limit.layers == ("s",)
+    assert limit.lifts == ("request block_size=64 kv_layout=NHD",)
+    lifted = decided_on({"x": FULL.evolve(block_size=64), "s": SINKS.evolve(block_size=64)})
+    assert (lifted.plan.cudagraph, limits_of(lifted)) == ("always", ())
+
+
+def test_a_backend_that_is_not_permitted_lifts_the_limit(world) -> None:
+    world(a=kernel("a"), s=kernel("s", more="sinks", level="never"), t=kernel("t", more="sinks"))
+
+    (limit,) = limits_of(decided_on({"x": FULL, "s": SINKS}, backend=["a", "s"]))
+
+    assert limit.lifts == ("permit t/one in the list of backends",)
+    assert attnplug.plan({"x": FULL, "s": SINKS}, backend=["a", "t", "s"]).cudagraph == "always"
