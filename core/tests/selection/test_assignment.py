@@ -396,11 +396,18 @@ def test_several_weak_kinds_limit_together(world) -> None:
     weak = kernel("b", more="sinks", level="never")[0].replace("[variants.one]", 'alibi = "linear"\n[variants.one]')
     world(a=kernel("a"), b=(weak, None))
 
-    found = limits_of(decided_on({"x": FULL, "y": FULL, "s": SINKS, "l": ALIBI}))
+    layers = {"x": FULL, "y": FULL, "s": SINKS, "l": ALIBI}
+    alone = limits_of(decided_on(layers))
+    strong = kernel("c", requires='["flash-old >=9"]')[0].replace("[variants.one]", 'alibi = "linear"\n[variants.one]')
+    world(a=kernel("a"), b=(weak, None), c=(strong, None), d=kernel("d", more="sinks", requires='["flash-old >=9"]'))
+    (lifted,) = limits_of(decided_on(layers))
 
-    assert [limit.layers for limit in found] == [("s",), ("l",)]
-    assert {change for limit in found for change in limit.changes} == {Change("cudagraph", (), "never", "always")}
-    assert all(limit.lifts == () for limit in found)
+    assert alone == (Limit(("s", "l"), (Change("cudagraph", (), "never", "always"),)),)
+    assert lifted.changes == alone[0].changes
+    (step,) = lifted.lifts
+    assert step.endswith("(for d/one, c/one)")  # each of them alone would not do
+    world(a=kernel("a"), b=(weak, None), d=kernel("d", more="sinks", requires='["flash-old >=9"]'))
+    assert limits_of(decided_on(layers)) == alone
 
 
 def test_the_kind_that_forbids_the_block_size_and_another_backend(world) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from attnplug.negotiation.matching import CacheTerms
     from attnplug.selection.deciding import Assigned, Kind
     from attnplug.selection.plan import Decided
+
+_TRIES: Final = 200  # candidates, or combinations of them, that are tried to lift a limit
 
 
 @frozen
@@ -73,31 +76,44 @@ def limits_of(decided: Decided) -> tuple[Limit, ...]:
     """
     Return the kinds of layers that limit a plan.
 
-    Every kind is left out in turn, and the others are decided again.
+    Every kind is left out in turn, and the others are decided again. The kinds with the least graph level are left out
+    together: none of several limits it alone.
     """
     return tuple(_limits(decided))
 
 
 def _limits(decided: Decided) -> Iterator[Limit]:
-    for index, kind in enumerate(decided.kinds):
-        others = [each for each in decided.kinds if each is not kind]
-        free = assign(others) if others else None
-        if free is None:
-            continue
-        changes = tuple(_changes(decided, index, others, free))
-        if changes:
-            level = next((change.without for change in changes if change.term == "cudagraph"), GRAPH_LEVELS[0])
-            yield Limit(kind.names, changes, tuple(_lifts(decided, index, free.picks, level)))
+    levels = [_level(pick) for pick in decided.picks]
+    weak = [index for index, level in enumerate(levels) if level == min(levels)]
+    if len(weak) > 1 and len(weak) < len(levels):
+        yield from _limit(decided, weak, [_change_of_level(levels)])
+    for index in range(len(levels)):
+        own = [_change_of_level(levels)] if weak == [index] and len(levels) > 1 else []
+        yield from _limit(decided, [index], own)
+
+
+def _change_of_level(levels: Sequence[int]) -> Change:
+    better = min(level for level in levels if level > min(levels))
+    return Change("cudagraph", (), GRAPH_LEVELS[min(levels)], GRAPH_LEVELS[better])
+
+
+def _limit(decided: Decided, left_out: Sequence[int], changes: list[Change]) -> Iterator[Limit]:
+    """Yield the limit of some kinds, if there is one."""
+    others = [kind for index, kind in enumerate(decided.kinds) if index not in left_out]
+    free = assign(others) if others else None
+    if free is None:
+        return
+    level = changes[0].without if changes else GRAPH_LEVELS[0]
+    if len(left_out) == 1:
+        changes = [*changes, *_changes(decided, left_out[0], others, free)]
+    if changes:
+        names = tuple(name for index in left_out for name in decided.kinds[index].names)
+        yield Limit(names, tuple(changes), tuple(_lifts(decided, left_out, free.picks, level)))
 
 
 def _changes(decided: Decided, index: int, others: Sequence[Kind], free: Assigned) -> Iterator[Change]:
     own = decided.picks[index]
     kept = [pick for pick in decided.picks if pick is not own]
-    levels = [_level(pick) for pick in decided.picks]
-    # Of several weak kinds none alone limits the level, and all of them do.
-    better = [level for level in levels if level > min(levels)]
-    if better and levels[index] == min(levels):
-        yield Change("cudagraph", (), GRAPH_LEVELS[min(levels)], GRAPH_LEVELS[min(better)])
     now, then = _terms(kept), _terms(free.picks)
     if now is not None and then is not None and own.request.requirements.paged and then not in own.accepted_terms():
         for name, value, without in zip(CACHE_TERMS, now, then, strict=True):
@@ -120,23 +136,37 @@ def _level(pick: Evaluation) -> int:
     return GRAPH_LEVELS.index(pick.agreement.cudagraph) if pick.agreement is not None else 0
 
 
-def _lifts(decided: Decided, index: int, free: Sequence[Evaluation], level: str) -> Iterator[str]:
-    """Yield, of each kind of change, the first that gives the others what they would have without this kind."""
-    kind, own = decided.kinds[index], decided.picks[index]
-    relaxed = [_without_terms(each) for each in (own, *free)]
+def _lifts(decided: Decided, left_out: Sequence[int], free: Sequence[Evaluation], level: str) -> Iterator[str]:
+    """Yield, of each kind of step, the first that gives the others what they would have without the limits."""
+    relaxed = [_without_terms(each) for each in (*(decided.picks[index] for index in left_out), *free)]
     terms = _serving(relaxed, level)
     if terms is not None and terms != _terms(decided.picks):
         yield f"request {' '.join(f'{name}={value}' for name, value in zip(CACHE_TERMS[:2], terms[:2], strict=True))}"
-    for each in kind.found.others:
-        if each.serves and _serving((each, *free), level) is not None:
-            yield f"permit {each.candidate.id} in the list of backends"
-            break
+    kinds = [decided.kinds[index] for index in left_out]
+    permitted = _replaced([[each for each in kind.found.others if each.serves] for kind in kinds], free, level)
+    if permitted:
+        ids = ", ".join(dict.fromkeys(each.candidate.id for each in permitted))
+        yield f"permit {ids} in the list of backends"
     if decided.assume_installed:
         return
-    for each in evaluate_all(decided.state, kind.found.request, assume_installed=True).ranked.evaluations:
-        if each.candidate.assumed is not None and _serving((each, *free), level) is not None:
-            yield f"{', then '.join(each.candidate.assumed.steps())} (for {each.candidate.id})"
-            break
+    found = [evaluate_all(decided.state, kind.found.request, assume_installed=True) for kind in kinds]
+    assumed = _replaced(
+        [[each for each in one.ranked.evaluations if each.candidate.assumed is not None] for one in found], free, level
+    )
+    if assumed:
+        steps = [
+            step for each in assumed if each.candidate.assumed is not None for step in each.candidate.assumed.steps()
+        ]
+        ids = ", ".join(dict.fromkeys(each.candidate.id for each in assumed))
+        yield f"{', then '.join(dict.fromkeys(steps))} (for {ids})"
+
+
+def _replaced(
+    offered: Sequence[Sequence[Evaluation]], free: Sequence[Evaluation], level: str
+) -> tuple[Evaluation, ...]:
+    """Return an evaluation for each limiting kind with which all have the level and share terms; empty without any."""
+    found = (each for each in islice(product(*offered), _TRIES) if _serving((*each, *free), level) is not None)
+    return next(found, ())
 
 
 def _without_terms(evaluation: Evaluation) -> Evaluation:
