@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import attnplug  # noqa: E402 - without torch there is nothing to measure
+from attnplug.contract import routed as attnplug_routed  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
 from attnplug.evidence import parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
@@ -36,7 +39,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = process.PROCESS.state
     process.PROCESS.state = process.unread()
 
-    def made(name: str, cost: float, **source: Any) -> None:
+    def made(name: str, cost: float | tuple[float, float], **source: Any) -> None:
         COSTS.of[name] = cost
         module, manifest = write_backend(tmp_path / "fakes", name, **source)
         attnplug.register(module, manifest=manifest)
@@ -57,6 +60,11 @@ def order(tmp_path: Path):
 def tuned(order: Order, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
     code = run_order(order)
     return code, json.loads(capsys.readouterr().out)
+
+
+def read(tmp_path: Path) -> list[Any]:
+    """Return the entries of the folder."""
+    return [json.loads(path.read_text())["entries"][0] for path in sorted((tmp_path / "profiles").glob("*.json"))]
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, profile: object, layer: Requirements = LAYER) -> Any:
@@ -199,6 +207,114 @@ def test_results_are_said_in_words(offer, order, capsys) -> None:
     assert "3 x 40 decode, 4/2 heads of 16, float32: ample/sdpa 203 us, brisk/sdpa 200 us" in shown
     assert "(2 within the margin: the default order decides)" in shown
     assert "rejected clumsy/sdpa: it computes another result than the oracle" in shown
+
+
+class TestPairs:
+    """Decodes are faster on one candidate, prefills on another one."""
+
+    PAIR = "brisk/sdpa+ample/sdpa"
+
+    def test_a_pair_that_wins_is_measured_and_chosen(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+
+        code, found = tuned(order(), capsys)
+
+        assert code == 0
+        (pair,) = found["pairs"]
+        assert (pair["pair"], pair["wins"], pair["problem"]) == (self.PAIR, True, "")
+        assert pair["gain"] == pytest.approx(pair["expected_gain"], abs=0.005)
+        assert {entry["phase"]: entry["times"][self.PAIR]["microseconds"] for entry in read(tmp_path)} == {
+            "decode": pytest.approx(200, rel=0.01),
+            "prefill": pytest.approx(200, rel=0.01),
+        }
+        decision = chosen(monkeypatch, tmp_path / "profiles")
+        assert (decision.chosen.id, decision.chosen.decided_by) == (self.PAIR, "measured profile")
+        assert {role: one.id for role, one in decision.chosen.roles.items()} == {
+            "decode": "brisk/sdpa",
+            "rest": "ample/sdpa",
+        }
+        assert decision.measured.startswith("decodes 200 us (3 x 40 decode, cpu, ")
+        assert "against 260 us of ample/sdpa; other batches 200 us (2 x 20 prefill, cpu, " in decision.measured
+        assert decision.measured.endswith("against 260 us of brisk/sdpa, local profile; 2 shapes")
+        _, again = tuned(order(), capsys)
+        assert (again["measured"], again["kept"], again["pairs"][0]["wins"]) == (0, 2, True)
+
+    @pytest.mark.parametrize("prefill_cost", [200e-6, 202e-6, 204e-6])
+    def test_a_gain_within_the_margin_proposes_none(self, offer, order, capsys, prefill_cost) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, prefill_cost))
+        assert tuned(order(), capsys)[1]["pairs"] == []
+
+    def test_a_pair_that_is_slower_than_expected_is_not_chosen(
+        self, offer, order, capsys, monkeypatch, tmp_path
+    ) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        tuned(order(), capsys)
+        for path in (tmp_path / "profiles").iterdir():
+            (entry,) = json.loads(path.read_text())["entries"]
+            entry["times"][self.PAIR]["microseconds"] = min(t["microseconds"] for t in entry["times"].values()) * 1.15
+            path.write_text(json.dumps(entry))
+
+        decision = chosen(monkeypatch, tmp_path / "profiles")
+
+        assert decision.chosen.roles == {}
+        note = f"the pair {self.PAIR} was measured, and wins by less than 2%: nothing is routed"
+        assert note in decision.profile_notes
+        assert note in " ".join(str(decision).split())
+
+    def test_batch_invariance_allows_none(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        layer = LAYER.evolve(batch_invariant=True)
+
+        _, found = tuned(attrs.evolve(order(), layers=(layer,)), capsys)
+
+        problems = {pair["pair"]: pair["problem"] for pair in found["pairs"]}
+        assert "a request's result would depend on the batch" in problems[self.PAIR]
+        assert not any(self.PAIR in entry["times"] for entry in read(tmp_path))
+        assert chosen(monkeypatch, tmp_path / "profiles", layer).chosen.roles == {}
+
+    def test_a_pair_with_a_wrong_result_is_rejected(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        run = attnplug_routed.RoutedImpl.run
+
+        def wrong(*arguments: Any) -> None:
+            run(*arguments)
+            arguments[6].mul_(1.5)
+
+        monkeypatch.setattr(attnplug_routed.RoutedImpl, "run", wrong)
+        code, found = tuned(order(), capsys)
+        assert code == 1
+        assert "it computes another result than the oracle" in found["pairs"][0]["problem"]
+        assert chosen(monkeypatch, tmp_path / "profiles").chosen.roles == {}
+
+    def test_results_are_said_in_words(self, offer, order, capsys) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        run_order(order(json=False))
+        shown = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"pair (\S+): (\S+)% less time than (\S+) is expected, (\S+)% measured; (.*)", shown)
+        assert found is not None
+        assert (found[1], found[3], found[5]) == (self.PAIR, "brisk/sdpa", "selections route to it")
+        assert 6 < float(found[2]) < 8  # decodes weigh 0.6 of 0.8, and prefills take 1.3 times as long
+        assert 6 < float(found[4]) < 8
+
+
+def test_a_refusal_is_no_rejection(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("choosy", 1e-6, refusal="no driver for it")
+
+    code, found = tuned(order(), capsys)
+
+    assert code == 0
+    assert [entry["rejected"] for entry in found["entries"]] == [{}, {}]
+    assert all("no driver for it" in entry["refused"]["choosy/sdpa"] for entry in found["entries"])
+    assert {entry["default"] for entry in found["entries"]} == {"ample/sdpa"}
+    run_order(order(json=False, again=True))
+    assert "refused choosy/sdpa: " in capsys.readouterr().out
 
 
 def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:

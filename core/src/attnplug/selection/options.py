@@ -196,14 +196,19 @@ def file_of(device_name: str) -> str:
 
 
 def _read_shipped(folder: Path, name: str) -> tuple[ProfileEntry, ...]:
-    """Read the shipped files of a device, or of those whose names begin as its own: a product is named shortly."""
+    """Read the shipped files of a device: of those with its name, or a shorter or longer one, as products have."""
     from attnplug.evidence.profile import parse_entries  # noqa: PLC0415 - as above
 
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix == ".json" and path.stem.startswith(name))
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".json" and _is_product(path.stem, name))
     except OSError:
         return ()
     return tuple(entry for path in files for entry in parse_entries(read_text(path, _LARGEST_ENTRIES), str(path)))
+
+
+def _is_product(one: str, other: str) -> bool:
+    """Whether one name has all words of the other at its beginning: ``nvidia-h100`` and ``nvidia-h100-80gb-hbm3``."""
+    return f"{one}-".startswith(f"{other}-") or f"{other}-".startswith(f"{one}-")
 
 
 def profile_error(settings: Settings) -> SettingsError | None:

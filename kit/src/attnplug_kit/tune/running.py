@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import attnplug
 from attnplug.commands import NO, OK, complain, say, say_json, tracked, wrapped
@@ -24,8 +24,8 @@ from attnplug.evidence import (
     parse_entries,
     relative_times,
 )
-from attnplug.request import PREFIX
-from attnplug_kit.tune.deciding import winner
+from attnplug.request import PREFIX, names_of_pair
+from attnplug_kit.tune.deciding import pair_gain, proposals, winner
 from attnplug_kit.tune.grid import DEFAULT_BATCHES, described, estimated_seconds, make_grid
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
     from attnplug.evidence import ProfileEntry
     from attnplug.request import Requirements
+    from attnplug_kit.tune.deciding import Proposal
     from attnplug_kit.tune.grid import Cell
     from attnplug_kit.tune.measuring import Clocks, Tuner
 
+_MOST_PAIRS = 4  # of a layer: where the best is refused, the next best is tried
 _SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
 
 
@@ -74,6 +76,36 @@ class Order:
 
 
 @frozen(eq=False)
+class TriedPair:
+    """
+    A routed pair of a layer, and what came of it.
+
+    Attributes:
+        layer: The layer.
+        proposal: The pair, with its expected gain.
+        problem: Why it has no times; else empty.
+        is_wrong: Whether that is a wrong result.
+        gain: Its measured advantage over the best single candidate: a part of its time, phases weighted.
+        wins: Whether selections follow it.
+    """
+
+    layer: Requirements
+    proposal: Proposal
+    problem: str = ""
+    is_wrong: bool = False
+    gain: float = 0.0
+    wins: bool = False
+
+    def __str__(self) -> str:
+        pair, best = self.proposal.pair, self.proposal.best
+        expected = f"pair {pair}: {self.proposal.gain:.1%} less time than {best} is expected"
+        if self.problem:
+            return f"{expected}; not routed: {self.problem}"
+        margin = "selections route to it" if self.wins else "within the margin: nothing is routed"
+        return f"{expected}, {self.gain:.1%} measured; {margin}"
+
+
+@frozen(eq=False)
 class Tuned:
     """
     What came of an order.
@@ -81,14 +113,16 @@ class Tuned:
     Attributes:
         entries: The measured entries.
         kept: The entries that were there already.
-        unserved: Cells that no candidate serves rightly, with the reason.
+        unserved: Cells that no candidate serves rightly, with the reason, and whether one was rejected.
         left: Cells for which there was no time.
+        pairs: The routed pairs that were proposed, and what came of them.
     """
 
     entries: tuple[ProfileEntry, ...] = ()
     kept: tuple[ProfileEntry, ...] = ()
-    unserved: tuple[tuple[Cell, str], ...] = ()
+    unserved: tuple[tuple[Cell, str, bool], ...] = ()
     left: tuple[Cell, ...] = ()
+    pairs: tuple[TriedPair, ...] = ()
 
 
 def run_order(order: Order) -> int:
@@ -111,7 +145,8 @@ def run_order(order: Order) -> int:
     else:
         _show(found, pinned)
     rejected = any(entry.rejected for entry in (*found.entries, *found.kept))
-    return NO if rejected or found.left or found.unserved else OK
+    wrong = any(each.is_wrong for each in found.pairs) or any(is_wrong for *_, is_wrong in found.unserved)
+    return NO if rejected or wrong or found.left else OK
 
 
 @contextmanager
@@ -146,25 +181,72 @@ def _measure(order: Order) -> Tuned:
 
 
 def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
-    entries: list[ProfileEntry] = []
-    kept: list[ProfileEntry] = []
-    unserved: list[tuple[Cell, str]] = []
+    entries: dict[Cell, ProfileEntry] = {}
+    kept: dict[Cell, ProfileEntry] = {}
+    unserved: list[tuple[Cell, str, bool]] = []
     left: list[Cell] = []
     for cell in tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json):
         there = None if order.again else _present(order.folder, cell, tuner)
         if there is not None:
-            kept.append(there)
-        elif order.seconds is not None and perf_counter() - begin > order.seconds:
+            kept[cell] = there
+        elif _is_over(order, begin):
             left.append(cell)
         else:
-            entry, rejected = tuner.measure(cell) if tuner.candidates(cell) else (None, {})
-            if entry is None:
-                reasons = "; ".join(f"{id_}: {reason}" for id_, reason in rejected.items())
-                unserved.append((cell, reasons or "no candidate can serve it"))
+            found = tuner.measure(cell)
+            if found.times:
+                entries[cell] = tuner.entry(cell, found)
+                write_entry(order.folder, entries[cell])
             else:
-                write_entry(order.folder, entry)
-                entries.append(entry)
-    return Tuned(tuple(entries), tuple(kept), tuple(unserved), tuple(left))
+                reasons = "; ".join(f"{id_}: {reason}" for id_, reason in found.reasons.items())
+                unserved.append((cell, reasons or "no candidate can serve it", bool(found.rejected)))
+    pairs = [] if left else _run_pairs(order, {**kept, **entries}, entries, tuner, begin)
+    return Tuned(tuple(entries.values()), tuple(kept.values()), tuple(unserved), tuple(left), tuple(pairs))
+
+
+def _is_over(order: Order, begin: float) -> bool:
+    return order.seconds is not None and perf_counter() - begin > order.seconds
+
+
+def _run_pairs(
+    order: Order, known: dict[Cell, ProfileEntry], entries: dict[Cell, ProfileEntry], tuner: Tuner, begin: float
+) -> list[TriedPair]:
+    """Measure the routed pair of each layer whose decodes and other batches have different fastest candidates."""
+    found = []
+    for layer in dict.fromkeys(cell.layer for cell in known):
+        own = {cell: entry for cell, entry in known.items() if cell.layer == layer}
+        offered = proposals(layer, list(own.values()))
+        for proposal in offered[:_MOST_PAIRS]:
+            objection = tuner.objection(next(iter(own)), proposal.pair)
+            if objection:
+                found.append(TriedPair(layer, proposal, objection))
+                continue
+            tried = _run_pair(order, own, proposal, tuner, begin)
+            entries |= {cell: entry for cell, entry in own.items() if entry is not known[cell]}
+            found.append(tried)
+            break
+    return found
+
+
+def _run_pair(order: Order, own: dict[Cell, ProfileEntry], proposal: Proposal, tuner: Tuner, begin: float) -> TriedPair:
+    """Measure a pair in all batches of a layer, whose entries in `own` are replaced by those with its times."""
+    for cell, entry in own.items():
+        if _has_pair(entry, proposal, tuner):
+            continue
+        if _is_over(order, begin):
+            return TriedPair(cell.layer, proposal, "there was no time to measure it: the same command goes on with it")
+        found = tuner.measure_pair(cell, proposal)
+        problem = found.reasons.get(proposal.pair)
+        if problem is not None:
+            return TriedPair(cell.layer, proposal, problem, is_wrong=proposal.pair in found.rejected)
+        own[cell] = evolve(entry, times={**entry.times, **found.times})
+        write_entry(order.folder, own[cell])
+    gain, wins = pair_gain(next(iter(own)).layer, list(own.values()), proposal.pair)
+    return TriedPair(next(iter(own)).layer, proposal, gain=gain, wins=wins)
+
+
+def _has_pair(entry: ProfileEntry, proposal: Proposal, tuner: Tuner) -> bool:
+    time = entry.times.get(proposal.pair)
+    return time is not None and time.libraries == tuner.libraries(proposal.pair)
 
 
 def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
@@ -177,8 +259,9 @@ def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
     except (OSError, ValueError):
         return None
     ids = tuner.candidates(cell)
+    there = {id_ for id_ in (*entry.times, *entry.rejected, *entry.refused) if names_of_pair(id_) is None}
     same = all(time.libraries == tuner.libraries(id_) for id_, time in entry.times.items() if id_ in ids)
-    return entry if {*entry.times, *entry.rejected} == {*ids} and same else None
+    return entry if there == {*ids} and same else None
 
 
 def write_entry(folder: Path, entry: ProfileEntry) -> None:
@@ -244,7 +327,11 @@ def _show(found: Tuned, pinned: str) -> None:
         say("\n".join(wrapped(f"{entry.shape}, {described(entry.requirements)}: {_result(entry)}")))
         for id_, reason in entry.rejected.items():
             say("\n".join(wrapped(f"rejected {id_}: {reason}", "  ")))
-    for cell, reason in found.unserved:
+        for id_, reason in entry.refused.items():
+            say("\n".join(wrapped(f"refused {id_}: {reason}", "  ")))
+    for pair in found.pairs:
+        say("\n".join(wrapped(f"{described(pair.layer)}: {pair}")))
+    for cell, reason, _ in found.unserved:
         complain(f"attnplug: warning: not measured: {cell}: {reason}")
     if found.left:
         complain(f"attnplug: warning: {len(found.left)} cells are left: the same command goes on with them")
@@ -260,7 +347,7 @@ def _result(entry: ProfileEntry) -> str:
     relative = relative_times(entry)
     times = sorted(entry.times, key=lambda id_: (id_ != first, entry.times[id_].microseconds))
     shown = ", ".join(f"{id_} {entry.times[id_].microseconds:.4g} us" for id_ in times)
-    equal = sum(1 for each in relative.values() if each == 1.0)
+    equal = sum(1 for id_, each in relative.items() if each == 1.0 and names_of_pair(id_) is None)
     note = "" if wins or len(times) == 1 else f" ({equal} within the margin: the default order decides)"
     return f"{shown}{note}"
 
@@ -278,7 +365,19 @@ def _to_dict(found: Tuned, pinned: str) -> dict[str, Any]:
         "entries": [{**entry.to_dict(), "fastest": winner(entry)[0]} for entry in (*found.kept, *found.entries)],
         "measured": len(found.entries),
         "kept": len(found.kept),
-        "unserved": [{"cell": str(cell), "reason": reason} for cell, reason in found.unserved],
+        "unserved": [{"cell": str(cell), "reason": reason} for cell, reason, _ in found.unserved],
         "left": [str(cell) for cell in found.left],
+        "pairs": [
+            {
+                "layer": described(each.layer),
+                "pair": each.proposal.pair,
+                "best": each.proposal.best,
+                "expected_gain": each.proposal.gain,
+                "gain": each.gain,
+                "wins": each.wins,
+                "problem": each.problem,
+            }
+            for each in found.pairs
+        ],
         "pinned": pinned,
     }
