@@ -175,6 +175,21 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
     assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
 
 
+def test_an_exported_file_has_nothing_of_the_machine(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("broken", 1e-6, extra='raise RuntimeError("no kernel in /home/me/cache/a.so, 3 of 4")')
+    tuned(order(export=str(tmp_path / "all.json")), capsys)
+
+    entries = parse_entries((tmp_path / "all.json").read_text())
+
+    assert {each.rejected["broken/sdpa"].partition(": ")[2] for each in entries} == {
+        "RuntimeError: no kernel in ..., 3 of 4"
+    }
+    times = [time for each in entries for time in each.times.values()]
+    assert all(time.compile_s == 0 and len(time.samples) == time.rounds for time in times)
+    assert "/home" in read(tmp_path)[0]["rejected"]["broken/sdpa"]
+
+
 def test_no_profile_counts_while_tuning(offer, order, capsys, monkeypatch, tmp_path) -> None:
     offer("ample", 300e-6)
     offer("brisk", 200e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from attnplug_kit.tune.measuring import Clocks, Tuner
 
 _MOST_PAIRS = 4  # of a layer: where the best is refused, the next best is tried
+_PATH = re.compile(r"(?<![\w.])/[\w.+-]+/[^\s'\",;:]*")
 _SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
 
 
@@ -298,7 +300,7 @@ def _read(path: Path) -> tuple[ProfileEntry, ...]:
 
 def _export(order: Order) -> str:
     """Write one file of all entries of the folder, and return the setting that pins it."""
-    entries = merged(entry for path in sorted(order.folder.glob("*.json")) for entry in _read(path))
+    entries = merged(_without_local(e) for path in sorted(order.folder.glob("*.json")) for e in _read(path))
     path = Path(str(order.export))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,6 +308,15 @@ def _export(order: Order) -> str:
     except OSError as error:
         raise RequestError(f"--export {str(path)!r} cannot be written: {error.strerror}", "", "name another") from error
     return f"{PREFIX}PROFILE={path}#sha256={content_hash(entries)}"
+
+
+def _without_local(entry: ProfileEntry) -> ProfileEntry:
+    """Return an entry without what is of this machine alone: paths in messages, and the seconds of compiling."""
+    rejected, refused = (
+        {id_: _PATH.sub("...", text) for id_, text in reasons.items()} for reasons in (entry.rejected, entry.refused)
+    )
+    times = {id_: evolve(time, compile_s=0.0) for id_, time in entry.times.items()}
+    return evolve(entry, times=times, rejected=rejected, refused=refused)
 
 
 # What is said
