@@ -21,7 +21,7 @@ from attnplug.selection import process  # noqa: E402
 from attnplug_kit import tune  # noqa: E402
 from attnplug_kit.tune.grid import layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
 from attnplug_kit.tune.measuring import Tuner  # noqa: E402
-from attnplug_kit.tune.running import Order, run_order  # noqa: E402
+from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: E402
 from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  # noqa: E402
 
 if TYPE_CHECKING:
@@ -177,17 +177,39 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
 
 def test_an_exported_file_has_nothing_of_the_machine(offer, order, capsys, tmp_path) -> None:
     offer("ample", 300e-6)
-    offer("broken", 1e-6, extra='raise RuntimeError("no kernel in /home/me/cache/a.so, 3 of 4")')
+    offer("faulty", 1e-6, extra='raise RuntimeError("no kernel in /home/me/cache/a.so, 3 of 4")')
     tuned(order(export=str(tmp_path / "all.json")), capsys)
 
     entries = parse_entries((tmp_path / "all.json").read_text())
 
-    assert {each.rejected["broken/sdpa"].partition(": ")[2] for each in entries} == {
+    assert {each.rejected["faulty/sdpa"].partition(": ")[2] for each in entries} == {
         "RuntimeError: no kernel in ..., 3 of 4"
     }
     times = [time for each in entries for time in each.times.values()]
     assert all(time.compile_s == 0 and len(time.samples) == time.rounds for time in times)
-    assert "/home" in read(tmp_path)[0]["rejected"]["broken/sdpa"]
+    assert "/home" in read(tmp_path)[0]["rejected"]["faulty/sdpa"]
+
+
+def test_two_runs_are_compared(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    tuned(order(), capsys)
+    other = attrs.evolve(order(), folder=tmp_path / "other")
+    tuned(other, capsys)
+    folders = [str(tmp_path / "profiles"), str(tmp_path / "other")]
+
+    assert run_comparison(folders, as_json=False) == 0
+    assert "2 measurements in both; 0 choices differ, 0 within the margin" in capsys.readouterr().out
+    COSTS.of["ample"] = 100e-6
+    tuned(attrs.evolve(other, again=True, batch=BATCHES[:1]), capsys)
+    assert run_comparison(folders, as_json=False) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 choices differ, 0 within the margin" in shown
+    assert "3 x 40 decode, " in shown
+    assert "brisk/sdpa and ample/sdpa, beyond the margin" in shown
+    (tmp_path / "none").mkdir()
+    with pytest.raises(RequestError, match="measurements of the same layers"):
+        run_comparison([folders[0], str(tmp_path / "none")], as_json=True)
 
 
 def test_no_profile_counts_while_tuning(offer, order, capsys, monkeypatch, tmp_path) -> None:

@@ -265,7 +265,7 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
         kv_len=_count(data, "kv_len"),
         query_len=_count(data, "query_len"),
         default=_text(data, "default"),
-        times={_line("a candidate", id_): _time(id_, time) for id_, time in times.items()},
+        times={_line("a candidate", id_): _time(id_, time, kept) for id_, time in times.items()},
         rejected=_texts(data, "rejected"),
         refused=_texts(data, "refused"),
         origin=origin,
@@ -279,7 +279,7 @@ def _once(kept: dict[str, Any], read: Callable[[Any], _T], table: Any) -> _T:
     return found
 
 
-def _time(id_: str, data: Any) -> MeasuredTime:
+def _time(id_: str, data: Any, kept: dict[str, Any]) -> MeasuredTime:
     if not isinstance(data, Mapping):
         raise ValueError(f"the time of {id_!r} is {shown(data)}, and it is an object")  # noqa: TRY004 - likewise
     numbers = {name: data.get(name, 0.0) for name in ("spread", "build_us", "compile_s")}
@@ -295,14 +295,19 @@ def _time(id_: str, data: Any) -> MeasuredTime:
         microseconds,
         rounds=rounds,
         in_graph=in_graph,
-        libraries=_texts(data, "libraries"),
+        libraries=_once(kept, _libraries, data.get("libraries", {})),
         samples=_samples(id_, data.get("samples", [])),
         **numbers,
     )
 
 
+def _libraries(table: Any) -> dict[str, str]:
+    return _texts({"libraries": table}, "libraries")
+
+
 def _samples(id_: str, samples: Any) -> tuple[float, ...]:
-    if not isinstance(samples, list) or not all(type(one) in (int, float) and 0 < one < inf for one in samples):
+    are_numbers = isinstance(samples, list) and set(map(type, samples)) <= {int, float}  # of many: in no loop of Python
+    if not are_numbers or (samples and not 0 < min(samples) <= max(samples) < inf):
         raise ValueError(f"samples of {id_!r} is {shown(samples)}, and it is a list of positive numbers")
     return tuple(samples)
 

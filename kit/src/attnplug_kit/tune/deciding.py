@@ -6,14 +6,14 @@ import statistics
 from itertools import permutations
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.evidence import levelled, phase_scores, relative_times, total_scores
 from attnplug.negotiation import measured_pairs, routes
 from attnplug.request import PAIR, names_of_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from attnplug.evidence import ProfileEntry
     from attnplug.request import Requirements
@@ -88,6 +88,52 @@ def pair_gain(layer: Requirements, entries: Sequence[ProfileEntry], pair: str) -
     """
     scores = total_scores(phase_scores(entries, layer))
     return 1 - scores[pair] / min(_singles(scores).values()), pair in measured_pairs(levelled(scores))
+
+
+@frozen
+class Difference:
+    """
+    A measurement of which two runs have different choices.
+
+    Attributes:
+        what: The batch and the layer.
+        choices: The choice of each run.
+        is_margin: Whether the two are within the margin of each other in a run: noise decides between them.
+    """
+
+    what: str
+    choices: tuple[str, str]
+    is_margin: bool
+
+
+def differences(one: Sequence[ProfileEntry], other: Sequence[ProfileEntry]) -> tuple[tuple[Difference, ...], int]:
+    """
+    Return where two runs of one device choose differently, and the number of measurements that both have.
+
+    Args:
+        one: The entries of a run.
+        other: The entries of the other run.
+    """
+    theirs = {_measurement(entry): entry for entry in other}
+    both = [(entry, theirs[key]) for entry in one if (key := _measurement(entry)) in theirs]
+    found = []
+    for pair in both:
+        first, second = (winner(entry)[0] for entry in pair)
+        if first != second:
+            is_margin = any(_are_close(entry, first, second) for entry in pair)
+            what = f"{pair[0].shape}, {pair[0].requirements}"
+            found.append(Difference(what, (first, second), is_margin))
+    return tuple(found), len(both)
+
+
+def _measurement(entry: ProfileEntry) -> tuple[Hashable, ...]:
+    return entry.device, entry.requirements, entry.phase, entry.bucket
+
+
+def _are_close(entry: ProfileEntry, first: str, second: str) -> bool:
+    """Whether one of two candidates is as fast as the other within their margin; not where one was not measured."""
+    times = {id_: entry.times[id_] for id_ in (first, second) if id_ in entry.times}
+    return len(times) == 2 and set(relative_times(evolve(entry, times=times)).values()) == {1.0}
 
 
 def _singles(scores: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from attnplug.evidence import (
     relative_times,
 )
 from attnplug.request import PREFIX, names_of_pair
-from attnplug_kit.tune.deciding import pair_gain, proposals, winner
+from attnplug_kit.tune.deciding import differences, pair_gain, proposals, winner
 from attnplug_kit.tune.grid import DEFAULT_BATCHES, described, estimated_seconds, make_grid
 
 if TYPE_CHECKING:
@@ -149,6 +149,39 @@ def run_order(order: Order) -> int:
     rejected = any(entry.rejected for entry in (*found.entries, *found.kept))
     wrong = any(each.is_wrong for each in found.pairs) or any(is_wrong for *_, is_wrong in found.unserved)
     return NO if rejected or wrong or found.left else OK
+
+
+def run_comparison(paths: Sequence[str], *, as_json: bool) -> int:
+    """
+    Say where two runs choose differently.
+
+    Args:
+        paths: The file or the folder of entries of each.
+        as_json: Whether to print JSON.
+
+    Returns:
+        0 where every difference is one within the margin; else 1.
+
+    Raises:
+        RequestError: A file cannot be read, or the two have no measurement in common.
+    """
+    found, count = differences(*map(_read_all, map(Path, paths)))
+    if not count:
+        raise RequestError(
+            f"--compare {' '.join(paths)} was given",
+            "the two have measurements of the same layers and batches on the same device",
+            "name two runs of one command",
+        )
+    beyond = [each for each in found if not each.is_margin]
+    if as_json:
+        rows = [{"what": each.what, "choices": list(each.choices), "margin": each.is_margin} for each in found]
+        say_json({"measurements": count, "differences": rows})
+        return NO if beyond else OK
+    say(f"{count} measurements in both; {len(found)} choices differ, {len(found) - len(beyond)} within the margin")
+    for each in found:
+        note = "within the margin" if each.is_margin else "beyond the margin"
+        say("\n".join(wrapped(f"{each.what}: {each.choices[0]} and {each.choices[1]}, {note}", "  ")))
+    return NO if beyond else OK
 
 
 @contextmanager
@@ -298,9 +331,15 @@ def _read(path: Path) -> tuple[ProfileEntry, ...]:
         ) from error
 
 
+def _read_all(path: Path) -> tuple[ProfileEntry, ...]:
+    """Return the entries of a file, or of all files of a folder."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return merged(entry for file in files for entry in _read(file))
+
+
 def _export(order: Order) -> str:
     """Write one file of all entries of the folder, and return the setting that pins it."""
-    entries = merged(_without_local(e) for path in sorted(order.folder.glob("*.json")) for e in _read(path))
+    entries = tuple(map(_without_local, _read_all(order.folder)))
     path = Path(str(order.export))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
