@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -24,9 +25,7 @@ from attnplug_kit.tune.measuring import Tuner  # noqa: E402
 from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: E402
 from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  # noqa: E402
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+SPARSE = Path(__file__).parents[1] / "conformance" / "sparse"
 LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
 BATCHES = ("decode:3x40", "prefill:2x20")
 
@@ -352,6 +351,34 @@ def test_a_refusal_is_no_rejection(offer, order, capsys, tmp_path) -> None:
     assert {entry["default"] for entry in found["entries"]} == {"ample/sdpa"}
     run_order(order(json=False, again=True))
     assert "refused choosy/sdpa: " in capsys.readouterr().out
+
+
+class TestBlockSparse:
+    """Local blocks hold every key of the small batches that are judged: the pattern shows in the measured batch."""
+
+    PATTERN: ClassVar = {"max_seqlen": 1024, "block_size": 64, "local_blocks": 6, "vert_stride": 4}
+
+    @pytest.fixture
+    def sparse(self, offer, monkeypatch, tmp_path):
+        """Register backends of block-sparse patterns: a right one and one without vertical blocks."""
+        monkeypatch.syspath_prepend(SPARSE.parent)
+        for module in ("patterned", "forgets_vertical"):
+            text = (SPARSE / "attnplug.toml").read_text("utf-8").replace('"sparse"', f'"{module}"')
+            (tmp_path / f"{module}.toml").write_text(text)
+            attnplug.register(f"sparse.{module}", manifest=tmp_path / f"{module}.toml")
+
+    def test_a_pattern_is_judged_by_the_oracle(self, sparse, order, capsys) -> None:
+        layer = LAYER.evolve(block_sparse=self.PATTERN)
+        batches = ("decode:2x700", "prefill:1x600")
+        code, found = tuned(attrs.evolve(order(batch=batches), layers=(layer,)), capsys)
+
+        assert code == 1
+        for entry in found["entries"]:
+            assert set(entry["times"]) == {"patterned/plain"}
+            problem = entry["rejected"]["forgets_vertical/plain"]
+            assert "differs from the oracle: output: " in problem
+        (read_back, _) = (parse_entries(json.dumps(entry))[0] for entry in found["entries"])
+        assert read_back.requirements == layer
 
 
 def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:

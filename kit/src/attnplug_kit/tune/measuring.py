@@ -26,7 +26,7 @@ from attnplug.request import FIELDS, names_of_pair
 from attnplug_kit.bench import DeviceClock, Target, make_rig
 from attnplug_kit.bench.forwarding import replay_of
 from attnplug_kit.bench.timing import CallClock, is_steady
-from attnplug_kit.oracle import Case, assert_close, attend, check, materialize
+from attnplug_kit.oracle import INT8_DTYPES, Case, Int8Rounding, assert_close, attend, check, materialize
 from attnplug_kit.tune.deciding import LEAST_ROUNDS, steady_rounds, summary, survivors
 
 if TYPE_CHECKING:
@@ -406,14 +406,16 @@ def _small_batches(layer: Requirements) -> tuple[Lens, ...]:
 
 def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
     """
-    Compare the last row of three requests with the oracle, where the cache is not quantized and no tokens are selected.
+    Compare the last row of three requests with the oracle, where the cache is not of FP8 and no tokens are selected.
 
     Raises:
         AssertionError: A row differs.
     """
     step = rig.step
-    if layer.kv_cache_dtype not in ("auto", layer.dtype) or layer.topk is not None:
+    rounding = _int8_rounding(rig, layer)
+    if (rounding is None and layer.kv_cache_dtype not in ("auto", layer.dtype)) or layer.topk is not None:
         return
+    byte_weights = rounding is not None and rounding.value_scales is not None
     for request in sorted({0, step.num_reqs // 2, step.num_reqs - 1}):
         first, begin = sum(step.query_lens[:request]), sum(step.cached_lens[:request])
         new, old = step.query_lens[request], step.cached_lens[request]
@@ -422,14 +424,24 @@ def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
             for past, rows in zip(rig.past, (rig.key, rig.value), strict=True)
         )
         row = first + new - 1
-        exact = attend(rig.query[row : row + 1].cpu(), keys, values, scale=step.scale, **_attention(rig, layer))
+        query, largest = rig.query[row : row + 1].cpu(), float(values.abs().max())
+        if rounding is not None:
+            query, keys, values = rounding.rows(query), rounding.rows(keys), rounding.values(values)
+        exact = attend(query, keys, values, scale=step.scale, **_attention(rig, layer))
         got = output[row].view(1, step.num_q_heads, step.size_v)
-        largest = float(values.abs().max())
         try:
-            assert_close(got, exact.output, dtype=got.dtype, scale=largest, spread=(exact.spread, exact.peak))
+            spread = exact.spread, exact.peak
+            assert_close(got, exact.output, dtype=got.dtype, scale=largest, byte_weights=byte_weights, spread=spread)
         except AssertionError as error:
             what = f"request {request} of {step.what} differs from the oracle: {error}"
             raise AssertionError(what) from error
+
+
+def _int8_rounding(rig: Rig, layer: Requirements) -> Int8Rounding | None:
+    """Return what an int8 cache makes of the rows, with the scales that the cache has; None for another dtype."""
+    if rig.cache is None or layer.kv_cache_dtype not in INT8_DTYPES:
+        return None
+    return Int8Rounding(rig.cache["v_scale"].cpu() if "v_scale" in rig.cache else None)
 
 
 def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
@@ -442,6 +454,7 @@ def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
         "window": Case(query_lens=(1,), context_lens=(0,), **own).window,
         "alibi_slopes": None if slopes is None else slopes.cpu(),
         "sinks": None if sinks is None else sinks.cpu(),
+        "block_sparse": None if layer.block_sparse is None else dict(layer.block_sparse),
         "custom_mask": None,
         "attn_bias": None,
     }
