@@ -276,6 +276,31 @@ class TestPairs:
         _, again = tuned(order(), capsys)
         assert (again["measured"], again["kept"], again["pairs"][0]["wins"]) == (0, 2, True)
 
+    def test_a_pair_is_measured_after_each_batch(self, offer, order, capsys, monkeypatch) -> None:
+        """A command that is interrupted has the pairs of the batches before; later ones measure it at once."""
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        asked: list[tuple[str, str]] = []
+        for name in ("measure", "measure_pair"):
+            own = getattr(Tuner, name)
+            monkeypatch.setattr(
+                Tuner,
+                name,
+                lambda self, cell, pair="", own=own: (
+                    asked.append((cell.phase, getattr(pair, "pair", pair))) or own(self, cell, pair)
+                ),
+            )
+        _, found = tuned(order(batch=[*BATCHES, "mixed:2x40+1x16"]), capsys)
+        assert asked == [
+            ("decode", ""),
+            ("prefill", ""),
+            ("decode", self.PAIR),
+            ("prefill", self.PAIR),
+            ("mixed", self.PAIR),
+        ]
+        assert all(self.PAIR in entry["times"] for entry in found["entries"])
+        assert found["pairs"][0]["wins"]
+
     @pytest.mark.parametrize("prefill_cost", [200e-6, 202e-6, 204e-6])
     def test_a_gain_within_the_margin_proposes_none(self, offer, order, capsys, prefill_cost) -> None:
         offer("ample", (260e-6, 200e-6))

@@ -210,15 +210,19 @@ class Tuner:
             versions |= {name: version} if name and registry().version_of(name) == version else {}
         return versions
 
-    def measure(self, cell: Cell) -> Measured:
-        """Return the times of a cell, and why some candidates have none."""
-        return self._contest(cell, self.candidates(cell))
+    def measure(self, cell: Cell, pair: str = "") -> Measured:
+        """Return the times of a cell, of a routed pair too, and why some candidates have none."""
+        return self._contest(cell, {**self.candidates(cell), **self._graph_of_pair(cell, pair)})
 
     def measure_pair(self, cell: Cell, proposal: Proposal) -> Measured:
-        """Return the times of a pair and of the candidates beside it, measured in turn; the pair alone is judged."""
-        pair = self._with_graphs(cell, [proposal.pair])
+        """Return the times of a pair and of the candidates beside it, measured in turn."""
         singles = {id_: graph for id_, graph in self.candidates(cell).items() if id_ in proposal.singles}
-        return self._contest(cell, {**singles, **{id_: graph for id_, graph in pair.items() if id_ == proposal.pair}})
+        return self._contest(cell, {**singles, **self._graph_of_pair(cell, proposal.pair)})
+
+    def _graph_of_pair(self, cell: Cell, pair: str) -> dict[str, bool]:
+        """Return whether a pair runs in a CUDA graph; empty where its candidates are no pair for a cell."""
+        found = self._with_graphs(cell, [pair]) if pair else {}
+        return {id_: graph for id_, graph in found.items() if id_ == pair}
 
     def entry(self, cell: Cell, found: Measured) -> ProfileEntry:
         """Return the entry of a cell with a time at least."""
@@ -231,7 +235,7 @@ class Tuner:
             num_seqs=cell.step.num_reqs,
             kv_len=cell.kv_len,
             query_len=cell.query_len,
-            default=next(id_ for id_ in self.candidates(cell) if id_ in found.times),
+            default=next((id_ for id_ in self.candidates(cell) if id_ in found.times), min(found.times)),
             times=found.times,
             rejected=found.rejected,
             refused=found.refused,

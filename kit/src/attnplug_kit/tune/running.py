@@ -30,7 +30,7 @@ from attnplug_kit.tune.deciding import differences, pair_gain, proposals, winner
 from attnplug_kit.tune.grid import DEFAULT_BATCHES, described, estimated_seconds, make_grid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attnplug.evidence import ProfileEntry
     from attnplug.request import Requirements
@@ -217,66 +217,87 @@ def _measure(order: Order) -> Tuned:
 
 def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
     entries: dict[Cell, ProfileEntry] = {}
-    kept: dict[Cell, ProfileEntry] = {}
+    kept: set[Cell] = set()
     unserved: list[tuple[Cell, str, bool]] = []
     left: list[Cell] = []
-    for cell in tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json):
+    pairs: dict[Requirements, list[TriedPair]] = {}
+    for index, cell in enumerate(tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json)):
         there = None if order.again else _present(order.folder, cell, tuner)
         if there is not None:
-            kept[cell] = there
+            entries[cell] = there
+            kept.add(cell)
         elif _is_over(order, begin):
             left.append(cell)
         else:
-            found = tuner.measure(cell)
+            found = tuner.measure(cell, _pair_of(pairs.get(cell.layer, ())))
             if found.times:
                 entries[cell] = tuner.entry(cell, found)
                 write_entry(order.folder, entries[cell])
             else:
                 reasons = "; ".join(f"{id_}: {reason}" for id_, reason in found.reasons.items())
                 unserved.append((cell, reasons or "no candidate can serve it", bool(found.rejected)))
-    pairs = [] if left else _run_pairs(order, {**kept, **entries}, entries, tuner, begin)
-    return Tuned(tuple(entries.values()), tuple(kept.values()), tuple(unserved), tuple(left), tuple(pairs))
+        # After each batch of all layers: a command that is interrupted has measured the pairs of the first batches.
+        if index + 1 == len(cells) or cells[index + 1].step.what != cell.step.what:
+            pairs = {layer: _run_pairs(order, layer, entries, tuner, begin) for layer in _layers(entries)}
+    return Tuned(
+        tuple(entry for cell, entry in entries.items() if cell not in kept),
+        tuple(entry for cell, entry in entries.items() if cell in kept),
+        tuple(unserved),
+        tuple(left),
+        tuple(each for tried in pairs.values() for each in tried),
+    )
 
 
 def _is_over(order: Order, begin: float) -> bool:
     return order.seconds is not None and perf_counter() - begin > order.seconds
 
 
+def _layers(entries: Mapping[Cell, ProfileEntry]) -> tuple[Requirements, ...]:
+    return tuple(dict.fromkeys(cell.layer for cell in entries))
+
+
+def _pair_of(tried: Sequence[TriedPair]) -> str:
+    """Return the pair that was measured in all batches so far; empty without one."""
+    return next((each.proposal.pair for each in tried if not each.problem), "")
+
+
 def _run_pairs(
-    order: Order, known: dict[Cell, ProfileEntry], entries: dict[Cell, ProfileEntry], tuner: Tuner, begin: float
+    order: Order, layer: Requirements, entries: dict[Cell, ProfileEntry], tuner: Tuner, begin: float
 ) -> list[TriedPair]:
-    """Measure the routed pair of each layer whose decodes and other batches have different fastest candidates."""
-    found = []
-    for layer in dict.fromkeys(cell.layer for cell in known):
-        own = {cell: entry for cell, entry in known.items() if cell.layer == layer}
-        offered = proposals(layer, list(own.values()))
-        for proposal in offered[:_MOST_PAIRS]:
-            objection = tuner.objection(next(iter(own)), proposal.pair)
-            if objection:
-                found.append(TriedPair(layer, proposal, objection))
-                continue
-            tried = _run_pair(order, own, proposal, tuner, begin)
-            entries |= {cell: entry for cell, entry in own.items() if entry is not known[cell]}
-            found.append(tried)
-            break
+    """Measure the routed pair of a layer whose decodes and other batches have different fastest candidates."""
+    found: list[TriedPair] = []
+    own = [cell for cell in entries if cell.layer == layer]
+    for proposal in proposals(layer, [entries[cell] for cell in own])[:_MOST_PAIRS]:
+        objection = tuner.objection(own[0], proposal.pair)
+        if not objection:
+            return [*found, _run_pair(order, own, entries, proposal, tuner, begin)]
+        found.append(TriedPair(layer, proposal, objection))
     return found
 
 
-def _run_pair(order: Order, own: dict[Cell, ProfileEntry], proposal: Proposal, tuner: Tuner, begin: float) -> TriedPair:
-    """Measure a pair in all batches of a layer, whose entries in `own` are replaced by those with its times."""
-    for cell, entry in own.items():
-        if _has_pair(entry, proposal, tuner):
+def _run_pair(
+    order: Order,
+    own: Sequence[Cell],
+    entries: dict[Cell, ProfileEntry],
+    proposal: Proposal,
+    tuner: Tuner,
+    begin: float,
+) -> TriedPair:
+    """Measure a pair in all batches of a layer; their entries are replaced by those with its times."""
+    layer, pair = own[0].layer, proposal.pair
+    for cell in own:
+        if _has_pair(entries[cell], proposal, tuner):
             continue
         if _is_over(order, begin):
-            return TriedPair(cell.layer, proposal, "there was no time to measure it: the same command goes on with it")
+            return TriedPair(layer, proposal, "there was no time to measure it: the same command goes on with it")
         found = tuner.measure_pair(cell, proposal)
-        problem = found.reasons.get(proposal.pair)
-        if problem is not None:
-            return TriedPair(cell.layer, proposal, problem, is_wrong=proposal.pair in found.rejected)
-        own[cell] = evolve(entry, times={**entry.times, **found.times})
-        write_entry(order.folder, own[cell])
-    gain, wins = pair_gain(next(iter(own)).layer, list(own.values()), proposal.pair)
-    return TriedPair(next(iter(own)).layer, proposal, gain=gain, wins=wins)
+        if pair not in found.times:
+            problem = found.reasons.get(pair, f"it cannot serve {cell.step.what}")
+            return TriedPair(layer, proposal, problem, is_wrong=pair in found.rejected)
+        entries[cell] = evolve(entries[cell], times={**entries[cell].times, **found.times})
+        write_entry(order.folder, entries[cell])
+    gain, wins = pair_gain(layer, [entries[cell] for cell in own], pair)
+    return TriedPair(layer, proposal, gain=gain, wins=wins)
 
 
 def _has_pair(entry: ProfileEntry, proposal: Proposal, tuner: Tuner) -> bool:
