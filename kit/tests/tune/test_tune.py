@@ -352,6 +352,32 @@ class TestPairs:
         assert "it computes another result than the oracle" in found["pairs"][0]["problem"]
         assert chosen(monkeypatch, tmp_path / "profiles").chosen.roles == {}
 
+    def test_where_a_pair_fails_the_next_best_is_tried(self, offer, order, capsys, monkeypatch) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        offer("calm", (207e-6, 260e-6))
+        tried: list[str] = []
+        measure = Tuner.measure_pair
+
+        def failing(self: Any, cell: Any, proposal: Any) -> Any:
+            tried.append(proposal.pair)
+            found = measure(self, cell, proposal)
+            if proposal.pair != self_pair:
+                return found
+            times = {id_: time for id_, time in found.times.items() if id_ != self_pair}
+            return attrs.evolve(found, times=times, rejected={self_pair: "it failed: out of memory"})
+
+        self_pair = self.PAIR
+        monkeypatch.setattr(Tuner, "measure_pair", failing)
+        code, found = tuned(order(batch=[*BATCHES, "mixed:2x40+1x16"]), capsys)
+
+        assert code == 1
+        assert tried.count(self.PAIR) == 1
+        assert [(pair["pair"], pair["wins"]) for pair in found["pairs"]] == [
+            (self.PAIR, False),
+            ("calm/sdpa+ample/sdpa", True),
+        ]
+
     def test_results_are_said_in_words(self, offer, order, capsys) -> None:
         offer("ample", (260e-6, 200e-6))
         offer("brisk", (200e-6, 260e-6))

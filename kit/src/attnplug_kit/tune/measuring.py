@@ -246,13 +246,12 @@ class Tuner:
         rejected: dict[str, str] = {}
         refused: dict[str, str] = {}
         for id_, in_graph in ids.items():
-            refusal = self._refusal(cell.layer, id_)
-            if refusal:
-                refused[id_] = refusal
-                continue
             with ForeignCode("it failed:") as code:
-                problem = self._judge(cell.layer, id_)
-                if problem:
+                refusal = self._refusal(cell.layer, id_)
+                problem = "" if refusal else self._judge(cell.layer, id_)
+                if refusal:
+                    refused[id_] = refusal
+                elif problem:
                     rejected[id_] = problem
                 else:
                     ready[id_] = self._prepare(cell, id_, in_graph=in_graph)

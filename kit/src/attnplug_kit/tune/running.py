@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _MOST_PAIRS = 4  # of a layer: where the best is refused, the next best is tried
 _PATH = re.compile(r"(?<![\w.])/[\w.+-]+/[^\s'\",;:]*")
+_NO_TIME = "there was no time to measure it: the same command goes on with it"
 _SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
 
 
@@ -148,7 +149,8 @@ def run_order(order: Order) -> int:
         _show(found, pinned)
     rejected = any(entry.rejected for entry in (*found.entries, *found.kept))
     wrong = any(each.is_wrong for each in found.pairs) or any(is_wrong for *_, is_wrong in found.unserved)
-    return NO if rejected or wrong or found.left else OK
+    left = found.left or any(each.problem == _NO_TIME for each in found.pairs)
+    return NO if rejected or wrong or left else OK
 
 
 def run_comparison(paths: Sequence[str], *, as_json: bool) -> int:
@@ -238,7 +240,10 @@ def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) 
                 unserved.append((cell, reasons or "no candidate can serve it", bool(found.rejected)))
         # After each batch of all layers: a command that is interrupted has measured the pairs of the first batches.
         if index + 1 == len(cells) or cells[index + 1].step.what != cell.step.what:
-            pairs = {layer: _run_pairs(order, layer, entries, tuner, begin) for layer in _layers(entries)}
+            pairs = {
+                layer: _run_pairs(order, layer, entries, tuner, begin, pairs.get(layer, ()))
+                for layer in _layers(entries)
+            }
     return Tuned(
         tuple(entry for cell, entry in entries.items() if cell not in kept),
         tuple(entry for cell, entry in entries.items() if cell in kept),
@@ -262,16 +267,31 @@ def _pair_of(tried: Sequence[TriedPair]) -> str:
 
 
 def _run_pairs(
-    order: Order, layer: Requirements, entries: dict[Cell, ProfileEntry], tuner: Tuner, begin: float
+    order: Order,
+    layer: Requirements,
+    entries: dict[Cell, ProfileEntry],
+    tuner: Tuner,
+    begin: float,
+    before: Sequence[TriedPair] = (),
 ) -> list[TriedPair]:
-    """Measure the routed pair of a layer whose decodes and other batches have different fastest candidates."""
+    """
+    Measure the routed pair of a layer whose decodes and other batches have different fastest candidates. Where one
+    fails, the next best is tried, and that one not again.
+    """
     found: list[TriedPair] = []
     own = [cell for cell in entries if cell.layer == layer]
+    failed = {each.proposal.pair: each for each in before if each.problem not in ("", _NO_TIME)}
     for proposal in proposals(layer, [entries[cell] for cell in own])[:_MOST_PAIRS]:
         objection = tuner.objection(own[0], proposal.pair)
-        if not objection:
-            return [*found, _run_pair(order, own, entries, proposal, tuner, begin)]
-        found.append(TriedPair(layer, proposal, objection))
+        if proposal.pair in failed:
+            tried = evolve(failed[proposal.pair], proposal=proposal)
+        elif objection:
+            tried = TriedPair(layer, proposal, objection)
+        else:
+            tried = _run_pair(order, own, entries, proposal, tuner, begin)
+        found.append(tried)
+        if tried.problem in ("", _NO_TIME):
+            break
     return found
 
 
@@ -289,7 +309,7 @@ def _run_pair(
         if _has_pair(entries[cell], proposal, tuner):
             continue
         if _is_over(order, begin):
-            return TriedPair(layer, proposal, "there was no time to measure it: the same command goes on with it")
+            return TriedPair(layer, proposal, _NO_TIME)
         found = tuner.measure_pair(cell, proposal)
         if pair not in found.times:
             problem = found.reasons.get(pair, f"it cannot serve {cell.step.what}")
