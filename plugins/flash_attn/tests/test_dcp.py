@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,17 +14,16 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attnplug.contract import Layer
+from attnplug.ops import Ranks, ranks
 from attnplug_flash_attn import builder, dcp, impl
-from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_mutants import MUTANTS
 from plugins.flash_attn.tests.dcp_steps import DcpStep
 from plugins.flash_attn.tests.launches import Launches
-from plugins.flash_attn.tests.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 from plugins.flash_attn.tests.real import DCP, SINKS
-from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
+from tests.backends.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,7 +232,7 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
             write_lse(lse, torch.empty(lse.T.shape))
 
     monkeypatch.setattr(builder, "Ranks", Ranks)  # which threads of other tests replace
-    for module, name in ((dcp, "merge_into"), (dcp, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
+    for module, name in ((dcp, "merge_into"), (ranks, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
         monkeypatch.setattr(module, name, launches.one(name))
     step = DcpStep(ranks=2, interleave=4, new=(1, 1), cached=(9, 14), group=4, return_lse=return_lse, padding=1)
     backend = dcp_steps.backend_of(step, replayed=is_replayed)
@@ -266,24 +264,3 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
         "_reduce_scatter_base_": 1,
         "merge_into": 1,
     }
-
-
-@pytest.mark.slow
-def test_the_kernel_interpreted() -> None:
-    run_interpreted(Path(__file__).with_name("test_weigh_on_gpu.py"))
-
-
-@NEEDS_TRITON
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_kernel_compiles(dtype: str, capability: int) -> None:
-    from attnplug_flash_attn.triton_dcp import _weigh  # noqa: PLC0415 - needs Triton
-
-    kinds = {"out": f"*{dtype}", "lses": "*fp32", "parts": f"*{dtype}", "total": "*fp32"}
-    sizes = {"rank": 1, "ranks": 2, "kv_heads": 1, "group": 16, "size": 128, "tile": 8, "width": 128}
-
-    code = compile_kernel(_weigh, kinds, sizes, unaligned=("tokens",), capability=capability, num_warps=4).asm["ptx"]
-
-    assert "ld.global.v4" in code  # 16 bytes at a time
-    assert "st.global.v4" in code

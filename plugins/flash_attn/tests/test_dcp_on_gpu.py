@@ -11,8 +11,8 @@ import torch
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_steps import DcpStep
-from plugins.flash_attn.tests.rank_groups import ProcessGroup
 from plugins.flash_attn.tests.real import DCP, FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP
+from tests.backends.rank_groups import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
