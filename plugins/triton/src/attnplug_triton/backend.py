@@ -61,7 +61,7 @@ class TritonBackend(Backend):
         super().__init__(agreement, device)
         requested = agreement.requirements
         self._size_v = requested.head_size_v or requested.head_size
-        group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
+        group, most = requested.gqa_ratio * requested.dcp_size, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
         self.short = max(1, min(requested.decode_query_len, most // group)) if requested.topk is None else 1
         self._rows, arch = self.short * group, architecture(self.device_properties)
         sizes, dtype, rows = (requested.head_size, self._size_v), agreement.kv_cache_dtype, self._rows
@@ -114,6 +114,7 @@ class TritonBackend(Backend):
             keys = min(keys, requested.sliding_window + self.short)
         if requested.attention_chunk is not None:
             keys = min(keys, requested.attention_chunk + self.short)
+        keys = -(-keys // requested.dcp_size)
         return splits(
             sequences=requests * self._programs,
             keys=keys,
@@ -131,7 +132,7 @@ class TritonBackend(Backend):
         requested = self.agreement.requirements
         members, fixed = self._members(limits), self.fixed_splits(limits)
         parts = max_parts(members, self._programs, self._multiprocessors) if fixed is None else members * fixed
-        return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
+        return split_bytes(parts * self.short, requested.num_q_heads * requested.dcp_size, self._size_v)
 
     def fixed_splits(self, limits: Limits) -> int | None:
         """
@@ -142,7 +143,8 @@ class TritonBackend(Backend):
         requested = self.agreement.requirements
         if not (requested.batch_invariant if limits.batch_invariant is None else limits.batch_invariant):
             return None
-        split = split_bytes(self._members(limits) * self.short, requested.num_q_heads, self._size_v)
+        heads = requested.num_q_heads * requested.dcp_size
+        split = split_bytes(self._members(limits) * self.short, heads, self._size_v)
         most = max(1, min(_FIXED_SPLITS, _FIXED_BYTES // split, limits.max_num_splits or _FIXED_SPLITS))
         return self.splits(1, limits.max_seq_len if requested.topk is None else requested.topk, most)
 

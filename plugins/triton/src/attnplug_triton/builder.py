@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnplug.batching import check_local_shard
 from attnplug.contract import MetadataBuilder
-from attnplug.ops import split_views
+from attnplug.ops import Ranks, split_views
 from attnplug_triton.launch import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from attnplug.contract import Batch, BatchSplit, GraphBuffers
+    from attnplug.contract import AttentionImpl, Batch, BatchSplit, GraphBuffers, State
     from attnplug_triton.backend import TritonBackend
 
 
@@ -28,6 +31,12 @@ class TritonBuilder(MetadataBuilder):
     supports_graphs = True
     decodes_first = False
     backend: TritonBackend
+
+    def __init__(self, backend: TritonBackend, impls: Sequence[AttentionImpl], state: State) -> None:
+        super().__init__(backend, impls, state)
+        parallel = self.parallel
+        self._shard = parallel.dcp_rank, parallel.dcp_size, parallel.dcp_interleave
+        self._ranks = Ranks(parallel, state.device) if parallel.dcp_size > 1 else None
 
     @property
     def replays_without_build(self) -> bool:
@@ -54,12 +63,17 @@ class TritonBuilder(MetadataBuilder):
         if has_short:
             fixed = self.backend.fixed_splits(self.limits)
             splits = fixed or self.backend.splits(members, most_keys, self.limits.max_num_splits)
+        if self._ranks is not None and self.agreement.requirements.seq_lens_cpu_kind == "exact":
+            check_local_shard(batch, self.parallel, self.agreement.block_size or 1)
         plan = Plan(
             short=short,
             num_splits=splits,
             num_selections=0 if topk is None else members,
             num_tokens=batch.num_actual_tokens if has_long else 0,
             parts=self._parts(members * short, splits) if splits > 1 else None,
+            shard=self._shard,
+            ranks=self._ranks,
+            in_order=self.batch_invariant,
             mask_starts=None if batch.custom_mask is None else self._mask_starts(batch, graph),
             mask_stride=0 if graph is None or batch.custom_mask is None else graph.max_seq_len,
             decode_tiles=self.backend.decode_tiles,
@@ -79,7 +93,8 @@ class TritonBuilder(MetadataBuilder):
     def _parts(self, rows: int, splits: int) -> tuple[Tensor, Tensor]:
         requested = self.agreement.requirements
         size_v = requested.head_size_v or requested.head_size
-        return split_views(self.state.workspace, rows, requested.num_q_heads, splits, size_v)
+        heads = requested.num_q_heads * requested.dcp_size
+        return split_views(self.state.workspace, rows, heads, splits, size_v)
 
 
 def _kinds(batch: Batch, short: int) -> tuple[bool, bool]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import Batch, KVCache
+    from attnplug.ops import Ranks
     from attnplug_triton.tiles import Tiles
 
 
@@ -54,6 +55,10 @@ class Plan:
         num_selections: New tokens of the step where each has separate keys; 0 where requests have keys.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
         parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
+        shard: The rank of decode context parallelism whose keys are in the KV cache, how many ranks there are, and how
+            many tokens that follow each other one has.
+        ranks: The ranks that exchange queries and partial outputs; None for a single one.
+        in_order: Whether sums over ranks may not depend on the rest of the batch.
         mask_starts: ``(num_reqs,)`` int64, where the custom mask of each request begins; None without masks.
         mask_stride: Entries of a custom mask for each query token; 0 for as many as a request has keys.
         decode_tiles: Tile sizes of the kernel of short queries.
@@ -65,6 +70,9 @@ class Plan:
     num_selections: int
     num_tokens: int
     parts: tuple[Tensor, Tensor] | None
+    shard: tuple[int, int, int]
+    ranks: Ranks | None
+    in_order: bool
     mask_starts: Tensor | None
     mask_stride: int
     decode_tiles: Tiles
@@ -125,10 +133,12 @@ def run(
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
-    numbers = (table.stride(0), requests, plan.mask_stride, *params.numbers)
+    rank, ranks, interleave = plan.shard
+    numbers = (table.stride(0), requests, plan.mask_stride, rank, *params.numbers)
     constants = (
         *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
-        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED,
+        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED, ranks,
+        interleave,
     )  # fmt: skip
     splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:

@@ -10,6 +10,7 @@ from attnplug_triton.triton_ops import (
     finish,
     first_key,
     first_rows,
+    held,
     last_key,
     load_queries,
     load_scale,
@@ -24,6 +25,7 @@ from attnplug_triton.triton_ops import (
         "table_stride",
         "num_reqs",
         "mask_stride",
+        "rank",
         "left",
         "chunk",
         "num_splits",
@@ -63,6 +65,7 @@ def _decode(
     table_stride: tl.int64,
     num_reqs: tl.int32,
     mask_stride: tl.int32,
+    rank: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -93,6 +96,8 @@ def _decode(
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
     interpreted: tl.constexpr,
+    ranks: tl.constexpr,
+    interleave: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
@@ -104,6 +109,8 @@ def _decode(
     One program computes a split of the keys of one KV head, for rows of one request.
 
     Rows are the query heads of the KV head for all new tokens. Requests with more than `short` are not computed here.
+
+    With `ranks` the keys are those of a rank of decode context parallelism, and `seq_lens` those of whole requests.
 
     With `topk` each token is a request, whose keys are in the slots of its row of `table`: as many as `seq_lens` has,
     or `topk` without `has_lens`.
@@ -142,6 +149,11 @@ def _decode(
     if has_spans:
         first, last = with_spans(first, last, spans, at, row_mask, position, length)
         lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
+    if ranks > 1:
+        lowest, end = held(lowest, rank, ranks, interleave), held(end, rank, ranks, interleave)
+        end = tl.where(lowest < end, end, 0)  # slots outside of a window may hold anything, and are not loaded
+        lowest = tl.minimum(lowest, end)
+        first, last = held(first, rank, ranks, interleave), held(last + 1, rank, ranks, interleave) - 1
     begin = lowest // keys * keys
     tiles = (end - begin + keys - 1) // keys
     span = (tiles + num_splits - 1) // num_splits * keys
