@@ -403,6 +403,28 @@ def test_descriptors_load_whole_tiles(monkeypatch, page, spare, name):
     assert [len(descriptors) for descriptors in used] == ([2 * (not spare)] if has_descriptors else [])
 
 
+@pytest.mark.parametrize("limit", ["window", "chunk"])
+def test_a_span_is_split_beyond_a_window(monkeypatch, limit):
+    programs = []
+    run = Kernel.run
+
+    def record(kernel, count, *given, **options):
+        if kernel is launch._decode_kernel:
+            programs.append(count)
+        run(kernel, count, *given, **options)
+
+    monkeypatch.setattr(Kernel, "run", record)
+    for spans in ([[]], [[(100, 1499)]]):
+        case = Requests([2], [1500], size=32, spans=spans, **{limit: 40})
+        step = Step(case, decode_query_len=2)
+        check(step.run(step.builder.build(step.batch())), case)
+
+    tiles = step.backend.wrapped.decode_tiles
+    per_head = [count // case.kv_heads for count in programs]
+    assert per_head == [1, 1442 // (4 * tiles.keys)]  # 40 keys, two tokens, and 1400 of a span
+    assert per_head[1] > 1
+
+
 def test_a_batch_of_one_kind_takes_one_launch(calls):
     for lens, kernel in (([1, 1, 2], "_decode"), ([5, 0, 7], "_prefill")):
         calls.clear()

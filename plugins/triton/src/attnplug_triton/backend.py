@@ -106,14 +106,22 @@ class TritonBackend(Backend):
         is_e4m3 = self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA)
         return is_e4m3 and not has_e4m3(architecture(self.device_properties))
 
-    def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
-        """Return the splits of each request that fill the device. With `topk` each token is a request."""
+    def splits(self, requests: int, max_seq_len: int, most: int | None, span: int = 0) -> int:
+        """
+        Return the splits of each request that fill the device. With `topk` each token is a request.
+
+        Args:
+            requests: Requests of the step.
+            max_seq_len: Keys of the longest request.
+            most: The host's split-KV limit; None for no limit.
+            span: Tokens of the longest span after its first: a token attends to all of them beside its window or chunk.
+        """
         requested = self.agreement.requirements
         keys = max_seq_len
         if requested.sliding_window is not None:
-            keys = min(keys, requested.sliding_window + self.short)
+            keys = min(keys, requested.sliding_window + self.short + span)
         if requested.attention_chunk is not None:
-            keys = min(keys, requested.attention_chunk + self.short)
+            keys = min(keys, requested.attention_chunk + self.short + span)
         keys = -(-keys // requested.dcp_size)
         return splits(
             sequences=requests * self._programs,

@@ -62,7 +62,9 @@ class TritonBuilder(MetadataBuilder):
         splits = 0
         if has_short:
             fixed = self.backend.fixed_splits(self.limits)
-            splits = fixed or self.backend.splits(members, most_keys, self.limits.max_num_splits)
+            splits = fixed or self.backend.splits(
+                members, most_keys, self.limits.max_num_splits, _longest_span(batch) if graph is None else 0
+            )
         if self._ranks is not None and self.agreement.requirements.seq_lens_cpu_kind == "exact":
             check_local_shard(batch, self.parallel, self.agreement.block_size or 1)
         plan = Plan(
@@ -95,6 +97,14 @@ class TritonBuilder(MetadataBuilder):
         size_v = requested.head_size_v or requested.head_size
         heads = requested.num_q_heads * requested.dcp_size
         return split_views(self.state.workspace, rows, heads, splits, size_v)
+
+
+def _longest_span(batch: Batch) -> int:
+    """Return the tokens of the longest span after its first; 0 without spans, and without their CPU copy."""
+    spans = batch.mm_prefix_range_cpu
+    if spans is None or not spans.shape[0]:
+        return 0
+    return int((spans[:, 1] - spans[:, 0]).amax())
 
 
 def _kinds(batch: Batch, short: int) -> tuple[bool, bool]:
