@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import attnplug
 from attnplug import Device, Requirements
@@ -401,6 +401,33 @@ def test_descriptors_load_whole_tiles(monkeypatch, page, spare, name):
         check(step.run(metadata), case)
     assert has_descriptors == (page != 96)
     assert [len(descriptors) for descriptors in used] == ([2 * (not spare)] if has_descriptors else [])
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "splits", "of_prefix"),
+    [(1, None, ["_prefill"]), (132, 1, ["_decode"]), (132, None, ["_decode", "_merge"])],
+)
+@pytest.mark.parametrize("known", [{}, {"has_sinks": True}, {"soft_cap": 5.0}, {"is_fp8": True}], ids=str)
+def test_a_shared_prefix(calls, monkeypatch, known, multiprocessors, splits, of_prefix):
+    monkeypatch.setattr(TritonBackend, "_multiprocessors", multiprocessors)
+    cached = {"kv_cache_dtype": "fp8_e5m2"} if known.get("is_fp8") else {}
+    features = {name: value for name, value in known.items() if name != "is_fp8"}
+    case = Requests([1, 20, 2, 1], [1100, 1060, 1042, 1500], size=32, group=4, **features)
+    for part in ("keys", "values"):
+        first, *rest = getattr(case, part)
+        rows = [first, *(torch.cat([first[:1040], tensor[1040:]]) for tensor in rest)]
+        case.put(part, [tensor.to(torch.float8_e5m2).to(tensor.dtype) for tensor in rows] if cached else rows)
+    step = Step(case, cascade=True, decode_query_len=2, max_num_splits=splits, **cached)
+    batch = step.batch()
+    if cached:
+        step.cache = step.cache.to(torch.float8_e5m2)
+    batch.block_table[:, :65] = batch.block_table[:1, :65].clone()
+    table = batch.block_table.cpu()
+
+    check(step.run(step.builder.build(evolve(batch, block_table_cpu=table, common_prefix_len=1040))), case)
+    after = calls[: len(calls) - len(of_prefix)]
+    assert calls[len(after) :] == of_prefix
+    assert after == ["_decode", "_prefill"]
 
 
 @pytest.mark.parametrize("limit", ["window", "chunk"])

@@ -51,6 +51,7 @@ class TritonBackend(Backend):
         short: The most new tokens of a request that the kernel of short queries computes.
         decode_tiles: Its tile sizes.
         prefill_tiles: The tile sizes of the other kernel.
+        prefix_tiles: Those of the first kernel for the rows of all requests, with cascade attention alone.
     """
 
     impl_class = TritonImpl
@@ -77,6 +78,9 @@ class TritonBackend(Backend):
             self.prefill_tiles = prefill_tiles(*sizes, arch=arch, descriptors=is_described)
         self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
         self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
+        if requested.cascade:  # rows of all requests, which read a prefix together
+            itemsize = torch_dtype(dtype).itemsize
+            self.prefix_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=MAX_ROWS, arch=arch)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
 
     def tile_key(self, kernel: str) -> TileKey:
@@ -131,6 +135,20 @@ class TritonBackend(Backend):
             most=most,
         )
 
+    def prefix_splits(self, tokens: int, keys: int, most: int | None) -> int:
+        """Return the splits of a shared prefix for all new tokens; 0 where prefill tiles fill the device without."""
+        requested = self.agreement.requirements
+        rows, heads = tokens * requested.gqa_ratio, requested.num_kv_heads
+        if -(-rows // self.prefill_tiles.rows) * heads >= self._multiprocessors:
+            return 0
+        return splits(
+            sequences=-(-rows // self.prefix_tiles.rows) * heads,
+            keys=keys,
+            tile=self.prefix_tiles.keys,
+            multiprocessors=self._multiprocessors,
+            most=most,
+        )
+
     @property
     def _multiprocessors(self) -> int:
         return self.device_properties.num_multiprocessors or _MULTIPROCESSORS
@@ -140,7 +158,13 @@ class TritonBackend(Backend):
         requested = self.agreement.requirements
         members, fixed = self._members(limits), self.fixed_splits(limits)
         parts = max_parts(members, self._programs, self._multiprocessors) if fixed is None else members * fixed
-        return split_bytes(parts * self.short, requested.num_q_heads * requested.dcp_size, self._size_v)
+        rows = parts * self.short
+        if requested.cascade:
+            group, tile = requested.gqa_ratio, self.prefix_tiles.rows
+            tiles = -(-limits.max_num_tokens * group // tile)
+            of_prefix = max_parts(tiles, requested.num_kv_heads, self._multiprocessors) * -(-tile // group)
+            rows = max(rows, of_prefix)
+        return split_bytes(rows, requested.num_q_heads * requested.dcp_size, self._size_v)
 
     def fixed_splits(self, limits: Limits) -> int | None:
         """
@@ -173,6 +197,11 @@ class TritonBackend(Backend):
             yield from (dummy_batch_of(self.agreement, self.device, [1 << bit]) for bit in sorted({0, whole}))
             return
         many = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
+        if requested.cascade and self.agreement.block_size:
+            lens, size = [1, 1], self.agreement.block_size
+            for keys in sorted({size, -(-many // size) * size}):
+                dummy = dummy_batch_of(self.agreement, self.device, lens, [keys + 1] * 2)
+                yield evolve(dummy, common_prefix_len=keys)
         steps = [(1, 1), (1, many)] if "decode" in requested.phases else []
         if "prefill" in requested.phases or long <= requested.decode_query_len:
             steps.append((long, long))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import evolve
 
 from attnplug.contract import AttentionImpl
-from attnplug.ops import combine, gather_heads, write_kv, write_latents
+from attnplug.ops import combine, gather_heads, merge_into, write_kv, write_latents
 from attnplug_triton.launch import Params, run
 from attnplug_triton.tiles import value_width_of, width_of
 
@@ -71,6 +72,11 @@ class TritonImpl(AttentionImpl):
             ),
         )  # fmt: skip
 
+        params = self._params  # the prefix has no causal mask, and what follows it no sinks
+        self._of_prefix = evolve(params, forms=(False, *params.forms[1:]))
+        no_sinks = (params.tensors[0], None, *params.tensors[2:])
+        self._after_prefix = evolve(params, tensors=no_sinks, forms=(*params.forms[:-1], False))
+
     @property
     def plan_key(self) -> Hashable:
         """One key for all layers: a plan does not depend on their values."""
@@ -121,10 +127,24 @@ class TritonImpl(AttentionImpl):
         out = output.view(-1, self.num_q_heads, self.head_size_v)
         kv: Any = (key, value) if kv_cache is None else kv_cache
         plan = self.plan_of(metadata)
-        if plan.ranks is None:
-            run(query, kv, out, lse, batch, plan, self._params, selection)
-        else:
+        if plan.ranks is not None:
             self._attend_with_ranks(plan.ranks, query, kv, out, lse, batch, plan)
+        elif plan.prefix is not None:
+            self._attend_with_prefix(plan.prefix, query, kv, out, lse, batch, plan)
+        else:
+            run(query, kv, out, lse, batch, plan, self._params, selection)
+
+    def _attend_with_prefix(
+        self, prefix: Plan, query: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, batch: Batch, plan: Plan
+    ) -> None:
+        """Attend to what follows the shared prefix, then to the prefix and the sink, and merge by LSE."""
+        rows = slice(batch.num_actual_tokens)
+        query, out = query[rows], out[rows]
+        sums = torch.empty(out.shape[:2], device=out.device) if lse is None else lse[rows]
+        run(query, kv, out, sums, batch, plan, self._after_prefix)
+        shared, shared_sums = torch.empty_like(out), torch.empty(out.shape[:2], device=out.device)
+        run(query, kv, shared, shared_sums, batch, prefix, self._of_prefix)
+        merge_into(out, sums, shared, shared_sums)
 
     def _attend_with_ranks(
         self, ranks: Ranks, query: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, batch: Batch, plan: Plan
@@ -146,11 +166,15 @@ class TritonImpl(AttentionImpl):
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        """Allocate and free as much memory as the exchange of `query.shape[0]` rows takes. Nothing is written."""
+        """Allocate and free as much memory as partial outputs of `query.shape[0]` rows take. Nothing is written."""
         del key, value, output, lse
-        ranks = self.agreement.requirements.dcp_size
-        if ranks > 1:
-            query.new_empty(query.shape[0] * self._exchanged_bytes(ranks, query.element_size()), dtype=torch.uint8)
+        requested, size, of_row = self.agreement.requirements, query.element_size(), 0
+        if requested.dcp_size > 1:
+            of_row = self._exchanged_bytes(requested.dcp_size, size)
+        elif requested.cascade:
+            of_row = self.num_q_heads * (self.head_size_v * size + 2 * _FLOAT32)
+        if of_row:
+            query.new_empty(query.shape[0] * of_row, dtype=torch.uint8)
 
     def _exchanged_bytes(self, ranks: int, itemsize: int) -> int:
         """Return the bytes of a row: queries of all ranks, then partial outputs, and a part for and from each rank."""
