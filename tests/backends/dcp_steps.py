@@ -47,6 +47,7 @@ class DcpStep:
         host_writes: Whether the host writes the KV cache.
         window: Tokens that a token attends to; None for all.
         chunk: Tokens of a chunk; None for no chunks.
+        causal: Whether attention is causal.
         kernel_kind: What the kernels take, where tests choose them.
         layout: The KV-cache layout.
         seed: Of the numbers.
@@ -69,6 +70,7 @@ class DcpStep:
     cap: float | None = None
     window: int | None = None
     chunk: int | None = None
+    causal: bool = True
     seq_lens_cpu_kind: str = "exact"
     batch_invariant: bool = False
     host_writes: bool = False
@@ -176,6 +178,7 @@ def requirements_of(step: DcpStep) -> Requirements:
         logits_soft_cap=step.cap,
         sliding_window=step.window,
         attention_chunk=step.chunk,
+        causal=step.causal,
         dcp_size=step.ranks,
         return_lse=step.return_lse,
         block_size=step.block_size,
@@ -195,6 +198,7 @@ def expected(step: DcpStep) -> tuple[Tensor, Tensor]:
             scale=step.head_size**-0.5,
             window=(-1 if step.window is None else step.window - 1, -1),
             attention_chunk=step.chunk,
+            causal=step.causal,
             logits_soft_cap=step.cap,
             sinks=tensors.sinks,
         )
@@ -312,6 +316,7 @@ class RankPages:
             block_table=self.table,
             slot_mapping=torch.tensor(slots + [PAD_SLOT_ID] * step.padding),
             device=device,
+            causal=step.causal,
             **({} if step.ranks == 1 else {"dcp_local_seq_lens": held.to(device), "dcp_local_seq_lens_cpu": held}),
         )
         if step.seq_lens_cpu_kind == "exact":

@@ -68,6 +68,7 @@ def on_threads(step, *, replayed=False):
         pytest.param(evolve(STEP, window=3, interleave=16), id="a window on one rank"),
         pytest.param(evolve(STEP, chunk=32, interleave=5, seq_lens_cpu_kind="absent"), id="chunk"),
         pytest.param(evolve(STEP, cap=3.0, sinks=False, seq_lens_cpu_kind="upper_bound"), id="soft cap"),
+        pytest.param(evolve(STEP, causal=False), id="not causal"),
         pytest.param(evolve(STEP, host_writes=True, layout="HND", batch_invariant=True), id="the host writes"),
         pytest.param(evolve(STEP, group=40, kv_heads=1, new=(1, 2), cached=(70, 9)), id="rows of several tiles"),
         pytest.param(evolve(STEP, new=(1,), cached=(1500,), block_size=64), id="splits"),
