@@ -18,7 +18,7 @@ from attnplug.evidence.profile import layer_key
 from attnplug.request.settings import names_of_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from attnplug.evidence.profile import ProfileEntry
     from attnplug.manifest.installed import VersionOf
@@ -279,14 +279,18 @@ def phase_scores(entries: Iterable[ProfileEntry], requirements: Requirements) ->
         entries: Entries of one layer.
         requirements: The request.
     """
-    wanted = [name for phase in requirements.phases for name in _OF_PHASE[phase]]
-    if requirements.decode_query_len == 1 and "verify" in wanted:
-        wanted.remove("verify")
+    wanted = phases_of(requirements)
     by_phase: dict[str, list[Mapping[str, float]]] = {}
     for entry in entries:
         if entry.phase in wanted:
             by_phase.setdefault(entry.phase, []).append(relative_times(entry))
     return {name: _mean(found) for name, found in sorted(by_phase.items())}
+
+
+def phases_of(requirements: Requirements) -> list[str]:
+    """Return the measured phases that a request has. Without drafts, none are verified."""
+    wanted = [name for phase in requirements.phases for name in _OF_PHASE[phase]]
+    return [name for name in wanted if name != "verify" or requirements.decode_query_len != 1]
 
 
 @lru_cache(maxsize=4096)  # each entry is compared for every request that it serves
@@ -316,10 +320,15 @@ def total_scores(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """
     if not phases:
         return {}
-    halved = 0.5 if {"decode", "verify"} <= phases.keys() else 1.0
-    weights = {name: WEIGHTS[name] * (halved if name in ("decode", "verify") else 1.0) for name in phases}
-    ids, whole = set.intersection(*map(set, phases.values())), sum(weights.values())
+    weights, ids = weights_of(phases), set.intersection(*map(set, phases.values()))
+    whole = sum(weights.values())
     return {id_: sum(weights[name] * phases[name][id_] for name in phases) / whole for id_ in ids}
+
+
+def weights_of(phases: Collection[str]) -> dict[str, float]:
+    """Return the weights of these phases in a candidate's number. Their sum is 1 only where all were measured."""
+    halved = 0.5 if "decode" in phases and "verify" in phases else 1.0
+    return {name: WEIGHTS[name] * (halved if name in ("decode", "verify") else 1.0) for name in phases}
 
 
 def levelled(scores: Mapping[str, float]) -> dict[str, float]:

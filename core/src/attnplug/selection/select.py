@@ -179,7 +179,7 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
         registry.check_name(name)
     check_options(registry, settings)
     times = state.profile.times(request, registry.version_of)
-    policy = Policy(_listed(settings.backend, request), times.local, registry.default_orders, times.shipped)
+    policy = Policy(listed_for(settings.backend, request), times.local, registry.default_orders, times.shipped)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
     candidates = registry.candidates(settings, assume_installed=assume_installed)
@@ -203,8 +203,11 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     )
 
 
-def _listed(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
-    """Return the listed backends; of a pair the second, where the request has no pure decodes to route."""
+def listed_for(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
+    """
+    Return the listed backends as they count for a request: of a pair the second, where there are no pure decodes to
+    route.
+    """
     if routes(request.requirements):
         return names
     pairs = ((name, names_of_pair(name)) for name in names)
@@ -249,13 +252,14 @@ def _evaluate_pair(
     return pair if failure is None else evolve(pair, objections=(*pair.objections, failure), terms=None)
 
 
-def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explanation:
+def explain_choice(found: Evaluations, pick: Evaluation | None = None, because: str = COMMON_TERMS) -> Explanation:
     """
     Choose, and explain the choice with the verdict on every candidate.
 
     Args:
         found: The evaluations.
         pick: What to choose instead of the first: a candidate with the terms that the layers of a model share.
+        because: Why another than the first is chosen.
     """
     request, eligible = found.request, found.ranked.evaluations
     first = pick or next(iter(eligible), None)
@@ -267,7 +271,7 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         ids = [verdict.id for verdict in of_roles]
         verdicts = (first.verdict(chosen=True), *of_roles, *(each for each in verdicts if each.id not in ids))
         is_best = first.candidate is eligible[0].candidate
-        decided_by = found.ranked.decided_by if is_best else COMMON_TERMS
+        decided_by = found.ranked.decided_by if is_best else because
         behind = found.ranked.runner_up if is_best else next(iter(rest), None)
         chosen = Selection(first.agreement, request.device, verdicts, decided_by, _provenance(request))
     return Explanation(
