@@ -152,8 +152,6 @@ class Evaluation:
         passing = passing_terms(self.candidate, self.request, self.terms or {})
         agreements = (each.agreement for each in self.candidate.refusals or ())
         doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
-        if not doubtful:
-            return passing
         return tuple(
             terms for terms in passing if terms not in doubtful or self.with_cache_terms(terms).refusal is None
         )

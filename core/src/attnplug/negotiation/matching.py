@@ -8,7 +8,6 @@ first combination that every rule accepts is taken. All objections are collected
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -400,15 +399,8 @@ def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, An
         tuple(each[CACHE_TERMS[place]] for place in places)
         for each in _accepted(candidate, given, live, facts, requested)
     }
-    every = _product(tuple((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS))
-    if not places:  # there may be thousands of terms, and no rule is about them
-        return every if accepted else ()
-    return tuple(values for values in every if tuple(values[place] for place in places) in accepted)
-
-
-@lru_cache(maxsize=64)  # a manifest's choices hardly change from request to request
-def _product(choices: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-    return tuple(product(*choices))
+    choices = ((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)
+    return tuple(values for values in product(*choices) if tuple(values[place] for place in places) in accepted)
 
 
 def open_block_size(
