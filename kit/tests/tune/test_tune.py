@@ -14,13 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import attnplug  # noqa: E402 - without torch there is nothing to measure
+from attnplug.contract import read_steps, recording  # noqa: E402
 from attnplug.contract import routed as attnplug_routed  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
 from attnplug.evidence import parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
-from attnplug_kit import tune  # noqa: E402
-from attnplug_kit.tune.grid import layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
+from attnplug_kit import replay, tune  # noqa: E402
+from attnplug_kit.bench import Step, Target, make_rig  # noqa: E402
+from attnplug_kit.tune.grid import cells_of, layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
 from attnplug_kit.tune.measuring import Tuner  # noqa: E402
 from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: E402
 from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  # noqa: E402
@@ -501,3 +503,96 @@ def test_an_invalid_order_is_refused(words: list[str], problem: str) -> None:
     tune.add_arguments(parser)
     with pytest.raises(RequestError, match=problem):
         tune.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offer):
+    """Return the file of a process in which a step of each phase ran, on the backend ample."""
+    offer("ample", 280e-6)
+    file = tmp_path / "steps.jsonl"
+    recording.recorder.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("ATTNPLUG_RECORD", str(file))
+        attnplug.refresh()
+        for new, old in (((1, 1, 1), (20, 7, 39)), ((1, 9), (30, 0)), ((8, 12), (16, 1)), ((1, 1, 1), (21, 8, 40))):
+            step = Step("recorded", new, old, num_q_heads=4, num_kv_heads=2, head_size=16)
+            make_rig(step, Target("ample", "cpu"), dtype="float32", sliding_window=25)
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    return file
+
+
+def replayed(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    return replay.run(parser.parse_args(words))
+
+
+def test_recorded_steps_run_again(recorded, capsys) -> None:
+    assert replayed(str(recorded), "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "ran on ample/sdpa, 13 were recorded: 13 right, 0 wrong" in out.replace("\n", " ")
+
+
+def test_a_wrong_backend_is_found_by_recorded_steps(recorded, offer, capsys) -> None:
+    offer("clumsy", 10e-6, factor=1.5)
+    offer("narrow", 10e-6, extra="output[-1].mul_(1.01 if metadata.num_decodes == 3 else 1)")
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "clumsy", "--json") == 1
+    assert all("differs from the oracle" in step["problem"] for step in json.loads(capsys.readouterr().out)["steps"])
+
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "narrow", "--json") == 1
+    found = json.loads(capsys.readouterr().out)["steps"]
+    assert [step["seq_lens"] for step in found if step["problem"]] == [[21, 8, 40], [22, 9, 41]]
+    assert all(step["problem"].startswith("request 2") for step in found if step["problem"])
+
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "narrow") == 1
+    assert "narrow is wrong: decode, 3 requests, 3 new tokens, 8 to 40 keys" in capsys.readouterr().out
+
+
+def test_a_few_recorded_steps_are_from_all_parts(recorded, capsys) -> None:
+    assert replayed(str(recorded), "--device", "cpu", "--most", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [found["recorded"], found["different"], len(found["steps"])] == [13, 13, 2]
+    with pytest.raises(RequestError, match="--most 0"):
+        replayed(str(recorded), "--most", "0")
+
+
+def test_recorded_steps_are_measured(recorded, offer, order, capsys) -> None:
+    offer("brisk", 200e-6)
+    cells = cells_of(read_steps(recorded))
+    phases = [cell.phase for cell in cells]
+    assert phases[0] == "prefill"  # the most frequent
+    assert {phase: phases.count(phase) for phase in ("decode", "mixed", "chunk")} == {
+        "decode": 2,
+        "mixed": 1,
+        "chunk": 1,
+    }
+    decode = next(cell for cell in cells if cell.phase == "decode" and cell.step.num_reqs == 3)
+    assert decode.step.seq_lens == (22, 9, 41)
+    assert decode.layer.sliding_window == 25
+
+    code, found = tuned(attrs.evolve(order(), layers=(), cells=cells), capsys)
+
+    assert code == 0
+    assert {entry["fastest"] for entry in found["entries"]} == {"brisk/sdpa"}
+    assert {entry["requirements"]["sliding_window"] for entry in found["entries"]} == {25}
+
+
+def test_steps_that_cannot_run_again_are_refused(recorded, tmp_path) -> None:
+    rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({**row, **({"seq_lens": None} if "step" in row else {})}) for row in rows]
+    (tmp_path / "absent").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+    with pytest.raises(RequestError, match="none of 13 recorded steps"):
+        replayed(str(tmp_path / "absent"), "--device", "cpu")
+    with pytest.raises(RequestError, match="no recorded step can be measured"):
+        cells_of(read_steps(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("other", [["config.json"], ["--tp", "2"], ["--batch", "decode:1x1"], ["--dtype", "float16"]])
+def test_steps_have_their_layers_and_batches(other) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+
+    with pytest.raises(RequestError, match="--steps was given with other layers or batches"):
+        tune.run(parser.parse_args(["--steps", "steps.jsonl", *other]))

@@ -293,9 +293,10 @@ def _read_step(row: Mapping[str, Any] | None, layers: Sequence[RecordedLayer]) -
         raise ValueError(f"it is a step of layer {shown(number)}, which no line before it has")
     query_lens, seq_lens = _lengths(row["query_lens"]), _lengths(row["seq_lens"])
     if query_lens is not None and seq_lens is not None:
-        is_self = layers[number].agreement.requirements.attn_type != "encoder_decoder"
+        requested = layers[number].agreement.requirements
+        has_context = requested.attn_type == "decoder" and requested.paged  # others may have padded queries
         pairs = list(zip(query_lens, seq_lens, strict=True))
-        if is_self and any(new > keys for new, keys in pairs):
+        if has_context and any(new > keys for new, keys in pairs):
             raise ValueError("a request has more new tokens than keys")
     if type(row["in_graph"]) is not bool:
         raise TypeError(f"in_graph={shown(row['in_graph'])} is neither true nor false")

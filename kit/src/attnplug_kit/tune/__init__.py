@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import argparse
 
     from attnplug.request import Requirements
+    from attnplug_kit.tune.grid import Cell
 
 SUMMARY: Final = "the candidates of a model, measured on this machine: a profile that selections follow"
 
@@ -38,6 +39,7 @@ a model decides on these times alone. --merge adds the entries of such files to 
 examples:
   attnplug tune Qwen/Qwen3-8B --tp 2 --seconds 300
   attnplug tune --requirements @layers.json --batch decode:64x4096 --batch prefill:4x4096 --out profiles
+  attnplug tune --steps steps.jsonl --seconds 300
   attnplug tune --merge h200.json --merge mine.json --export all.json
   attnplug tune --compare monday.json tuesday.json
 
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model's config.json, its folder, or a model id in the Hugging Face cache",
     )
     parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
+    parser.add_argument("--steps", metavar="FILE", help="layers and batches of a file of ATTNPLUG_RECORD instead")
     parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
     parser.add_argument("--dtype", metavar="NAME", help="dtype of the model; default: its configuration's")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache; default: the model's dtype")
@@ -102,16 +105,38 @@ def run(arguments: argparse.Namespace) -> int:
             "write the fields into the requirements",
         )
     layers: tuple[Requirements, ...] = ()
-    if arguments.config is not None:
+    cells: tuple[Cell, ...] = ()
+    if arguments.steps is not None:
+        cells = _cells(arguments, fields)
+    elif arguments.config is not None:
         layers = layers_of_model(arguments.config, arguments.tp or 1, **fields)
     elif arguments.requirements is not None:
         layers = layers_of_json(arguments.requirements)
     elif not (arguments.merge or arguments.export):
         raise RequestError(
             "no layers were given",
-            "they are those of a model's configuration, or --requirements",
+            "they are those of a model's configuration, of --requirements, or of --steps",
             "write, for example, attnplug tune path/to/config.json",
         )
     names = ("batch", "backend", "device", "seconds", "again", "dry_run", "json", "merge")
-    order = Order(layers, folder, export=arguments.export, **{name: getattr(arguments, name) for name in names})
+    order = Order(layers, folder, cells, export=arguments.export, **{name: getattr(arguments, name) for name in names})
     return run_order(order)
+
+
+def _cells(arguments: argparse.Namespace, fields: dict[str, object]) -> tuple[Cell, ...]:
+    """
+    Return what was recorded.
+
+    Raises:
+        RequestError: Layers or batches are named besides, or the file cannot be read.
+    """
+    from attnplug.contract import read_steps  # noqa: PLC0415 - imports torch
+    from attnplug_kit.tune.grid import cells_of  # noqa: PLC0415 - likewise
+
+    if fields or any(getattr(arguments, name) is not None for name in ("config", "requirements", "tp", "batch")):
+        raise RequestError(
+            "--steps was given with other layers or batches",
+            "the file has the layers, with every field, and the batches",
+            "leave the others out",
+        )
+    return cells_of(read_steps(arguments.steps))

@@ -319,7 +319,7 @@ class Tuner:
         output = rig.forward()()
         self._wait()
         compile_s = perf_counter() - start
-        _check_rows(rig, output, cell.layer)
+        check_rows(rig, output, cell.layer)
         build_us = self._build_us(rig)
         call = replay_of(rig) if in_graph else rig.forward()
         clocks = self._clocks or self._make_clocks()
@@ -407,9 +407,15 @@ def _small_batches(layer: Requirements) -> tuple[Lens, ...]:
     return (_DECODES,) if "decode" in layer.phases else (_PREFILLS,)
 
 
-def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
+def check_rows(rig: Rig, output: Tensor, layer: Requirements, most: int = 3) -> None:
     """
-    Compare the last row of three requests with the oracle, where the cache is not of FP8 and no tokens are selected.
+    Compare the last row of requests with the oracle, where the cache is not of FP8 and no tokens are selected.
+
+    Args:
+        rig: The step.
+        output: What the backend computed.
+        layer: The layer.
+        most: How many requests, from the first to the last.
 
     Raises:
         AssertionError: A row differs.
@@ -419,7 +425,7 @@ def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
     if (rounding is None and layer.kv_cache_dtype not in ("auto", layer.dtype)) or layer.topk is not None:
         return
     byte_weights = rounding is not None and rounding.value_scales is not None
-    for request in sorted({0, step.num_reqs // 2, step.num_reqs - 1}):
+    for request in sorted({number * (step.num_reqs - 1) // max(1, most - 1) for number in range(most)}):
         first, begin = sum(step.query_lens[:request]), sum(step.cached_lens[:request])
         new, old = step.query_lens[request], step.cached_lens[request]
         keys, values = (

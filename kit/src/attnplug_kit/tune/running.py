@@ -52,6 +52,7 @@ class Order:
     Attributes:
         layers: The layers; none to merge and export alone.
         folder: The folder of the entries.
+        cells: What to measure in place of layers and batches, of a recording.
         batch: The batches; None for those of the device.
         backend: The backends; None for all.
         device: ``cpu`` or ``cuda``; None for this machine's.
@@ -66,6 +67,7 @@ class Order:
 
     layers: tuple[Requirements, ...]
     folder: Path
+    cells: tuple[Cell, ...] = ()
     batch: Sequence[str] | None = None
     backend: Sequence[str] | None = None
     device: str | None = None
@@ -141,7 +143,7 @@ def run_order(order: Order) -> int:
     for file in order.merge or ():
         for entry in _read(Path(file)):
             write_entry(order.folder, entry)
-    found = _measure(order) if order.layers else Tuned()
+    found = _measure(order) if order.layers or order.cells else Tuned()
     pinned = _export(order) if order.export and not order.dry_run else ""
     if order.json:
         say_json(_to_dict(found, pinned))
@@ -206,7 +208,7 @@ def _measure(order: Order) -> Tuned:
 
     begin, device = perf_counter(), Target(device=order.device).prepare()
     kind = "cpu" if device.type == "cpu" else "cuda"
-    cells = make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
+    cells = order.cells or make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
     with without_profile():
         tuner = Tuner(device, order.backend, order.clocks)
         ids = [tuner.candidates(cell) for cell in cells]
