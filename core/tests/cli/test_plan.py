@@ -382,3 +382,14 @@ def test_what_limits_a_plan_and_what_lifts_it(plan, with_draft, site, monkeypatc
         "  no candidate that is known here lifts it\n"
     ) in read.out
     assert "limited" not in plan(GPT_OSS, *ON_HOPPER).out
+
+
+def test_the_time_of_all_layers_is_shown(plan, site, monkeypatch, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.toml"
+    profile.write_text('[[measured]]\nmicroseconds = { "flash/new" = 250.0, "torch/sdpa" = 900.0 }\n')
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+    attnplug.refresh()
+    note = "measured over all layers: 1,500 us (one call, local profile)"
+
+    assert f"\n{note}\n" in plan(GPT_OSS, *ON_HOPPER).out
+    assert plan(GPT_OSS, *ON_HOPPER, "--json").json["plans"][0]["notes"] == [note]
