@@ -323,7 +323,7 @@ def test_a_model_drafts_for_itself_with_its_mtp_layers(run, no_plugins, tmp_path
     file = tmp_path / "config.json"
     file.write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 1}))
 
-    done = run("plan", str(file), "--draft", str(file), "--device", "cpu", "--tp", "8", "--json")
+    done = run("plan", str(file), "--draft", str(tmp_path), "--device", "cpu", "--tp", "8", "--json")
 
     (found,) = done.json["plans"]
     assert [group["layers"] for group in found["groups"]] == [
