@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import frozen
 
 from attnplug.evidence.profile import layer_key
+from attnplug.request.settings import names_of_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -58,14 +59,30 @@ class Measured:
 
     def line(self, chosen: str, rival: str) -> str:
         """
-        Return the measurement that tells the most about two candidates, in a line.
+        Return the measurement that tells the most about two candidates, in a line. Of a routed pair one of decodes and
+        one of other batches: each against the candidate that does not run them.
 
         Args:
             chosen: The candidate that was chosen.
             rival: The runner-up; another one where it was not measured.
         """
+        sides = names_of_pair(chosen)
+        if sides is None:
+            found = self._compared(chosen, rival, tuple(WEIGHTS))
+        else:
+            rivals = zip(_OF_PHASE.values(), reversed(sides), ("decodes", "other batches"), strict=False)
+            parts = ((what, self._compared(chosen, other, phases)) for phases, other, what in rivals)
+            found = "; ".join(f"{what} {part}" for what, part in parts if part)
+        if not found:
+            return ""
+        count = f"; {len(self.entries)} shapes" if len(self.entries) > 1 else ""
+        between = f"; {self.between}" if self.between else ""
+        return f"{found}, {self.level} profile{count}{between}"
+
+    def _compared(self, chosen: str, rival: str, phases: Sequence[str]) -> str:
+        """Return the measurement of some phases that tells the most; empty where the chosen one was not measured."""
         entry = max(
-            (entry for entry in self.entries if chosen in entry.times),
+            (entry for entry in self.entries if chosen in entry.times and entry.phase in phases),
             key=lambda entry: (WEIGHTS[entry.phase] * _gain(entry, chosen, rival), entry.num_seqs * entry.kv_len),
             default=None,
         )
@@ -76,9 +93,7 @@ class Measured:
         libraries = "".join(f", {name} {version}" for name, version in sorted((kernels or time.libraries).items()))
         where = f"{entry.shape}, {entry.device.name or entry.device.type}, {entry.measured_on}{libraries}"
         against = f" against {_us(other.microseconds)} of {rival}" if other is not None else ""
-        count = f"; {len(self.entries)} shapes" if len(self.entries) > 1 else ""
-        between = f"; {self.between}" if self.between else ""
-        return f"{_us(time.microseconds)} ({where}){against}, {self.level} profile{count}{between}"
+        return f"{_us(time.microseconds)} ({where}){against}"
 
 
 def _us(microseconds: float) -> str:
@@ -230,7 +245,7 @@ def _nearest(entries: Sequence[ProfileEntry], requirements: Requirements) -> lis
 def _combined(groups: Sequence[Sequence[ProfileEntry]], level: str, requirements: Requirements) -> Measured | None:
     """Return the worst number of each candidate among the measured neighbors: between two, both have to agree."""
     by_phase = [phase_scores(group, requirements) for group in groups]
-    totals = [_total(phases) for phases in by_phase]
+    totals = [total_scores(phases) for phases in by_phase]
     ids = set.intersection(*map(set, totals))
     if not ids:
         return None
@@ -288,7 +303,13 @@ def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {id_: sum(each[id_] for each in found) / len(found) for id_ in set.intersection(*map(set, found))}
 
 
-def _total(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def total_scores(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """
+    Return the number of each candidate that was measured in all phases.
+
+    Args:
+        phases: As of `phase_scores`.
+    """
     if not phases:
         return {}
     weights, ids = weights_of(phases), set.intersection(*map(set, phases.values()))

@@ -11,6 +11,7 @@ from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
+from attnplug.negotiation.pair import MARGIN as PAIR_MARGIN
 from attnplug.negotiation.pair import PairEvaluation, evaluate_pairs, measured_pairs, requests_of, routes
 from attnplug.negotiation.ranking import AUTO, COMMON_TERMS, Policy, Ranked, is_named, rank
 from attnplug.request.device import Device
@@ -185,7 +186,9 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     for candidate in candidates:
         found = evaluate(candidate, request, state.evidence)
         (eligible if found.serves and policy.admits(candidate) else others).append(found)
-    for name in _pairs(policy.listed, times.local) if routes(request.requirements) else ():
+    # A local profile ranks first: with one, a pair of the shipped profile alone would be behind all that it measured.
+    numbers = times.local or times.shipped
+    for name in _pairs(policy.listed, numbers) if routes(request.requirements) else ():
         pair = _evaluate_pair(state, name, request, candidates)
         if pair is None:  # what it names is not installed
             continue
@@ -196,7 +199,7 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
         tuple(others),
         assume_installed,
         times,
-        state.profile.notes(request.device, registry.version_of),
+        (*state.profile.notes(request.device, registry.version_of), *_not_routed(numbers)),
     )
 
 
@@ -216,6 +219,17 @@ def _pairs(listed: Sequence[str], times: Mapping[str, float]) -> list[str]:
     named = [name for name in listed if names_of_pair(name) is not None]
     measured = measured_pairs(times) if times and (not listed or AUTO in listed) else ()
     return [*dict.fromkeys((*named, *measured))]
+
+
+def _not_routed(times: Mapping[str, float]) -> list[str]:
+    """Return which measured pairs are no candidates, a sentence each."""
+    pairs = [name for name in sorted(times) if names_of_pair(name) is not None]
+    won = measured_pairs(times) if pairs else ()
+    return [
+        f"the pair {name} was measured, and wins by less than {PAIR_MARGIN:.0%}: nothing is routed"
+        for name in pairs
+        if name not in won
+    ]
 
 
 def _evaluate_pair(
