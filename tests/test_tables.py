@@ -124,7 +124,9 @@ def test_a_report_with_tests_of_a_variant_is_linked(tmp_path: Path) -> None:
     evidence = root / "docs" / "reference" / "evidence"
     evidence.mkdir(parents=True)
     (evidence / "index.md").write_text("acme/slow", encoding="utf-8")
-    (evidence / "h200.md").write_text("| `test_values[acme/fast]` | passed | - |", encoding="utf-8")
+    (evidence / "h200.md").write_text(
+        "| `test_values[acme/fast]` | passed | - |\n| `acme/slow_vendor` | `test_values.py` | 2 |", encoding="utf-8"
+    )
 
     rows = _rows(capabilities.page(root))
     assert (rows["fast"][-1], rows["slow"][-1]) == ("[h200.md](evidence/h200.md)", "-")

@@ -16,6 +16,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGES: Final[Mapping[str, Callable[[Path], str]]] = MappingProxyType(
     {
         capabilities.DATA: capabilities.data,
+        models.EXPLANATION: models.explanation,
         "docs/reference/capabilities.md": capabilities.page,
         "docs/reference/compatibility.md": compatibility.page,
         "docs/reference/contract.md": contract.page,

@@ -33,13 +33,14 @@ PAGE: Final = DATA.with_suffix(".md")
 WORKER: Final = "kit.tests.conformance.defects.worker"
 COLUMNS: Final = ("before", "after")
 LARGEST_GROUP: Final = 12
+EXAMPLES: Final = "first_mistakes"
 INTRODUCTION: Final = """\
 # Wrong backends
 
 Backends with one defect each, and which of them the conformance kit catches on a CPU. Written by
 `python -m tools.wrong_backends`; not edited by hand. *before* is the kit of revision {before}, *after* that of {after}.
-*basic*: the basic tier catches it; *kit*: another test does; *-*: none does. The named test is the one by which the
-kit's own tests require it to be caught.
+*basic*: the basic tier catches it; *kit*: any test does; *named*: the test that has to catch it does.
+[The data](wrong-backends.json) has the defect of each backend, and the test that caught it.
 
 Each ran the named test and the basic tier. Those that passed both ran the whole kit in groups: a test that several
 defects pass together catches none of them. Then each ran alone what its group failed. `TestRefusals` and `TestPurity`
@@ -150,11 +151,10 @@ def _revision(kit: Path) -> str:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the page: the counts, then one row for each backend."""
+    """Return the page: the counts, the defects that no test catches, and those of the first class as examples."""
     backends = sorted(data["backends"].items(), key=lambda item: (item[1]["class"], item[0]))
     revisions = {column: data["revisions"].get(column, "-") for column in COLUMNS}
-    head = ("class", "backend", "defect", "before", "after", "named test", "named")
-    rows = ((_class(one), f"`{name}`", one["defect"], *_cells(one)) for name, one in backends)
+    examples = (f"- {one['defect']}" for _, one in backends if one["class"] == EXAMPLES)
     uncaught = (f"- `{name}`: {one['uncaught']}." for name, one in backends if one["uncaught"])
     return "\n".join(
         [
@@ -165,7 +165,9 @@ def page(data: Mapping[str, Any]) -> str:
             "",
             *uncaught,
             "",
-            *(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)),
+            "The first mistakes, as examples:",
+            "",
+            *examples,
             "",
         ]
     )
@@ -190,17 +192,6 @@ def _counts(data: Mapping[str, Any]) -> list[str]:
 
 def _class(one: Mapping[str, Any]) -> str:
     return str(one["class"]).replace("_", " ")
-
-
-def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
-    def caught(column: str) -> str:
-        result = one.get(column)
-        if result is None:
-            return "not run"
-        return "basic" if result["basic"] else "kit" if result["kit"] else "-"
-
-    named = "yes" if one.get("after", {}).get("named") else "no"
-    return caught("before"), caught("after"), f"`{one['test']}`", named
 
 
 if __name__ == "__main__":

@@ -260,3 +260,136 @@ def test_a_plan_that_fails_names_the_command_with_the_reasons(plan, run, no_plug
     told = run(*shlex.split(command))
     assert told.code == 1
     assert "requires device type cpu, cuda; the device is xpu" in told.out
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "dtype": "bfloat16",
+}
+EAGLE = LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}
+SMALL = LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 16, "hidden_size": 1024, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def with_draft(plan, tmp_path: Path):
+    """Return what runs the command on a configuration and a draft's."""
+
+    def call(config: dict, draft: dict, *options: str):
+        file = tmp_path / "draft.json"
+        file.write_text(json.dumps(draft))
+        return plan(config, "--draft", str(file), *options)
+
+    return call
+
+
+def test_a_small_model_drafts_on_the_same_kv_cache(with_draft, site, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    del (small := dict(SMALL))["dtype"]  # it is the model's
+    options = [*ON_HOPPER, "--tp", "2", "--kv-cache-dtype", "bfloat16"]
+
+    read = with_draft(LLAMA, small, *options)
+    (found,) = with_draft(LLAMA, small, *options, "--json").json["plans"]
+
+    groups = {tuple(group["layers"]): group for group in found["groups"]}
+    own, draft = (tuple(f"{part}layers.{i}.self_attn" for i in range(n)) for part, n in (("", 4), ("draft.", 2)))
+    assert set(groups) == {own, draft}
+    assert groups[draft]["requirements"]["dtype"] == "bfloat16"
+    assert (groups[draft]["requirements"]["num_q_heads"], groups[draft]["requirements"]["num_kv_heads"]) == (8, 1)
+    assert found["kv_cache_bytes_per_token"] == (4 * 4 * 128 + 2 * 1 * 64) * 2 * 2
+    assert read.code == 0
+    assert re.search(r"\ndraft \S+draft\.json: llama, 2 attention layers\n", read.out)
+    assert re.search(r"  flash/\w+  draft\.layers\.\{0,1\}\.self_attn \(2 layers\)\n", read.out)
+
+
+@pytest.mark.parametrize(
+    "config", [EAGLE, {"speculators_model_type": "eagle3", "transformer_layer_config": EAGLE}, {"model": EAGLE}]
+)
+def test_an_eagle_head_is_a_model_of_one_layer(with_draft, site, config) -> None:
+    done = with_draft(LLAMA, config, *ON_HOPPER, "--decode-query-len", "4", "--block-size", "128", "--json")
+
+    (found,) = done.json["plans"]
+    assert [group["layers"][0] for group in found["groups"]] == ["layers.0.self_attn", "draft.layers.0.self_attn"]
+    assert len({group["id"] for group in found["groups"]}) == 1
+    assert done.json["draft"]["model_type"] == "llama"
+
+
+def test_a_model_drafts_for_itself_with_its_mtp_layers(run, no_plugins, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 1}))
+
+    done = run("plan", str(file), "--draft", str(tmp_path), "--device", "cpu", "--tp", "8", "--json")
+
+    (found,) = done.json["plans"]
+    assert [group["layers"] for group in found["groups"]] == [
+        ["layers.0.self_attn", "layers.1.self_attn"],
+        ["draft.layers.2.self_attn"],
+    ]
+    assert found["kv_cache_bytes_per_token"] == 3 * 1152
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ({"model_type": "medusa"}, "is a draft of type 'medusa'"),
+        (LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64}, "of the draft, tensor parallel"),
+        ({"model_type": "unheard_of"}, "is of model type 'unheard_of'"),
+    ],
+)
+def test_drafts_that_are_not_possible_are_refused(with_draft, site, draft, problem) -> None:
+    done = with_draft(LLAMA, draft, *ON_HOPPER, "--tp", "2")
+
+    assert done.code == 2
+    assert problem in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"), [(LLAMA, "neither 'num_nextn_predict_layers' nor"), (GPT_OSS, "of which kind its MTP")]
+)
+def test_a_model_without_clear_mtp_layers_is_no_draft(run, no_plugins, tmp_path: Path, config, problem) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | ({"num_nextn_predict_layers": 1} if config is GPT_OSS else {})))
+
+    done = run("plan", str(file), "--draft", str(file), "--device", "cpu")
+
+    assert done.code == 2
+    assert problem in " ".join(done.err.split())
+
+
+def test_a_draft_that_shares_no_form_of_the_kv_cache_has_no_plan(with_draft, no_plugins) -> None:
+    done = with_draft(DEEPSEEK, EAGLE, "--device", "cpu")
+
+    assert done.code == 1
+    assert "plan: none" in done.out
+
+
+def test_what_limits_a_plan_and_what_lifts_it(plan, with_draft, site, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    listed = ["--backend", "flash/old", "--backend", "auto"]
+    read = with_draft(GPT_OSS, LLAMA, *ON_HOPPER, "--block-size", "256", *listed)
+    (found,) = with_draft(GPT_OSS, LLAMA, *ON_HOPPER, "--block-size", "256", *listed, "--json").json["plans"]
+
+    change = {"term": "cudagraph", "layers": [], "value": "never", "without": "uniform_batch"}
+    names = [f"layers.{index}.self_attn" for index in (0, 2, 4, 1, 3, 5)]
+    assert found["limits"] == [{"layers": names, "changes": [change], "lifts": []}]
+    assert (
+        "limited by layers.{0..5}.self_attn (6 layers); without: cudagraph=uniform_batch instead of never\n"
+        "  no candidate that is known here lifts it\n"
+    ) in read.out
+    assert "limited" not in plan(GPT_OSS, *ON_HOPPER).out
+
+
+def test_the_time_of_all_layers_is_shown(plan, site, monkeypatch, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.toml"
+    profile.write_text('[[measured]]\nmicroseconds = { "flash/new" = 250.0, "torch/sdpa" = 900.0 }\n')
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+    attnplug.refresh()
+    note = "measured over all layers: 1,500 us (one call, local profile)"
+
+    assert f"\n{note}\n" in plan(GPT_OSS, *ON_HOPPER).out
+    assert plan(GPT_OSS, *ON_HOPPER, "--json").json["plans"][0]["notes"] == [note]

@@ -7,6 +7,7 @@ import pickle
 import re
 
 import pytest
+from attrs import evolve
 
 import attnplug
 from attnplug.errors import (
@@ -16,7 +17,10 @@ from attnplug.errors import (
     PluginLoadError,
     UnknownBackendError,
 )
+from attnplug.evidence import MeasuredTime, ProfileEntry, dump_entries
+from attnplug.request import Device
 from attnplug.request.settings import Settings
+from attnplug.selection import options, process
 from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
 
@@ -264,6 +268,70 @@ def test_a_measured_pair_wins_by_more_than_its_margin(sides, request_of, tmp_pat
     assert found.id == expected
     assert (found.decided_by == "measured profile") is ("wide/fine" in microseconds)
     assert attnplug.select(request_of(), backend="wide/coarse").id == "wide/coarse"  # an explicit choice wins
+
+
+ENTRY = ProfileEntry(
+    measured_on="2026-11-20",
+    device=Device("cuda", name="NVIDIA H200", compute_capability="9.0", num_multiprocessors=132),
+    versions={},
+    requirements=attnplug.Requirements(head_size=128, num_q_heads=8, num_kv_heads=2, dtype="bfloat16"),
+    phase="decode",
+    num_seqs=64,
+    kv_len=4096,
+    query_len=1,
+    default="wide/coarse",
+    times={},
+)
+
+
+@pytest.fixture
+def tuned(sides, tmp_path, monkeypatch):
+    """Return ``tuned(times, layer)``: the explanation with a shipped profile of times, by phase and candidate."""
+
+    def make(times, layer=ENTRY.requirements):
+        entries = [
+            evolve(ENTRY, phase=phase, requirements=layer, times={id_: MeasuredTime(one) for id_, one in each.items()})
+            for phase, each in times.items()
+        ]
+        (tmp_path / "nvidia-h200.json").write_text(dump_entries(entries))
+        invariant = DECODES.replace('"paged"', '"paged", "batch_invariant"')
+        sides(decodes=invariant, device=ENTRY.device)
+        process.PROCESS.state.profile = options.Profile(None, tmp_path)
+        return attnplug.explain(layer)
+
+    return make
+
+
+def times_of(decode, prefill):
+    """Return the times of the pair in both phases beside those of single candidates."""
+    return {
+        "decode": {PAIR: decode, "wide/fine": 155, "wide/coarse": 155},
+        "prefill": {PAIR: prefill, "wide/fine": 900, "wide/coarse": 1000},
+    }
+
+
+def test_a_pair_of_a_shipped_profile_is_chosen_and_explained(tuned):
+    found = tuned(times_of(121, 900))
+    assert (found.chosen.id, found.chosen.decided_by) == (PAIR, "shipped profile")
+    assert found.measured == (
+        "decodes 121 us (64 x 4k decode, NVIDIA H200, 2026-11-20) against 155 us of wide/fine; "
+        "other batches 900 us (64 x 4k prefill, NVIDIA H200, 2026-11-20), shipped profile; 2 shapes"
+    )
+    assert "routed: pure decodes to decodes/one, all other batches to wide/fine" in str(found)
+
+
+def test_a_measured_pair_within_the_margin_is_a_note(tuned):
+    found = tuned(times_of(153, 900))
+    assert found.chosen.roles == {}
+    assert found.profile_notes == (f"the pair {PAIR} was measured, and wins by less than 2%: nothing is routed",)
+
+
+def test_a_measured_pair_is_refused_under_batch_invariance(tuned):
+    found = tuned(times_of(121, 900), ENTRY.requirements.evolve(batch_invariant=True))
+    assert found.chosen.roles == {}
+    (pair,) = [verdict for verdict in found.verdicts if verdict.id == PAIR]
+    assert pair.status == "refused"
+    assert "a request's result would depend on the batch" in str(pair.reasons[0])
 
 
 def test_without_a_measured_pair_nothing_is_routed(sides, request_of):

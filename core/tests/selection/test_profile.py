@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -17,6 +20,10 @@ from attnplug.evidence.times import MARGIN, TimeTable, phase_scores, relative_ti
 from attnplug.request import Device, Requirements, Settings
 from attnplug.selection import options, process
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LARGEST = 400_000  # bytes of a shipped file
 H200 = Device("cuda", name="NVIDIA H200", compute_capability="9.0", num_multiprocessors=132)
 LIBRARIES = {"flash/hopper": {"flash-hopper": "1.0"}, "flash/new": {"flash-new": "4.0"}, "flash/old": {}}
 LAYER = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
@@ -177,11 +184,93 @@ class TestShipped:
         assert ship([base], Device.cuda("9.0")).profile_notes == ()
         assert ship([base], Device.parse("h200")).chosen.id == "flash/new"  # a product that is not here
 
+    def test_a_file_of_a_product_is_found_by_the_name_of_the_device(self, ship, tmp_path) -> None:
+        h100 = attrs.evolve(H200, name="NVIDIA H100 80GB HBM3")
+        measured = entry({"flash/hopper": 259.0, "flash/new": 240.0}, device=h100)
+        ship([])
+        (tmp_path / "shipped" / "nvidia-h100.json").write_text(dump_entries([measured]))
+
+        assert ship([], h100).chosen.decided_by == "shipped profile"
+        assert ship([], Device.parse("h100")).chosen.decided_by == "shipped profile"
+        other = ship([], attrs.evolve(H200, name="NVIDIA H100 PCIe", num_multiprocessors=114))
+        assert other.chosen.decided_by != "shipped profile"
+        assert "measured on cuda:9.0 (NVIDIA H100 80GB HBM3)" in other.profile_notes[0]
+        assert ship([], attrs.evolve(H200, name="NVIDIA H10")).profile_notes == ()
+
     def test_a_local_profile_ranks_before_it(self, ship) -> None:
         shipped = entry({"flash/hopper": 259.0, "flash/new": 240.0})
         local = entry({"flash/hopper": 240.0, "flash/new": 259.0})
         found = ship([shipped], local=[local])
         assert (found.chosen.id, found.chosen.decided_by) == ("flash/hopper", "measured profile")
+
+
+def problems_of(path: Path) -> list[str]:
+    """Return what is wrong with a file of the folder of shipped profiles; a sentence each."""
+    try:
+        entries = parse_entries(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return [str(error)]
+    found = [f"it has {path.stat().st_size} bytes"] if path.stat().st_size > LARGEST else []
+    keys = Counter((e.device, e.requirements, e.phase, e.bucket) for e in entries)
+    found += [f"{count} entries for {key[1]}, {key[2]} {key[3]}" for key, count in keys.items() if count > 1]
+    for one in entries:
+        device, what = one.device, f"{one.shape} of {one.requirements}"
+        if not options.is_product(path.stem, options.file_of(device.name or "")):
+            found.append(f"{what}: measured on {device}")
+        if device.num_multiprocessors is None or device.compute_capability is None or "torch" not in one.versions:
+            found.append(f"{what}: the device or the versions are not complete")
+        if not re.fullmatch(r"20\d\d-\d\d-\d\d", one.measured_on) or one.default not in one.times:
+            found.append(f"{what}: measured on {one.measured_on}, default {one.default}")
+        if re.search(r"/(home|work|tmp|root|usr|opt|var)/", json.dumps([one.rejected, one.refused])):
+            found.append(f"{what}: a path of the machine")
+        for id_, time in one.times.items():
+            median = statistics.median(time.samples or (0.0,))
+            if len(time.samples) != time.rounds or abs(median - time.microseconds) > 1e-3 * time.microseconds:
+                found.append(f"{what}: the samples of {id_} are not those of its median")
+            if not time.libraries and not id_.startswith("torch/"):
+                found.append(f"{what}: no version of {id_}")
+    return found
+
+
+def shipped_entry(**changes: Any) -> ProfileEntry:
+    times = {"flash/new": MeasuredTime(3.0, 0.01, 3, libraries={"flash-new": "4.0"}, samples=(2.9, 3.0, 3.2))}
+    made = attrs.evolve(entry({}), times=times, versions={"torch": "2.10.0"}, default="flash/new")
+    return attrs.evolve(made, **changes)
+
+
+class TestShippedFiles:
+    def test_the_shipped_files_have_no_problem(self) -> None:
+        assert {path.name: found for path in options.SHIPPED.glob("*.json") if (found := problems_of(path))} == {}
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "problem"),
+        [
+            ("nvidia-h200", {}, ""),
+            ("nvidia-h100", {}, "measured on cuda:9.0 (NVIDIA H200)"),
+            ("nvidia-h200", {"versions": {}}, "not complete"),
+            ("nvidia-h200", {"measured_on": "today"}, "measured on today"),
+            ("nvidia-h200", {"default": "flash/old"}, "default flash/old"),
+            ("nvidia-h200", {"rejected": {"a/b": "no file /home/me/kernel.so"}}, "a path"),
+            ("nvidia-h200", {"times": {"flash/new": MeasuredTime(3.0, 0.0, 3)}}, "the samples"),
+            (
+                "nvidia-h200",
+                {"times": {"flash/new": MeasuredTime(3.0, 0.0, 1, samples=(3.0,))}, "default": "flash/new"},
+                "no version",
+            ),
+            ("nvidia-h200", {"phase": "training"}, "phase is 'training'"),
+        ],
+    )
+    def test_a_planted_file_is_judged(self, tmp_path: Path, name: str, changes: dict[str, Any], problem: str) -> None:
+        path = tmp_path / f"{name}.json"
+        path.write_text(dump_entries([shipped_entry(**changes)]))
+        found = problems_of(path)
+        assert (found == []) is (problem == "")
+        assert any(problem in each for each in found) or not problem
+
+    def test_two_entries_of_one_measurement_are_a_problem(self, tmp_path: Path) -> None:
+        other = shipped_entry(versions={"torch": "2.9.0"})
+        (tmp_path / "nvidia-h200.json").write_text(dump_entries([shipped_entry(), other]))
+        assert "2 entries for " in problems_of(tmp_path / "nvidia-h200.json")[0]
 
 
 class TestFiles:

@@ -158,4 +158,4 @@ def test_what_is_no_decision_is_refused(data):
 
 def test_groups_share_no_layer():
     with pytest.raises(DecisionError, match="in two groups"):
-        Plan.from_dict({"groups": [*PLAN["groups"], *PLAN["groups"]]})
+        Plan.from_dict({**PLAN, "groups": [*PLAN["groups"], *PLAN["groups"]]})

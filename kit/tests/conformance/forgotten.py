@@ -40,14 +40,16 @@ from kit.tests.conformance.defects.defect import Defect, backend_of, with_params
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "docs/reference/evidence/forgotten-features.json"
 PAGE = DATA.with_suffix(".md")
+OUTCOMES = ("basic", "kit", "uncaught", "refused")
 INTRODUCTION = """\
 # Forgotten features
 
 The built-in backend with one feature forgotten in one situation, and what the conformance kit makes of it on a CPU.
 Written by `python -m kit.tests.conformance.forgotten`; not edited by hand. The kit is that of revision {revision}.
 
-A cell has the first test that fails: *basic* for one of the basic tier, *kit* for another one. *uncaught*: the whole
-kit passes. *-*: the built-in backend refuses the feature there, so that nothing can be forgotten.
+Features: {features}. *basic* counts those that the basic tier catches first, *kit* those that another test does;
+*uncaught*: the whole kit passes; *refused*: the built-in backend has no such combination. [The
+data](forgotten-features.json) has the test of each.
 """
 
 
@@ -328,22 +330,23 @@ def _judged(data, names, *, only=False):
 
 
 def page(data):
-    """Return the page: a row for each situation, a column for each feature."""
-    head = ("situation", *(name.replace("_", " ") for name in FEATURES))
-    rows = (
-        (situation.words, *(_cell(data, feature, name) for feature in FEATURES))
-        for name, situation in SITUATIONS.items()
-    )
+    """Return the page: for each situation, how many features are caught by what."""
+    head = ("situation", *OUTCOMES)
+    rows = []
+    for name, situation in SITUATIONS.items():
+        found = [_outcome(data, feature, name) for feature in FEATURES]
+        rows.append((situation.words, *(str(found.count(outcome)) for outcome in OUTCOMES)))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
     served = [one["test"] for one in data["cells"].values() if one["test"] is not None]
     count = f"{sum(map(bool, served))} of {len(served)} are caught."
-    return "\n".join((INTRODUCTION.format(revision=data["revision"]), count, "", *lines, ""))
+    features = ", ".join(name.replace("_", " ") for name in FEATURES)
+    return "\n".join((INTRODUCTION.format(revision=data["revision"], features=features), count, "", *lines, ""))
 
 
-def _cell(data, feature, situation):
+def _outcome(data, feature, situation):
     one = data["cells"].get(f"{feature}_in_{situation}")
     if one is None or one["test"] is None:
-        return "-"
+        return "refused"
     return "uncaught" if not one["test"] else "basic" if one["test"].startswith("TestBasic") else "kit"
 
 

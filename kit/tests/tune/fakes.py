@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _MANIFEST = (attnplug.torch_backend.__path__[0], "attnplug.toml")
 _SOURCE = """\
 from attnplug.contract import hookimpl
+from attnplug.negotiation import Reason
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 from kit.tests.tune.fakes import COSTS
@@ -24,7 +25,7 @@ class Impl(TorchImpl):
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         super().run(query, key, value, kv_cache, metadata, output, lse)
         output.mul_({factor})
-        COSTS.spent += COSTS.of["{name}"]
+        COSTS.spend("{name}", is_decode=metadata.num_prefills == 0)
         {extra}
 
 
@@ -35,15 +36,24 @@ class Made(TorchBackend):
 @hookimpl
 def attnplug_backend():
     return Made
+
+
+@hookimpl
+def attnplug_probe(variant):
+    return Reason("probe_device", variant, None, {refusal!r}) if {refusal!r} else None
 """
 
 
 class _Costs:
-    """What backends state that their calls cost, in seconds."""
+    """What backends state that their calls cost, in seconds: one number, or that of decodes and that of others."""
 
     def __init__(self) -> None:
-        self.of: dict[str, float] = {}
+        self.of: dict[str, float | tuple[float, float]] = {}
         self.spent = 0.0
+
+    def spend(self, name: str, *, is_decode: bool) -> None:
+        cost = self.of[name]
+        self.spent += cost if isinstance(cost, float) else cost[0 if is_decode else 1]
 
 
 COSTS = _Costs()
@@ -70,13 +80,16 @@ def fake_clocks() -> Clocks:
     return Clocks(clock, clock, lambda: None)
 
 
-def write_backend(folder: Path, name: str, *, factor: float = 1.0, extra: str = "pass") -> tuple[str, Path]:
+def write_backend(
+    folder: Path, name: str, *, factor: float = 1.0, extra: str = "pass", refusal: str = ""
+) -> tuple[str, Path]:
     """Write a backend that computes what torch does, times a factor; return its module and its manifest."""
     whole = (folder.__class__(_MANIFEST[0]) / _MANIFEST[1]).read_text("utf-8")
     text = whole.partition("# No custom_mask")[0].replace(
         'name = "torch", aliases = ["TORCH_SDPA"]', f'name = "{name}"'
     )
-    (folder / f"tune_{name}.py").write_text(_SOURCE.format(name=name, factor=factor, extra=extra))
+    text = text.replace("features = [", 'features = ["batch_invariant", ', 1)
+    (folder / f"tune_{name}.py").write_text(_SOURCE.format(name=name, factor=factor, extra=extra, refusal=refusal))
     manifest = folder / f"{name}.toml"
     manifest.write_text(text)
     return f"tune_{name}", manifest

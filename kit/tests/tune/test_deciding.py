@@ -6,12 +6,22 @@ import random
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.evidence import MeasuredTime, ProfileEntry
+from attnplug.evidence import MeasuredTime, ProfileEntry, relative_times
 from attnplug.request import Device, Requirements
-from attnplug_kit.tune.deciding import HOPELESS, LEAST_ROUNDS, steady_rounds, summary, survivors, winner
+from attnplug_kit.tune.deciding import (
+    HOPELESS,
+    LEAST_ROUNDS,
+    differences,
+    proposals,
+    steady_rounds,
+    summary,
+    survivors,
+    winner,
+)
 
 LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
 EMPTY = ProfileEntry("2026-11-28", Device.cpu(), {}, LAYER, "decode", 4, 64, 1, "a", {"a": MeasuredTime(1.0)})
@@ -74,3 +84,49 @@ def test_a_summary_is_of_the_samples(samples: list[float]) -> None:
 def test_an_unknown_default_loses_to_the_fastest() -> None:
     entry = attrs.evolve(EMPTY, default="gone", times={"a": MeasuredTime(2.0), "b": MeasuredTime(1.0)})
     assert winner(entry) == ("b", True)
+
+
+def times(**microseconds: float) -> ProfileEntry:
+    return attrs.evolve(EMPTY, times={id_: MeasuredTime(time, 0.001, 9) for id_, time in microseconds.items()})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({"a": 100.0, "b": 90.0}, {"a": 100.0, "b": 91.0}, []),
+        ({"a": 100.0, "b": 97.5}, {"a": 100.0, "b": 98.5}, [True]),  # 2.6 % and 1.5 %
+        ({"a": 100.0, "b": 90.0}, {"a": 100.0, "b": 110.0}, [False]),
+        ({"a": 100.0, "b": 90.0}, {"a": 100.0}, [False]),
+        ({"a": 100.0, "b": 90.0, "c": 89.0}, {"a": 100.0, "b": 90.0, "c": 91.0}, [True]),
+    ],
+)
+def test_two_runs_are_compared(one: dict[str, float], other: dict[str, float], expected: list[bool]) -> None:
+    found, count = differences([times(**one)], [times(**other)])
+    assert ([each.is_margin for each in found], count) == (expected, 1)
+    assert differences([times(**one)], [attrs.evolve(times(**other), phase="prefill")]) == ((), 0)
+
+
+COSTS = st.floats(1, 1e3)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(COSTS, COSTS), min_size=1))
+def test_a_proposed_pair_is_the_best_by_brute_force(costs: dict[str, tuple[float, float]]) -> None:
+    entries = [
+        attrs.evolve(times(**{id_: cost[place] for id_, cost in costs.items()}), phase=phase)
+        for place, phase in enumerate(("decode", "prefill"))
+    ]
+    relative = [relative_times(entry) for entry in entries]
+    score = {(a, b): 0.75 * relative[0][a] + 0.25 * relative[1][b] for a in costs for b in costs}
+    single = min(score[id_, id_] for id_ in costs)
+    best = min(score.values())
+
+    found = proposals(LAYER, entries)
+
+    assert bool(found) == (best < single * 0.98)
+    if found:
+        decode, rest = found[0].pair.split("+")
+        assert score[decode, rest] == pytest.approx(best)
+        assert found[0].gain == pytest.approx(1 - best / single)
+        assert set(found[0].singles) == {decode, rest, found[0].best}
+    assert proposals(LAYER, entries[:1]) == ()
+    assert proposals(LAYER.evolve(phases=("decode",)), entries) == ()

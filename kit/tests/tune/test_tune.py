@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import attnplug  # noqa: E402 - without torch there is nothing to measure
+from attnplug.contract import read_steps, recording  # noqa: E402
+from attnplug.contract import routed as attnplug_routed  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
 from attnplug.evidence import parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
-from attnplug_kit import tune  # noqa: E402
-from attnplug_kit.tune.grid import layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
+from attnplug_kit import replay, tune  # noqa: E402
+from attnplug_kit.bench import Step, Target, make_rig  # noqa: E402
+from attnplug_kit.tune.grid import cells_of, layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
 from attnplug_kit.tune.measuring import Tuner  # noqa: E402
-from attnplug_kit.tune.running import Order, run_order  # noqa: E402
+from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: E402
 from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  # noqa: E402
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+SPARSE = Path(__file__).parents[1] / "conformance" / "sparse"
 LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
 BATCHES = ("decode:3x40", "prefill:2x20")
 
@@ -36,7 +40,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = process.PROCESS.state
     process.PROCESS.state = process.unread()
 
-    def made(name: str, cost: float, **source: Any) -> None:
+    def made(name: str, cost: float | tuple[float, float], **source: Any) -> None:
         COSTS.of[name] = cost
         module, manifest = write_backend(tmp_path / "fakes", name, **source)
         attnplug.register(module, manifest=manifest)
@@ -57,6 +61,11 @@ def order(tmp_path: Path):
 def tuned(order: Order, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
     code = run_order(order)
     return code, json.loads(capsys.readouterr().out)
+
+
+def read(tmp_path: Path) -> list[Any]:
+    """Return the entries of the folder."""
+    return [json.loads(path.read_text())["entries"][0] for path in sorted((tmp_path / "profiles").glob("*.json"))]
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, profile: object, layer: Requirements = LAYER) -> Any:
@@ -167,6 +176,43 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
     assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
 
 
+def test_an_exported_file_has_nothing_of_the_machine(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("faulty", 1e-6, extra='raise RuntimeError("no kernel in /home/me/cache/a.so, 3 of 4")')
+    tuned(order(export=str(tmp_path / "all.json")), capsys)
+
+    entries = parse_entries((tmp_path / "all.json").read_text())
+
+    assert {each.rejected["faulty/sdpa"].partition(": ")[2] for each in entries} == {
+        "RuntimeError: no kernel in ..., 3 of 4"
+    }
+    times = [time for each in entries for time in each.times.values()]
+    assert all(time.compile_s == 0 and len(time.samples) == time.rounds for time in times)
+    assert "/home" in read(tmp_path)[0]["rejected"]["faulty/sdpa"]
+
+
+def test_two_runs_are_compared(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("brisk", 200e-6)
+    tuned(order(), capsys)
+    other = attrs.evolve(order(), folder=tmp_path / "other")
+    tuned(other, capsys)
+    folders = [str(tmp_path / "profiles"), str(tmp_path / "other")]
+
+    assert run_comparison(folders, as_json=False) == 0
+    assert "2 measurements in both; 0 choices differ, 0 within the margin" in capsys.readouterr().out
+    COSTS.of["ample"] = 100e-6
+    tuned(attrs.evolve(other, again=True, batch=BATCHES[:1]), capsys)
+    assert run_comparison(folders, as_json=False) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 choices differ, 0 within the margin" in shown
+    assert "3 x 40 decode, " in shown
+    assert "brisk/sdpa and ample/sdpa, beyond the margin" in shown
+    (tmp_path / "none").mkdir()
+    with pytest.raises(RequestError, match="measurements of the same layers"):
+        run_comparison([folders[0], str(tmp_path / "none")], as_json=True)
+
+
 def test_no_profile_counts_while_tuning(offer, order, capsys, monkeypatch, tmp_path) -> None:
     offer("ample", 300e-6)
     offer("brisk", 200e-6)
@@ -199,6 +245,193 @@ def test_results_are_said_in_words(offer, order, capsys) -> None:
     assert "3 x 40 decode, 4/2 heads of 16, float32: ample/sdpa 203 us, brisk/sdpa 200 us" in shown
     assert "(2 within the margin: the default order decides)" in shown
     assert "rejected clumsy/sdpa: it computes another result than the oracle" in shown
+
+
+class TestPairs:
+    """Decodes are faster on one candidate, prefills on another one."""
+
+    PAIR = "brisk/sdpa+ample/sdpa"
+
+    def test_a_pair_that_wins_is_measured_and_chosen(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+
+        code, found = tuned(order(), capsys)
+
+        assert code == 0
+        (pair,) = found["pairs"]
+        assert (pair["pair"], pair["wins"], pair["problem"]) == (self.PAIR, True, "")
+        assert pair["gain"] == pytest.approx(pair["expected_gain"], abs=0.005)
+        assert {entry["phase"]: entry["times"][self.PAIR]["microseconds"] for entry in read(tmp_path)} == {
+            "decode": pytest.approx(200, rel=0.01),
+            "prefill": pytest.approx(200, rel=0.01),
+        }
+        decision = chosen(monkeypatch, tmp_path / "profiles")
+        assert (decision.chosen.id, decision.chosen.decided_by) == (self.PAIR, "measured profile")
+        assert {role: one.id for role, one in decision.chosen.roles.items()} == {
+            "decode": "brisk/sdpa",
+            "rest": "ample/sdpa",
+        }
+        assert decision.measured.startswith("decodes 200 us (3 x 40 decode, cpu, ")
+        assert "against 260 us of ample/sdpa; other batches 200 us (2 x 20 prefill, cpu, " in decision.measured
+        assert decision.measured.endswith("against 260 us of brisk/sdpa, local profile; 2 shapes")
+        _, again = tuned(order(), capsys)
+        assert (again["measured"], again["kept"], again["pairs"][0]["wins"]) == (0, 2, True)
+
+    def test_a_pair_is_measured_after_each_batch(self, offer, order, capsys, monkeypatch) -> None:
+        """A command that is interrupted has the pairs of the batches before; later ones measure it at once."""
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        asked: list[tuple[str, str]] = []
+        for name in ("measure", "measure_pair"):
+            own = getattr(Tuner, name)
+            monkeypatch.setattr(
+                Tuner,
+                name,
+                lambda self, cell, pair="", own=own: (
+                    asked.append((cell.phase, getattr(pair, "pair", pair))) or own(self, cell, pair)
+                ),
+            )
+        _, found = tuned(order(batch=[*BATCHES, "mixed:2x40+1x16"]), capsys)
+        assert asked == [
+            ("decode", ""),
+            ("prefill", ""),
+            ("decode", self.PAIR),
+            ("prefill", self.PAIR),
+            ("mixed", self.PAIR),
+        ]
+        assert all(self.PAIR in entry["times"] for entry in found["entries"])
+        assert found["pairs"][0]["wins"]
+
+    @pytest.mark.parametrize("prefill_cost", [200e-6, 202e-6, 204e-6])
+    def test_a_gain_within_the_margin_proposes_none(self, offer, order, capsys, prefill_cost) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, prefill_cost))
+        assert tuned(order(), capsys)[1]["pairs"] == []
+
+    def test_a_pair_that_is_slower_than_expected_is_not_chosen(
+        self, offer, order, capsys, monkeypatch, tmp_path
+    ) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        tuned(order(), capsys)
+        for path in (tmp_path / "profiles").iterdir():
+            (entry,) = json.loads(path.read_text())["entries"]
+            entry["times"][self.PAIR]["microseconds"] = min(t["microseconds"] for t in entry["times"].values()) * 1.15
+            path.write_text(json.dumps(entry))
+
+        decision = chosen(monkeypatch, tmp_path / "profiles")
+
+        assert decision.chosen.roles == {}
+        note = f"the pair {self.PAIR} was measured, and wins by less than 2%: nothing is routed"
+        assert note in decision.profile_notes
+        assert note in " ".join(str(decision).split())
+
+    def test_batch_invariance_allows_none(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        layer = LAYER.evolve(batch_invariant=True)
+
+        _, found = tuned(attrs.evolve(order(), layers=(layer,)), capsys)
+
+        problems = {pair["pair"]: pair["problem"] for pair in found["pairs"]}
+        assert "a request's result would depend on the batch" in problems[self.PAIR]
+        assert not any(self.PAIR in entry["times"] for entry in read(tmp_path))
+        assert chosen(monkeypatch, tmp_path / "profiles", layer).chosen.roles == {}
+
+    def test_a_pair_with_a_wrong_result_is_rejected(self, offer, order, capsys, monkeypatch, tmp_path) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        run = attnplug_routed.RoutedImpl.run
+
+        def wrong(*arguments: Any) -> None:
+            run(*arguments)
+            arguments[6].mul_(1.5)
+
+        monkeypatch.setattr(attnplug_routed.RoutedImpl, "run", wrong)
+        code, found = tuned(order(), capsys)
+        assert code == 1
+        assert "it computes another result than the oracle" in found["pairs"][0]["problem"]
+        assert chosen(monkeypatch, tmp_path / "profiles").chosen.roles == {}
+
+    def test_where_a_pair_fails_the_next_best_is_tried(self, offer, order, capsys, monkeypatch) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        offer("calm", (207e-6, 260e-6))
+        tried: list[str] = []
+        measure = Tuner.measure_pair
+
+        def failing(self: Any, cell: Any, proposal: Any) -> Any:
+            tried.append(proposal.pair)
+            found = measure(self, cell, proposal)
+            if proposal.pair != self_pair:
+                return found
+            times = {id_: time for id_, time in found.times.items() if id_ != self_pair}
+            return attrs.evolve(found, times=times, rejected={self_pair: "it failed: out of memory"})
+
+        self_pair = self.PAIR
+        monkeypatch.setattr(Tuner, "measure_pair", failing)
+        code, found = tuned(order(batch=[*BATCHES, "mixed:2x40+1x16"]), capsys)
+
+        assert code == 1
+        assert tried.count(self.PAIR) == 1
+        assert [(pair["pair"], pair["wins"]) for pair in found["pairs"]] == [
+            (self.PAIR, False),
+            ("calm/sdpa+ample/sdpa", True),
+        ]
+
+    def test_results_are_said_in_words(self, offer, order, capsys) -> None:
+        offer("ample", (260e-6, 200e-6))
+        offer("brisk", (200e-6, 260e-6))
+        run_order(order(json=False))
+        shown = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"pair (\S+): (\S+)% less time than (\S+) is expected, (\S+)% measured; (.*)", shown)
+        assert found is not None
+        assert (found[1], found[3], found[5]) == (self.PAIR, "brisk/sdpa", "selections route to it")
+        assert 6 < float(found[2]) < 8  # decodes weigh 0.6 of 0.8, and prefills take 1.3 times as long
+        assert 6 < float(found[4]) < 8
+
+
+def test_a_refusal_is_no_rejection(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    offer("choosy", 1e-6, refusal="no driver for it")
+
+    code, found = tuned(order(), capsys)
+
+    assert code == 0
+    assert [entry["rejected"] for entry in found["entries"]] == [{}, {}]
+    assert all("no driver for it" in entry["refused"]["choosy/sdpa"] for entry in found["entries"])
+    assert {entry["default"] for entry in found["entries"]} == {"ample/sdpa"}
+    run_order(order(json=False, again=True))
+    assert "refused choosy/sdpa: " in capsys.readouterr().out
+
+
+class TestBlockSparse:
+    """Local blocks hold every key of the small batches that are judged: the pattern shows in the measured batch."""
+
+    PATTERN: ClassVar = {"max_seqlen": 1024, "block_size": 64, "local_blocks": 6, "vert_stride": 4}
+
+    @pytest.fixture
+    def sparse(self, offer, monkeypatch, tmp_path):
+        """Register backends of block-sparse patterns: a right one and one without vertical blocks."""
+        monkeypatch.syspath_prepend(SPARSE.parent)
+        for module in ("patterned", "forgets_vertical"):
+            text = (SPARSE / "attnplug.toml").read_text("utf-8").replace('"sparse"', f'"{module}"')
+            (tmp_path / f"{module}.toml").write_text(text)
+            attnplug.register(f"sparse.{module}", manifest=tmp_path / f"{module}.toml")
+
+    def test_a_pattern_is_judged_by_the_oracle(self, sparse, order, capsys) -> None:
+        layer = LAYER.evolve(block_sparse=self.PATTERN)
+        batches = ("decode:2x700", "prefill:1x600")
+        code, found = tuned(attrs.evolve(order(batch=batches), layers=(layer,)), capsys)
+
+        assert code == 1
+        for entry in found["entries"]:
+            assert set(entry["times"]) == {"patterned/plain"}
+            problem = entry["rejected"]["forgets_vertical/plain"]
+            assert "differs from the oracle: output: " in problem
+        (read_back, _) = (parse_entries(json.dumps(entry))[0] for entry in found["entries"])
+        assert read_back.requirements == layer
 
 
 def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +503,96 @@ def test_an_invalid_order_is_refused(words: list[str], problem: str) -> None:
     tune.add_arguments(parser)
     with pytest.raises(RequestError, match=problem):
         tune.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offer):
+    """Return the file of a process in which a step of each phase ran, on the backend ample."""
+    offer("ample", 280e-6)
+    file = tmp_path / "steps.jsonl"
+    recording.recorder.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("ATTNPLUG_RECORD", str(file))
+        attnplug.refresh()
+        for new, old in (((1, 1, 1), (20, 7, 39)), ((1, 9), (30, 0)), ((8, 12), (16, 1)), ((1, 1, 1), (21, 8, 40))):
+            step = Step("recorded", new, old, num_q_heads=4, num_kv_heads=2, head_size=16)
+            make_rig(step, Target("ample", "cpu"), dtype="float32", sliding_window=25)
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    return file
+
+
+def replayed(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    return replay.run(parser.parse_args(words))
+
+
+def test_recorded_steps_run_again(recorded, capsys) -> None:
+    assert replayed(str(recorded), "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "ran on ample/sdpa, 13 were recorded: 13 right, 0 wrong" in out.replace("\n", " ")
+
+
+def test_a_wrong_backend_is_found_by_recorded_steps(recorded, offer, capsys) -> None:
+    offer("clumsy", 10e-6, factor=1.5)
+    offer("narrow", 10e-6, extra="output[-1].mul_(1.01 if metadata.num_decodes == 3 else 1)")
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "clumsy", "--json") == 1
+    assert all("differs from the oracle" in step["problem"] for step in json.loads(capsys.readouterr().out)["steps"])
+
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "narrow", "--json") == 1
+    found = json.loads(capsys.readouterr().out)["steps"]
+    assert [step["seq_lens"] for step in found if step["problem"]] == [[21, 8, 40], [22, 9, 41]]
+    assert all(step["problem"].startswith("request 2") for step in found if step["problem"])
+
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "narrow") == 1
+    assert "narrow is wrong: decode, 3 requests, 3 new tokens, 8 to 40 keys" in capsys.readouterr().out
+
+
+def test_a_few_recorded_steps_are_from_all_parts(recorded, capsys) -> None:
+    assert replayed(str(recorded), "--device", "cpu", "--most", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [found["recorded"], found["different"], len(found["steps"])] == [13, 13, 2]
+    with pytest.raises(RequestError, match="--most 0"):
+        replayed(str(recorded), "--most", "0")
+
+
+def test_recorded_steps_are_measured(recorded, offer, order, capsys) -> None:
+    offer("brisk", 200e-6)
+    cells = cells_of(read_steps(recorded))
+    phases = [cell.phase for cell in cells]
+    assert phases[0] == "prefill"  # the most frequent
+    assert {phase: phases.count(phase) for phase in ("decode", "mixed", "chunk")} == {
+        "decode": 2,
+        "mixed": 1,
+        "chunk": 1,
+    }
+    decode = next(cell for cell in cells if cell.phase == "decode" and cell.step.num_reqs == 3)
+    assert decode.step.seq_lens == (22, 9, 41)
+    assert decode.layer.sliding_window == 25
+
+    code, found = tuned(attrs.evolve(order(), layers=(), cells=cells), capsys)
+
+    assert code == 0
+    assert {entry["fastest"] for entry in found["entries"]} == {"brisk/sdpa"}
+    assert {entry["requirements"]["sliding_window"] for entry in found["entries"]} == {25}
+
+
+def test_steps_that_cannot_run_again_are_refused(recorded, tmp_path) -> None:
+    rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({**row, **({"seq_lens": None} if "step" in row else {})}) for row in rows]
+    (tmp_path / "absent").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+    with pytest.raises(RequestError, match="none of 13 recorded steps"):
+        replayed(str(tmp_path / "absent"), "--device", "cpu")
+    with pytest.raises(RequestError, match="no recorded step can be measured"):
+        cells_of(read_steps(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("other", [["config.json"], ["--tp", "2"], ["--batch", "decode:1x1"], ["--dtype", "float16"]])
+def test_steps_have_their_layers_and_batches(other) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+
+    with pytest.raises(RequestError, match="--steps was given with other layers or batches"):
+        tune.run(parser.parse_args(["--steps", "steps.jsonl", *other]))

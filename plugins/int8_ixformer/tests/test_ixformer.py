@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 
@@ -13,9 +14,11 @@ import attnplug
 from attnplug import Device
 from attnplug.contract import GraphShape, Layer, Limits
 from attnplug.errors import CacheError, LimitsError, PluginLoadError
+from attnplug_int8_ixformer.impl import Int8Impl
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.plugin import IXFORMER_MODULES
 from attnplug_kit.oracle import Case, check, check_replays, limits_of, materialize, padded_for, paged_tensors
+from attnplug_kit.tune.running import Order, run_order
 from plugins.int8_ixformer.tests.conftest import FAKE, FAKES, IS_REAL_HERE
 
 FEATURES = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
@@ -338,3 +341,28 @@ def test_selection_imports_no_library(journal):
 
     assert not [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]
     assert load(scene).make_impl(Layer(name="layer")).backend.variant == "ixformer"
+
+
+@pytest.mark.parametrize(("dtype", "is_wrong"), [("int8", False), ("int8_k", False), ("int8", True), ("int8_k", True)])
+def test_tune_measures_int8_caches(journal, tmp_path, monkeypatch, capsys, dtype, is_wrong):
+    """One that is wrong in long sequences alone is found by rows of the measured batch."""
+    run = Int8Impl.run
+
+    def wrong(self, query, key, value, kv_cache, metadata, output, lse):
+        run(self, query, key, value, kv_cache, metadata, output, lse)
+        if is_wrong and metadata.batch.max_seq_len > 400 and metadata.num_prefills == 0:
+            output.mul_(1.5)
+
+    monkeypatch.setattr(Int8Impl, "run", wrong)
+    layer = attnplug.Requirements(head_size=32, num_q_heads=4, num_kv_heads=2, dtype="bfloat16", kv_cache_dtype=dtype)
+    order = Order((layer,), tmp_path, batch=["decode:2x410"], device="cpu", json=True)
+
+    code = run_order(order)
+
+    found = json.loads(capsys.readouterr().out)
+    name = f"{FAKE}/ixformer"
+    if is_wrong:
+        assert (code, found["entries"]) == (1, [])
+        assert f"{name}: request 0 of decode, 2 x 410 differs from the oracle" in found["unserved"][0]["reason"]
+    else:
+        assert (code, set(found["entries"][0]["times"])) == (0, {name})

@@ -19,27 +19,34 @@ from attnplug.cli.explain.request import (
 from attnplug.cli.explain.result import explain_groups
 from attnplug.cli.explain.short import prefill_lines
 from attnplug.commands import NO, OK, abbreviated, describe_error, escaped, say, say_json, wrapped
-from attnplug.errors import NoBackendError
+from attnplug.errors import NoBackendError, RequirementsError
 from attnplug.models.description import describe_model
+from attnplug.models.draft import describe_draft
 from attnplug.models.parallel import cache_bytes, kept_tokens, shard
 from attnplug.request.domains import Table
 from attnplug.request.fields import FIELDS
-from attnplug.selection.plan import plan
+from attnplug.selection.deciding import DRAFT
+from attnplug.selection.limits import limits_of
+from attnplug.selection.plan import decide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attnplug.cli.explain.result import LayerGroup
     from attnplug.models.description import ModelDescription
+    from attnplug.models.layers import ModelLayer
     from attnplug.models.parallel import Shard
     from attnplug.request.device import Device
     from attnplug.request.field import Field
+    from attnplug.request.requirements import Requirements
+    from attnplug.selection.limits import Change, Limit
     from attnplug.selection.plan import Plan
 
 _EPILOG: Final = """\
 examples:
   attnplug plan path/to/config.json
   attnplug plan Qwen/Qwen3-8B --tp 2 --device cuda:9.0 --assume-installed
+  attnplug plan path/to/model --draft path/to/eagle --decode-query-len 4 --tp 2
   attnplug plan path/to/folder --dtype bfloat16 --kv-cache-dtype fp8_e4m3 --block-size 16
 
 exit codes: 0 all attention layers can be served, 1 some cannot, 2 the request is wrong
@@ -61,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="devices of the tensor-parallel group; default 1"
     )
+    parser.add_argument(
+        "--draft",
+        metavar="CONFIG",
+        help="a draft model that shares the KV cache, as CONFIG; CONFIG itself for its own MTP layers",
+    )
     parser.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
     parser.add_argument("--device", action="append", metavar="DEVICE", help="as for explain; repeatable")
     parser.add_argument(
@@ -79,15 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, on each device."""
     fields = {"paged": True, **given_fields(arguments)}
     model = describe_model(arguments.config, assume=arguments.assume, **fields)
+    draft = describe_draft(arguments.draft, model, **fields) if arguments.draft is not None else None
     keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
     devices = requested_devices(arguments.device) or (report_device().device,)
     note_float32(model.requirements.values(), devices, fields)
     plans = [
-        plan_model(model, device, arguments.tp, assume_installed=arguments.assume_installed, **keywords)
+        plan_model(model, device, arguments.tp, draft, assume_installed=arguments.assume_installed, **keywords)
         for device in devices
     ]
     if arguments.json:
-        say_json({"model": model.to_dict(), "plans": [each.to_dict() for each in plans]})
+        own = {"draft": draft.to_dict()} if draft is not None else {}
+        say_json({"model": model.to_dict(), **own, "plans": [each.to_dict() for each in plans]})
     else:
         _show(model, plans, assume_installed=arguments.assume_installed)
     return OK if all(each.serves for each in plans) else NO
@@ -106,6 +120,8 @@ class ModelPlan:
         decided: The decision; None where there is no layer that a backend can serve, or no decision for all of them.
         failure: Why there is none, though there are layers.
         prefills: The uncompressed prefills of layers with latents on one device, with the decision for each kind.
+        draft: The draft model, whose layers' names begin with ``draft.``.
+        limits: The layers that limit the others.
     """
 
     model: ModelDescription
@@ -115,18 +131,26 @@ class ModelPlan:
     decided: Plan | None
     failure: NoBackendError | None
     prefills: tuple[LayerGroup, ...] = ()
+    draft: ModelDescription | None = None
+    limits: tuple[Limit, ...] = ()
 
     @property
     def serves(self) -> bool:
         """Whether every layer that is attention can be served."""
-        return self.decided is not None and not self.model.unserved
+        unserved = any(part.unserved for part in (self.model, self.draft) if part is not None)
+        return self.decided is not None and not unserved
+
+    @property
+    def layers(self) -> dict[str, ModelLayer]:
+        """The attention layers of both models, by name."""
+        return _named(self.model, self.draft)
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield layers that request the same and have the same backend, with that candidate."""
         for group in self.decided.groups if self.decided is not None else ():
             alike: dict[object, list[str]] = {}
             for name in group.layers:
-                alike.setdefault(self.shards[name].requirements, []).append(name)
+                alike.setdefault((self.shards[name].requirements, name.startswith(DRAFT)), []).append(name)
             yield from ((tuple(names), group.selection.id) for names in alike.values())
 
     def bytes_per_token(self, names: tuple[str, ...] | None = None) -> int | None:
@@ -143,13 +167,20 @@ class ModelPlan:
             found |= {name: getattr(self.decided, name) for name in _TERMS}
             found["kv_cache_bytes_per_token"] = self.bytes_per_token()
             found["groups"] = [self._group(names, id_) for names, id_ in self.groups()]
+            found["notes"] = list(self.decided.notes)
+            found["limits"] = [limit.to_dict() for limit in self.limits]
         if self.prefills:
             found["uncompressed_prefills"] = [_of_prefill(group) for group in self.prefills]
         return found
 
+    def scales(self, names: tuple[str, ...]) -> set[float | None]:
+        """Return the factors of the scores of these layers."""
+        layers = self.layers
+        return {layers[name].scale for name in names}
+
     def _group(self, names: tuple[str, ...], id_: str) -> dict[str, Any]:
         first = self.shards[names[0]]
-        scales = {layer.scale for layer in self.model.layers if layer.name in names}
+        scales = self.scales(names)
         return {
             "layers": list(names),
             "id": id_,
@@ -163,7 +194,13 @@ class ModelPlan:
 
 
 def plan_model(
-    model: ModelDescription, device: Device, size: int = 1, *, assume_installed: bool = False, **keywords: Any
+    model: ModelDescription,
+    device: Device,
+    size: int = 1,
+    draft: ModelDescription | None = None,
+    *,
+    assume_installed: bool = False,
+    **keywords: Any,
 ) -> ModelPlan:
     """
     Decide for a whole model on one kind of device.
@@ -172,23 +209,50 @@ def plan_model(
         model: The model.
         device: Each device of the tensor-parallel group.
         size: How many they are.
+        draft: A draft model on the same devices, with the same tensor parallelism.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
         keywords: ``backend`` and ``options``, as for `attnplug.plan`.
 
     Raises:
         RequirementsError: `size` does not divide the heads.
     """
-    shards = {layer.name: shard(layer.requirements, size) for layer in model.layers}
-    uncompressed = {name: shard(each, size).requirements for name, each in model.uncompressed.items()}
+    layers = _named(model, draft)
+    shards = {name: _shard(name, layer.requirements, size) for name, layer in layers.items()}
+    uncompressed = {
+        name: shard(layer.uncompressed, size).requirements
+        for name, layer in layers.items()
+        if layer.uncompressed is not None
+    }
     prefills = explain_groups(uncompressed, device, assume_installed=assume_installed, **keywords)
-    decided, failure = None, None
-    if shards:
-        layers = {name: each.requirements for name, each in shards.items()}
+    requests = {name: each.requirements for name, each in shards.items()}
+    own = {name: requests[name] for name in model.requirements}
+    drafting = {name: requests[f"{DRAFT}{name}"] for name in draft.requirements} if draft is not None else {}
+    decided: Plan | None = None
+    failure: NoBackendError | None = None
+    limits: tuple[Limit, ...] = ()
+    if own:
         try:
-            decided = plan(layers, device, assume_installed=assume_installed, **keywords)
+            found = decide(own, device, draft=drafting or None, assume_installed=assume_installed, **keywords)
         except NoBackendError as error:
             failure = error
-    return ModelPlan(model, device, shards, size, decided, failure, prefills)
+        else:
+            decided, limits = found.plan, limits_of(found)
+    return ModelPlan(model, device, shards, size, decided, failure, prefills, draft, limits)
+
+
+def _named(model: ModelDescription, draft: ModelDescription | None) -> dict[str, ModelLayer]:
+    found = {layer.name: layer for layer in model.layers}
+    return found | {f"{DRAFT}{layer.name}": layer for layer in (draft.layers if draft is not None else ())}
+
+
+def _shard(name: str, requirements: Requirements, size: int) -> Shard:
+    try:
+        return shard(requirements, size)
+    except RequirementsError as error:
+        if not name.startswith(DRAFT):
+            raise
+        expected = f"the draft has the tensor parallelism of the model: {error.expected}"
+        raise RequirementsError(f"of the draft, {error.problem}", expected, error.fix) from error
 
 
 def _of_prefill(group: LayerGroup) -> dict[str, Any]:
@@ -209,6 +273,13 @@ def _show(model: ModelDescription, plans: list[ModelPlan], *, assume_installed: 
         _say(f"note: {note}")
     for other in model.others:
         _say(f"{'not served' if other.is_attention else 'other layers'}: {other}")
+    draft = plans[0].draft
+    if draft is not None:
+        _say(f"draft {draft.origin}: {draft.model_type}, {_count(len(draft.layers), 'attention layer')}")
+        for note in draft.notes:
+            _say(f"note: draft: {note}")
+        for other in draft.others:
+            _say(f"{'not served' if other.is_attention else 'other layers'}: draft: {other}")
     for each in plans:
         say()
         parallel = f", tensor parallelism over {each.size}" if each.size > 1 else ""
@@ -238,11 +309,26 @@ def _lines(found: ModelPlan) -> Iterator[str]:
         return
     terms = " ".join(f"{name}={getattr(found.decided, name)}" for name in _TERMS)
     yield f"plan: {terms}"
+    yield from found.decided.notes
     for names, id_ in found.groups():
         yield f"  {id_}  {abbreviated(names)}"
         yield f"    {_heads(found, names)}{_features(found, names)}"
+    for limit in found.limits:
+        yield from _limit(limit)
     yield from _memory(found)
     yield from map("".join, prefill_lines(found.prefills))
+
+
+def _limit(limit: Limit) -> Iterator[str]:
+    changes = "; ".join(map(_changed, limit.changes))
+    yield f"limited by {abbreviated(limit.layers)}; without: {changes}"
+    yield f"  to lift it: {'; or '.join(limit.lifts)}" if limit.lifts else "  no candidate that is known here lifts it"
+
+
+def _changed(change: Change) -> str:
+    if change.term == "backend":
+        return f"{change.without} instead of {change.value} for {abbreviated(change.layers)}"
+    return f"{change.term}={change.without} instead of {change.value}"
 
 
 def _why_none(found: ModelPlan) -> Iterator[str]:
@@ -273,7 +359,7 @@ def _features(found: ModelPlan, names: tuple[str, ...]) -> str:
     own = found.shards[names[0]].requirements
     requested = ((FIELDS[name], value) for name, value in own.requested())
     shown = [_shown(item, value) for item, value in requested if item.kind == "model" and not item.required]
-    scales = {layer.scale for layer in found.model.layers if layer.name in names} - {None, own.head_size**-0.5}
+    scales = found.scales(names) - {None, own.head_size**-0.5}
     shown += [f"scale={scale:.6g}" for scale in scales if scale is not None] if len(scales) == 1 else []
     return f"; {', '.join(shown)}" if shown else ""
 

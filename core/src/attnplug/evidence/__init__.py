@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from attnplug.evidence.store import EvidenceFolder as EvidenceFolder
     from attnplug.evidence.store import read_folder as read_folder
     from attnplug.evidence.times import current_versions as current_versions
+    from attnplug.evidence.times import levelled as levelled
+    from attnplug.evidence.times import phase_scores as phase_scores
     from attnplug.evidence.times import relative_times as relative_times
+    from attnplug.evidence.times import total_scores as total_scores
 
 _MODULES: Final = {
     "attnplug.evidence.coverage": "Evidence hashable",
@@ -30,7 +33,7 @@ _MODULES: Final = {
         "bucket_of content_hash dump_entries entry_name MeasuredTime merged parse_entries PHASES ProfileEntry"
     ),
     "attnplug.evidence.store": "FOLDER EvidenceFolder read_folder",
-    "attnplug.evidence.times": "current_versions relative_times",
+    "attnplug.evidence.times": "current_versions levelled phase_scores relative_times total_scores",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

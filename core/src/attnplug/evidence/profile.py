@@ -59,6 +59,7 @@ class MeasuredTime:
         build_us: Microseconds of the build of a step's metadata, which all layers share.
         compile_s: Seconds until the first call returned, compiling included; not part of the time.
         libraries: Versions of the kernel libraries, by distribution.
+        samples: Microseconds of each round that the median is from; empty where they were not kept.
     """
 
     microseconds: float
@@ -68,6 +69,7 @@ class MeasuredTime:
     build_us: float = 0.0
     compile_s: float = 0.0
     libraries: Mapping[str, str] = field(factory=dict, hash=False)
+    samples: tuple[float, ...] = ()
 
 
 @frozen(eq=False)
@@ -85,8 +87,9 @@ class ProfileEntry:
         kv_len: Mean keys of a request, new ones included.
         query_len: New tokens of a request, the longest one.
         default: The candidate that is chosen without a profile.
-        times: The times, by candidate.
-        rejected: The candidates whose result was wrong, or that failed, with the reason.
+        times: The times, by candidate; of a routed pair by the names of both.
+        rejected: The candidates whose result was wrong, or whose call failed, with the reason.
+        refused: The candidates that could not be loaded here, such as those whose probe refuses, with the reason.
         origin: The file, for messages; not part of the entry.
     """
 
@@ -101,6 +104,7 @@ class ProfileEntry:
     default: str
     times: Mapping[str, MeasuredTime]
     rejected: Mapping[str, str] = field(factory=dict)
+    refused: Mapping[str, str] = field(factory=dict)
     origin: str = ""
 
     @property
@@ -133,6 +137,7 @@ class ProfileEntry:
             "default": self.default,
             "times": {id_: _plain(time) for id_, time in sorted(self.times.items())},
             "rejected": dict(self.rejected),
+            "refused": dict(self.refused),
         }
 
 
@@ -208,9 +213,9 @@ def merged(entries: Iterable[ProfileEntry]) -> tuple[ProfileEntry, ...]:
 
 
 def dump_entries(entries: Iterable[ProfileEntry]) -> str:
-    """Return the text of a file with several entries."""
-    whole = {"format": FORMAT, "entries": [entry.to_dict() for entry in entries]}
-    return json.dumps(whole, indent=1, sort_keys=True) + "\n"
+    """Return the text of a file with several entries: a line for each."""
+    lines = ",\n".join(_canonical(entry.to_dict()).decode() for entry in entries)
+    return f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n'
 
 
 def parse_entries(text: str, origin: str = "") -> tuple[ProfileEntry, ...]:
@@ -260,8 +265,9 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
         kv_len=_count(data, "kv_len"),
         query_len=_count(data, "query_len"),
         default=_text(data, "default"),
-        times={_line("a candidate", id_): _time(id_, time) for id_, time in times.items()},
+        times={_line("a candidate", id_): _time(id_, time, kept) for id_, time in times.items()},
         rejected=_texts(data, "rejected"),
+        refused=_texts(data, "refused"),
         origin=origin,
     )
 
@@ -273,7 +279,7 @@ def _once(kept: dict[str, Any], read: Callable[[Any], _T], table: Any) -> _T:
     return found
 
 
-def _time(id_: str, data: Any) -> MeasuredTime:
+def _time(id_: str, data: Any, kept: dict[str, Any]) -> MeasuredTime:
     if not isinstance(data, Mapping):
         raise ValueError(f"the time of {id_!r} is {shown(data)}, and it is an object")  # noqa: TRY004 - likewise
     numbers = {name: data.get(name, 0.0) for name in ("spread", "build_us", "compile_s")}
@@ -285,7 +291,25 @@ def _time(id_: str, data: Any) -> MeasuredTime:
             raise ValueError(f"{name} of {id_!r} is {shown(number)}, and it is a number from 0 on")
     if type(rounds) is not int or rounds < 0 or type(in_graph) is not bool:
         raise ValueError(f"rounds of {id_!r} is {shown(rounds)} and in_graph {shown(in_graph)}")
-    return MeasuredTime(microseconds, rounds=rounds, in_graph=in_graph, libraries=_texts(data, "libraries"), **numbers)
+    return MeasuredTime(
+        microseconds,
+        rounds=rounds,
+        in_graph=in_graph,
+        libraries=_once(kept, _libraries, data.get("libraries", {})),
+        samples=_samples(id_, data.get("samples", [])),
+        **numbers,
+    )
+
+
+def _libraries(table: Any) -> dict[str, str]:
+    return _texts({"libraries": table}, "libraries")
+
+
+def _samples(id_: str, samples: Any) -> tuple[float, ...]:
+    are_numbers = isinstance(samples, list) and set(map(type, samples)) <= {int, float}  # of many: in no loop of Python
+    if not are_numbers or (samples and not 0 < min(samples) <= max(samples) < inf):
+        raise ValueError(f"samples of {id_!r} is {shown(samples)}, and it is a list of positive numbers")
+    return tuple(samples)
 
 
 def _text(data: Mapping[str, Any], name: str) -> str:
@@ -325,6 +349,7 @@ def _plain(time: MeasuredTime) -> dict[str, Any]:
         "build_us": round(time.build_us, 2),
         "compile_s": round(time.compile_s, 3),
         "libraries": dict(sorted(time.libraries.items())),
+        "samples": [float(f"{sample:.5g}") for sample in time.samples],
     }
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
 from attnplug.evidence.profile import layer_key
+from attnplug.request.settings import names_of_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from attnplug.evidence.profile import ProfileEntry
     from attnplug.manifest.installed import VersionOf
@@ -33,6 +35,7 @@ Verification counts for requests whose decodes have several tokens, and shares t
 """
 
 _OF_PHASE: Final = {"decode": ("decode", "verify"), "prefill": ("prefill", "chunk", "mixed")}
+_DECIDING: Final = ("num_q_heads", "num_kv_heads", "phases", "decode_query_len", "block_size")
 _DRIVER: Final = "/proc/driver/nvidia/version"
 _DRIVER_VERSION: Final = re.compile(r"  (\d+)\.\d")
 
@@ -58,14 +61,30 @@ class Measured:
 
     def line(self, chosen: str, rival: str) -> str:
         """
-        Return the measurement that tells the most about two candidates, in a line.
+        Return the measurement that tells the most about two candidates, in a line. Of a routed pair one of decodes and
+        one of other batches: each against the candidate that does not run them.
 
         Args:
             chosen: The candidate that was chosen.
             rival: The runner-up; another one where it was not measured.
         """
+        sides = names_of_pair(chosen)
+        if sides is None:
+            found = self._compared(chosen, rival, tuple(WEIGHTS))
+        else:
+            rivals = zip(_OF_PHASE.values(), reversed(sides), ("decodes", "other batches"), strict=False)
+            parts = ((what, self._compared(chosen, other, phases)) for phases, other, what in rivals)
+            found = "; ".join(f"{what} {part}" for what, part in parts if part)
+        if not found:
+            return ""
+        count = f"; {len(self.entries)} shapes" if len(self.entries) > 1 else ""
+        between = f"; {self.between}" if self.between else ""
+        return f"{found}, {self.level} profile{count}{between}"
+
+    def _compared(self, chosen: str, rival: str, phases: Sequence[str]) -> str:
+        """Return the measurement of some phases that tells the most; empty where the chosen one was not measured."""
         entry = max(
-            (entry for entry in self.entries if chosen in entry.times),
+            (entry for entry in self.entries if chosen in entry.times and entry.phase in phases),
             key=lambda entry: (WEIGHTS[entry.phase] * _gain(entry, chosen, rival), entry.num_seqs * entry.kv_len),
             default=None,
         )
@@ -76,9 +95,7 @@ class Measured:
         libraries = "".join(f", {name} {version}" for name, version in sorted((kernels or time.libraries).items()))
         where = f"{entry.shape}, {entry.device.name or entry.device.type}, {entry.measured_on}{libraries}"
         against = f" against {_us(other.microseconds)} of {rival}" if other is not None else ""
-        count = f"; {len(self.entries)} shapes" if len(self.entries) > 1 else ""
-        between = f"; {self.between}" if self.between else ""
-        return f"{_us(time.microseconds)} ({where}){against}, {self.level} profile{count}{between}"
+        return f"{_us(time.microseconds)} ({where}){against}"
 
 
 def _us(microseconds: float) -> str:
@@ -102,18 +119,23 @@ class TimeTable:
 
     def __init__(self, entries: Iterable[ProfileEntry], level: str, version_of: VersionOf) -> None:
         self._entries, self._level, self._version_of = tuple(entries), level, version_of
+        self._found: dict[Hashable, Measured | None] = {}
         self._of_device: dict[Device, tuple[Mapping[Hashable, list[ProfileEntry]], tuple[str, ...]]] = {}
 
     def measured(self, requirements: Requirements, device: Device) -> Measured | None:
         """Return the times that count for a request; None without any, or before the numbers of heads are known."""
         if not self._entries or requirements.num_kv_heads is None or requirements.num_q_heads is None:
             return None
+        key = device, layer_key(requirements), *(getattr(requirements, name) for name in _DECIDING)
+        if key not in self._found:  # layers that differ in what changes no kernel have the same times
+            self._found[key] = self._measured(requirements, device, key[1])
+        return self._found[key]
+
+    def _measured(self, requirements: Requirements, device: Device, key: Hashable) -> Measured | None:
         table, _ = self._on(device)
-        found = [e for e in table.get(layer_key(requirements), ()) if _admits(e, requirements)] if table else ()
+        found = [entry for entry in table.get(key, ()) if _admits(entry, requirements)] if table else ()
         groups = _nearest(found, requirements) if found else []
-        if not groups:
-            return None
-        return _combined(groups, self._level, requirements)
+        return _combined(groups, self._level, requirements) if groups else None
 
     def notes(self, device: Device) -> tuple[str, ...]:
         """Return why entries do not count on a device, with their number; a sentence each."""
@@ -230,7 +252,7 @@ def _nearest(entries: Sequence[ProfileEntry], requirements: Requirements) -> lis
 def _combined(groups: Sequence[Sequence[ProfileEntry]], level: str, requirements: Requirements) -> Measured | None:
     """Return the worst number of each candidate among the measured neighbors: between two, both have to agree."""
     by_phase = [phase_scores(group, requirements) for group in groups]
-    totals = [_total(phases) for phases in by_phase]
+    totals = [total_scores(phases) for phases in by_phase]
     ids = set.intersection(*map(set, totals))
     if not ids:
         return None
@@ -257,9 +279,7 @@ def phase_scores(entries: Iterable[ProfileEntry], requirements: Requirements) ->
         entries: Entries of one layer.
         requirements: The request.
     """
-    wanted = [name for phase in requirements.phases for name in _OF_PHASE[phase]]
-    if requirements.decode_query_len == 1 and "verify" in wanted:
-        wanted.remove("verify")
+    wanted = phases_of(requirements)
     by_phase: dict[str, list[Mapping[str, float]]] = {}
     for entry in entries:
         if entry.phase in wanted:
@@ -267,6 +287,13 @@ def phase_scores(entries: Iterable[ProfileEntry], requirements: Requirements) ->
     return {name: _mean(found) for name, found in sorted(by_phase.items())}
 
 
+def phases_of(requirements: Requirements) -> list[str]:
+    """Return the measured phases that a request has. Without drafts, none are verified."""
+    wanted = [name for phase in requirements.phases for name in _OF_PHASE[phase]]
+    return [name for name in wanted if name != "verify" or requirements.decode_query_len != 1]
+
+
+@lru_cache(maxsize=4096)  # each entry is compared for every request that it serves
 def relative_times(entry: ProfileEntry) -> dict[str, float]:
     """Return each candidate's time relative to the fastest; 1.0 within the margin, `MARGIN` or twice the spread."""
     times = entry.times
@@ -284,13 +311,24 @@ def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {id_: sum(each[id_] for each in found) / len(found) for id_ in set.intersection(*map(set, found))}
 
 
-def _total(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def total_scores(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """
+    Return the number of each candidate that was measured in all phases.
+
+    Args:
+        phases: As of `phase_scores`.
+    """
     if not phases:
         return {}
-    halved = 0.5 if {"decode", "verify"} <= phases.keys() else 1.0
-    weights = {name: WEIGHTS[name] * (halved if name in ("decode", "verify") else 1.0) for name in phases}
-    ids, whole = set.intersection(*map(set, phases.values())), sum(weights.values())
+    weights, ids = weights_of(phases), set.intersection(*map(set, phases.values()))
+    whole = sum(weights.values())
     return {id_: sum(weights[name] * phases[name][id_] for name in phases) / whole for id_ in ids}
+
+
+def weights_of(phases: Collection[str]) -> dict[str, float]:
+    """Return the weights of these phases in a candidate's number. Their sum is 1 only where all were measured."""
+    halved = 0.5 if "decode" in phases and "verify" in phases else 1.0
+    return {name: WEIGHTS[name] * (halved if name in ("decode", "verify") else 1.0) for name in phases}
 
 
 def levelled(scores: Mapping[str, float]) -> dict[str, float]:

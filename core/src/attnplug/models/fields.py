@@ -182,7 +182,7 @@ def read_fields(config: object) -> Fields:
     Raises:
         RequirementsError: It is none of these, or names no model type.
     """
-    fields = _load(config)
+    fields = load_fields(config)
     if not fields.model_type:
         raise RequirementsError(
             f"{fields.origin} names no 'model_type'",
@@ -192,7 +192,8 @@ def read_fields(config: object) -> Fields:
     return fields
 
 
-def _load(config: object) -> Fields:
+def load_fields(config: object) -> Fields:
+    """Return `read_fields` of a configuration that may name no model type, since its decoder is a part of it."""
     if isinstance(config, Mapping):
         return Fields(config, f"the {config.get('model_type', 'given')} configuration")
     if isinstance(config, (str, PathLike)):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from attnplug.negotiation.matching import Request as Request
     from attnplug.negotiation.matching import most_evaluations as most_evaluations
     from attnplug.negotiation.matching import negotiate as negotiate
+    from attnplug.negotiation.pair import measured_pairs as measured_pairs
+    from attnplug.negotiation.pair import routes as routes
     from attnplug.negotiation.ranking import AUTO as AUTO
     from attnplug.negotiation.reason import Fix as Fix
     from attnplug.negotiation.reason import Reason as Reason
@@ -26,6 +28,7 @@ _MODULES: Final = {
     "attnplug.negotiation.agreement": "Agreement",
     "attnplug.negotiation.candidate": "Candidate",
     "attnplug.negotiation.matching": "EVALUATIONS most_evaluations negotiate Request",
+    "attnplug.negotiation.pair": "measured_pairs routes",
     "attnplug.negotiation.ranking": "AUTO",
     "attnplug.negotiation.reason": "Fix Reason Unverified",
     "attnplug.negotiation.torch_probe": "TorchBuild missing_cuda torch_build",

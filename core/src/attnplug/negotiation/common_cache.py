@@ -31,7 +31,17 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
     picked = _search(ranked)
     if picked is None:
         return None
-    evaluations, shared = picked
+    return settle_terms(*picked)
+
+
+def settle_terms(evaluations: Sequence[Evaluation], shared: tuple[CacheTerms, ...] | None) -> list[Evaluation]:
+    """
+    Return evaluations with the shared terms.
+
+    Args:
+        evaluations: An evaluation for each request.
+        shared: The terms that all paged ones accept, the preferred first; None or empty where none is paged.
+    """
     paged = [each for each in evaluations if each.request.requirements.paged]
     if not all("block_size" in each.request.requirements.late for each in paged):
         shared = shared[:1] if shared else shared  # one layer's block size is settled now, and holds for the late ones

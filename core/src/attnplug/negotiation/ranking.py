@@ -29,6 +29,9 @@ AUTO: Final = "auto"
 COMMON_TERMS: Final = "common block size and layout"
 """What decides instead of `CRITERIA` where the layers of a model need common terms."""
 
+MODEL_TIMES: Final = "measured profile, all layers"
+"""What decides where the sum of the measured times of a model's layers does, and not the ranking of one request."""
+
 CRITERIA: Final = (
     "listed order",
     "built-in last",
@@ -56,6 +59,7 @@ _BEHIND: Final = {
     "the plugin's preference": "its plugin prefers {chosen} for this request",
     "name": "a tie: neither is measured on this device, so the order of names decided",
     COMMON_TERMS: "all layers of the model must share a block size and a layout",
+    MODEL_TIMES: "the layers of the model would take longer together, or gain too little for another backend",
 }
 """Why a candidate is behind the chosen one, by the criterion that decided between the first two."""
 
@@ -70,6 +74,7 @@ _AHEAD: Final = {
     "the plugin's preference": "the variant that its plugin prefers",
     "name": "a tie, settled by name",
     COMMON_TERMS: "has the block size and layout that all layers share",
+    MODEL_TIMES: "least measured time of all layers of the model",
 }
 """Why the chosen candidate is the first, by the criterion, in the words of people; programs read the criterion."""
 
@@ -84,7 +89,7 @@ def why_behind(decided_by: str, chosen: str, emulated: Iterable[str], because: s
     Return why the runner-up is behind the chosen candidate.
 
     Args:
-        decided_by: The criterion: one of `CRITERIA`, or `COMMON_TERMS`.
+        decided_by: The criterion: one of `CRITERIA`, `COMMON_TERMS` or `MODEL_TIMES`.
         chosen: The id of the chosen candidate.
         emulated: The features that the runner-up emulates.
         because: The source of the default order.
@@ -187,8 +192,7 @@ def _key(evaluation: Evaluation, policy: Policy, order: Sequence[str]) -> tuple[
     """Return what evaluations are sorted by: a value for each of `CRITERIA`."""
     candidate = evaluation.candidate
     return (
-        _place(candidate, policy.listed) if policy.listed else 0,
-        candidate.built_in,
+        *preference_of(candidate, policy.listed),
         policy.profile.get(candidate.id, float("inf")),
         policy.shipped.get(candidate.id, float("inf")),
         len(evaluation.emulated),
@@ -197,6 +201,11 @@ def _key(evaluation: Evaluation, policy: Policy, order: Sequence[str]) -> tuple[
         _preferred(candidate, evaluation.request),
         candidate.id,
     )
+
+
+def preference_of(candidate: Candidate, listed: Sequence[str]) -> tuple[int, bool]:
+    """Return what comes before every time: the place in the list of permitted backends, and whether it is built in."""
+    return (_place(candidate, listed) if listed else 0), candidate.built_in
 
 
 def _place(candidate: Candidate, names: Sequence[str]) -> int:

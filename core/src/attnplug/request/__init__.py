@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from attnplug.request.fields import FIELDS as FIELDS
     from attnplug.request.fields import fields_of as fields_of
     from attnplug.request.requirements import Requirements as Requirements
+    from attnplug.request.settings import PAIR as PAIR
     from attnplug.request.settings import PREFIX as PREFIX
     from attnplug.request.settings import BackendNames as BackendNames
     from attnplug.request.settings import Options as Options
     from attnplug.request.settings import Settings as Settings
+    from attnplug.request.settings import names_of_pair as names_of_pair
     from attnplug.request.settings import parse_toml as parse_toml
     from attnplug.request.settings import profile_folder as profile_folder
 
@@ -39,7 +41,7 @@ _MODULES: Final = {
     "attnplug.request.field": "Field",
     "attnplug.request.fields": "FIELDS fields_of",
     "attnplug.request.requirements": "Requirements",
-    "attnplug.request.settings": "BackendNames Options parse_toml PREFIX profile_folder Settings",
+    "attnplug.request.settings": "BackendNames names_of_pair Options PAIR parse_toml PREFIX profile_folder Settings",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

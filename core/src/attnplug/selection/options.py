@@ -65,7 +65,9 @@ def check_owner(registry: Registry, name: str) -> None:
 _LARGEST: Final = 2**20  # bytes of a profile of TOML at most
 _LARGEST_ENTRIES: Final = 2**25  # bytes of a file of entries at most; an entry has a thousand
 _MOST_FILES: Final = 10_000  # files of a folder at most
-_SHIPPED: Final = Path(__file__).parents[1] / "evidence" / "profiles"
+SHIPPED: Final = Path(__file__).parents[1] / "evidence" / "profiles"
+"""The folder of the profiles that core ships: a file per device, named as `file_of` says, or by a shorter name."""
+
 _PIN: Final = "#sha256="
 _OFF: Final = "off"  # in place of a path: no profile counts, the shipped ones included
 
@@ -124,7 +126,7 @@ class Profile:
     """
 
     path: str | None
-    shipped_in: Path = _SHIPPED
+    shipped_in: Path = SHIPPED
     _tables: dict[str, TimeTable] = field(factory=dict, init=False)
 
     @cached_property
@@ -196,14 +198,19 @@ def file_of(device_name: str) -> str:
 
 
 def _read_shipped(folder: Path, name: str) -> tuple[ProfileEntry, ...]:
-    """Read the shipped files of a device, or of those whose names begin as its own: a product is named shortly."""
+    """Read the shipped files of a device: of those with its name, or a shorter or longer one, as products have."""
     from attnplug.evidence.profile import parse_entries  # noqa: PLC0415 - as above
 
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix == ".json" and path.stem.startswith(name))
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".json" and is_product(path.stem, name))
     except OSError:
         return ()
     return tuple(entry for path in files for entry in parse_entries(read_text(path, _LARGEST_ENTRIES), str(path)))
+
+
+def is_product(one: str, other: str) -> bool:
+    """Whether one name has all words of the other at its beginning: ``nvidia-h100`` and ``nvidia-h100-80gb-hbm3``."""
+    return f"{one}-".startswith(f"{other}-") or f"{other}-".startswith(f"{one}-")
 
 
 def profile_error(settings: Settings) -> SettingsError | None:

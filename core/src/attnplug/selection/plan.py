@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,22 @@ from attrs import field, frozen
 from attnplug._columns import WIDEST, width
 from attnplug._escape import escaped
 from attnplug._html import block, table
-from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError, near, shown
-from attnplug.negotiation.common_cache import TRIES, share_terms
-from attnplug.negotiation.matching import build_request
+from attnplug.errors import RequirementsError, UnknownLayerError, near, shown
 from attnplug.negotiation.received import check_received, is_list, is_table, is_text, list_of, refuse_received
 from attnplug.request.domains import GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
+from attnplug.selection.deciding import Kind, assign, by_request, drafted_tokens, nothing_common, with_draft
 from attnplug.selection.explanation import describe
 from attnplug.selection.scope import overrides
-from attnplug.selection.select import Evaluations, context, evaluate_all, explain_choice, log_decision, no_backend
+from attnplug.selection.select import context, evaluate_all, explain_choice, log_decision, no_backend
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
     from attnplug.manifest.constraint import Constraint
     from attnplug.negotiation.evaluation import Evaluation
-    from attnplug.negotiation.matching import Request
-    from attnplug.request.device import Device
-    from attnplug.request.settings import BackendNames, Options, Settings
+    from attnplug.request.settings import BackendNames, Options
     from attnplug.request.torch_values import DeviceLike
+    from attnplug.selection.process import ProcessState
 
 
 @frozen
@@ -61,9 +59,12 @@ class Plan:
 
     Attributes:
         groups: The groups; the one with most layers first.
+        notes: The measured time of all layers, and of what was compared with it; or why it is not compared. Empty
+            without a profile.
     """
 
     groups: tuple[Group, ...]
+    notes: tuple[str, ...] = ()
     _by_layer: Mapping[str, Selection] = field(init=False, repr=False, eq=False)
 
     @_by_layer.default
@@ -118,6 +119,8 @@ class Plan:
             size = self.block_size if self.block_sizes is None else f"({self.block_sizes})"
             terms = f"block_size={size} kv_layout={self.kv_layout} kv_cache_form={self.kv_cache_form}"
             yield f"common: {terms} cudagraph={self.cudagraph}"
+        for note in self.notes:
+            yield from wrap(note, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         for group in self.groups:
             yield ""
             names = f"{_count(group.layers, 'layer')}: {', '.join(group.layers)}"
@@ -187,12 +190,14 @@ class Plan:
 
         values = {"block_size": block_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
         bound = bind_selections([group.selection for group in self.groups], values)
-        return Plan(tuple(Group(g.layers, selection) for g, selection in zip(self.groups, bound, strict=True)))
+        groups = tuple(Group(g.layers, selection) for g, selection in zip(self.groups, bound, strict=True))
+        return Plan(groups, self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
-            "groups": [{"layers": list(group.layers), "selection": group.selection.to_dict()} for group in self.groups]
+            "groups": [{"layers": list(group.layers), "selection": group.selection.to_dict()} for group in self.groups],
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -203,14 +208,15 @@ class Plan:
         Raises:
             DecisionError: It is something else.
         """
-        check_received("a plan", data, {"groups": is_list})
+        check_received("a plan", data, {"groups": is_list, "notes": list_of(is_text)})
         for group in data["groups"]:
             check_received("a group", group, {"layers": list_of(is_text), "selection": is_table})
         names = [name for group in data["groups"] for name in group["layers"]]
         if not all(group["layers"] for group in data["groups"]) or len(set(names)) < len(names):
             refuse_received(f"the layers {shown(names)}: a group without any, or one that is in two groups")
         return cls(
-            tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"])
+            tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"]),
+            tuple(data["notes"]),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,6 +231,7 @@ def plan(
     layers: Mapping[str, Requirements],
     device: DeviceLike | None = None,
     *,
+    draft: Mapping[str, Requirements] | None = None,
     backend: BackendNames | None = None,
     options: Options | None = None,
     assume_installed: bool = False,
@@ -232,13 +239,16 @@ def plan(
     """
     Choose for all layers of a model together.
 
-    Every layer gets the best backend that can serve it, as long as all layers with a paged cache then share one
-    block size and one layout; where they would not,
-    the groups with fewer layers take their next best.
+    All layers with a paged KV cache share one block size, one layout and one form. Where a profile has the times of
+    every candidate that could be chosen, their sum over all layers is the least; another backend or variant in the same
+    phase has to lower it by more than 5 %. Else every layer gets the best backend by rank, and where these share no
+    terms, the groups with fewer layers take their next best.
 
     Args:
         layers: The requirements of each layer, by name.
         device: As for `select`.
+        draft: The same of a draft model, whose layers share the KV cache: in the plan their names begin with
+            ``draft.``. In a decode they count once for each drafted token, `decode_query_len` - 1.
         backend: As for `select`.
         options: As for `select`.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there, as for `explain`.
@@ -246,29 +256,66 @@ def plan(
 
     Raises:
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
-        RequirementsError: `layers` is empty.
+        RequirementsError: `layers` or `draft` is empty, or their KV caches have different dtypes.
     """
+    return decide(layers, device, draft=draft, backend=backend, options=options, assume_installed=assume_installed).plan
+
+
+@frozen(eq=False)
+class Decided:
+    """
+    A plan with what it was decided on.
+
+    Attributes:
+        plan: The plan.
+        kinds: The kinds of layers; the one with most layers first.
+        picks: The evaluation of the chosen candidate of each kind.
+        state: The state of the process that was decided under.
+        assume_installed: Whether missing kernel libraries were supposed to be there.
+    """
+
+    plan: Plan
+    kinds: tuple[Kind, ...]
+    picks: tuple[Evaluation, ...]
+    state: ProcessState
+    assume_installed: bool
+
+
+def decide(
+    layers: Mapping[str, Requirements],
+    device: DeviceLike | None = None,
+    *,
+    draft: Mapping[str, Requirements] | None = None,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+    assume_installed: bool = False,
+) -> Decided:
+    """Return a plan with what it was decided on; arguments and errors as for `plan`."""
     _check_layers(layers)
+    if draft is not None:
+        _check_layers(draft)
     state, where, settings = context(overrides("the call", backend, options, device))
-    groups = _by_request(layers, where, settings)
+    whole, drafted = with_draft(layers, draft), drafted_tokens(layers) if draft else 1
     # Every request is ranked by itself first; then common terms may move the smaller groups to their next best.
-    found = [evaluate_all(state, request, assume_installed=assume_installed) for request in groups]
-    for names, each in zip(groups.values(), found, strict=True):
-        if not each.ranked.evaluations:
-            raise no_backend(explain_choice(each), settings, layer=names[0])
-    picks = share_terms([each.ranked.evaluations for each in found])
-    if picks is None:
-        raise _nothing_common(list(groups.values()), found)
-    explanations = [explain_choice(each, pick) for each, pick in zip(found, picks, strict=True)]
+    kinds = tuple(
+        Kind(names, evaluate_all(state, request, assume_installed=assume_installed), drafted)
+        for request, names in by_request(whole, where, settings).items()
+    )
+    for kind in kinds:
+        if not kind.found.ranked.evaluations:
+            raise no_backend(explain_choice(kind.found), settings, layer=kind.names[0])
+    assigned = assign(kinds)
+    if assigned is None:
+        raise nothing_common(kinds)
+    explanations = [
+        explain_choice(kind.found, pick, assigned.because) for kind, pick in zip(kinds, assigned.picks, strict=True)
+    ]
     for explanation in explanations if not assume_installed else ():
         log_decision(explanation)
-    return Plan(
-        tuple(
-            Group(names, e.chosen)
-            for names, e in zip(groups.values(), explanations, strict=True)
-            if e.chosen is not None
-        )
+    groups = tuple(
+        Group(kind.names, e.chosen) for kind, e in zip(kinds, explanations, strict=True) if e.chosen is not None
     )
+    return Decided(Plan(groups, assigned.notes), kinds, assigned.picks, state, assume_installed)
 
 
 def _check_layers(layers: Mapping[str, Requirements]) -> None:
@@ -293,45 +340,3 @@ def _unknown(layer: object, layers: tuple[str, ...]) -> UnknownLayerError:
         f"the plan is for {shown}",
         "name one of these; iterating over a plan gives them all",
     )
-
-
-def _by_request(
-    layers: Mapping[str, Requirements], device: Device, settings: Settings
-) -> dict[Request, tuple[str, ...]]:
-    """
-    Group the layers whose requests are the same under these settings; the group with most layers first, since its
-    preference counts most.
-    """
-    requests = {each: build_request(each, device, settings) for each in dict.fromkeys(layers.values())}
-    # Of equal requests the one whose layout comes from the setting stands for all: its origin is reported.
-    first: dict[Requirements, Request] = {}
-    for request in sorted(requests.values(), key=lambda request: not request.origins):
-        first.setdefault(request.requirements, request)
-    found: dict[Request, list[str]] = {}
-    for name, each in layers.items():
-        found.setdefault(first[requests[each].requirements], []).append(name)
-    return {request: tuple(names) for request, names in sorted(found.items(), key=lambda item: -len(item[1]))}
-
-
-def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluations]) -> NoBackendError:
-    lines = [
-        f"{layers[0]} ({len(layers)} layers), {evaluation.candidate.id}: {_accepted_terms(evaluation)}"
-        for layers, each in zip(names, found, strict=True)
-        if each.request.requirements.paged
-        for evaluation in each.ranked.evaluations
-    ]
-    text = "\n    ".join(lines)
-    return NoBackendError(
-        "the layers of this model were planned together",
-        f"no choice of backends gives them one block size, one layout and one form; at most {TRIES:,} evaluations are"
-        f" tried\n    {text}",
-        "name a backend that serves them all, or plan the layers in separate calls with a cache each",
-        explain_choice(found[0]),
-    )
-
-
-def _accepted_terms(evaluation: Evaluation) -> str:
-    terms = evaluation.accepted_terms()
-    sizes, layouts, forms = ([str(value) for value in dict.fromkeys(values)] for values in zip(*terms, strict=True))
-    shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
-    return f"blocks of {shown}; {', '.join(layouts)}; {', '.join(forms)}"

@@ -11,6 +11,7 @@ from attnplug._escape import escaped
 from attnplug.errors import NoBackendError, RequirementsError, shown
 from attnplug.negotiation.evaluation import Evaluation, evaluate
 from attnplug.negotiation.matching import Request, build_request
+from attnplug.negotiation.pair import MARGIN as PAIR_MARGIN
 from attnplug.negotiation.pair import PairEvaluation, evaluate_pairs, measured_pairs, requests_of, routes
 from attnplug.negotiation.ranking import AUTO, COMMON_TERMS, Policy, Ranked, is_named, rank
 from attnplug.request.device import Device
@@ -178,14 +179,16 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
         registry.check_name(name)
     check_options(registry, settings)
     times = state.profile.times(request, registry.version_of)
-    policy = Policy(_listed(settings.backend, request), times.local, registry.default_orders, times.shipped)
+    policy = Policy(listed_for(settings.backend, request), times.local, registry.default_orders, times.shipped)
     eligible: list[Evaluation] = []
     others: list[Evaluation] = []
     candidates = registry.candidates(settings, assume_installed=assume_installed)
     for candidate in candidates:
         found = evaluate(candidate, request, state.evidence)
         (eligible if found.serves and policy.admits(candidate) else others).append(found)
-    for name in _pairs(policy.listed, times.local) if routes(request.requirements) else ():
+    # A local profile ranks first: with one, a pair of the shipped profile alone would be behind all that it measured.
+    numbers = times.local or times.shipped
+    for name in _pairs(policy.listed, numbers) if routes(request.requirements) else ():
         pair = _evaluate_pair(state, name, request, candidates)
         if pair is None:  # what it names is not installed
             continue
@@ -196,12 +199,15 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
         tuple(others),
         assume_installed,
         times,
-        state.profile.notes(request.device, registry.version_of),
+        (*state.profile.notes(request.device, registry.version_of), *_not_routed(numbers)),
     )
 
 
-def _listed(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
-    """Return the listed backends; of a pair the second, where the request has no pure decodes to route."""
+def listed_for(names: tuple[str, ...], request: Request) -> tuple[str, ...]:
+    """
+    Return the listed backends as they count for a request: of a pair the second, where there are no pure decodes to
+    route.
+    """
     if routes(request.requirements):
         return names
     pairs = ((name, names_of_pair(name)) for name in names)
@@ -215,16 +221,29 @@ def _pairs(listed: Sequence[str], times: Mapping[str, float]) -> list[str]:
     return [*dict.fromkeys((*named, *measured))]
 
 
+def _not_routed(times: Mapping[str, float]) -> list[str]:
+    """Return which measured pairs are no candidates, a sentence each."""
+    pairs = [name for name in sorted(times) if names_of_pair(name) is not None]
+    won = measured_pairs(times) if pairs else ()
+    return [
+        f"the pair {name} was measured, and wins by less than {PAIR_MARGIN:.0%}: nothing is routed"
+        for name in pairs
+        if name not in won
+    ]
+
+
 def _evaluate_pair(
     state: ProcessState, name: str, request: Request, candidates: Sequence[Candidate]
 ) -> PairEvaluation | None:
     """Evaluate the candidates that the two names of a pair select, each for its batches, and the pair of them."""
     sides = []
     for one, requested in zip(names_of_pair(name) or (), requests_of(request), strict=False):
-        times = state.profile.times(requested, state.registry.version_of)
-        policy = Policy((), times.local, state.registry.default_orders, times.shipped)
         found = [evaluate(each, requested, state.evidence) for each in candidates if is_named(each, one)]
-        serving = rank([each for each in found if each.serves], policy).evaluations
+        serving = tuple(each for each in found if each.serves)
+        if len(serving) > 1:  # the name of a backend
+            times = state.profile.times(requested, state.registry.version_of)
+            policy = Policy((), times.local, state.registry.default_orders, times.shipped)
+            serving = rank(serving, policy).evaluations
         sides.append((*serving, *(each for each in found if not each.serves)))
     if len(sides) != 2 or not all(sides):
         return None
@@ -233,13 +252,14 @@ def _evaluate_pair(
     return pair if failure is None else evolve(pair, objections=(*pair.objections, failure), terms=None)
 
 
-def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explanation:
+def explain_choice(found: Evaluations, pick: Evaluation | None = None, because: str = COMMON_TERMS) -> Explanation:
     """
     Choose, and explain the choice with the verdict on every candidate.
 
     Args:
         found: The evaluations.
         pick: What to choose instead of the first: a candidate with the terms that the layers of a model share.
+        because: Why another than the first is chosen.
     """
     request, eligible = found.request, found.ranked.evaluations
     first = pick or next(iter(eligible), None)
@@ -251,7 +271,7 @@ def explain_choice(found: Evaluations, pick: Evaluation | None = None) -> Explan
         ids = [verdict.id for verdict in of_roles]
         verdicts = (first.verdict(chosen=True), *of_roles, *(each for each in verdicts if each.id not in ids))
         is_best = first.candidate is eligible[0].candidate
-        decided_by = found.ranked.decided_by if is_best else COMMON_TERMS
+        decided_by = found.ranked.decided_by if is_best else because
         behind = found.ranked.runner_up if is_best else next(iter(rest), None)
         chosen = Selection(first.agreement, request.device, verdicts, decided_by, _provenance(request))
     return Explanation(

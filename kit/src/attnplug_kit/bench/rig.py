@@ -427,7 +427,7 @@ def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
     past, (key, value) = pair(sum(step.cached_lens)), pair(tokens)
     rig = Rig(
         **asdict(planner, recurse=False),
-        cache=planner.backend.make_cache(planner.num_blocks, impl=planner.impl) if is_paged else None,
+        cache=_make_cache(planner, past[1], value) if is_paged else None,
         past=past,
         query=rows(tokens, step.num_q_heads, step.head_size),
         key=key,
@@ -438,6 +438,18 @@ def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
     )
     _write_past(rig)
     return rig
+
+
+def _make_cache(planner: Planner, *values: Tensor) -> KVCache:
+    """Return a KV cache. One of int8 values has the kit's scales for these values, as a calibration would give them."""
+    from attnplug_kit.oracle import int8_rounding  # noqa: PLC0415 - imports torch
+
+    rounding = int8_rounding(planner.backend.agreement.kv_cache_dtype or "", values)
+    if rounding is None or rounding.value_scales is None:
+        return planner.backend.make_cache(planner.num_blocks, impl=planner.impl)
+    cache = planner.backend.make_cache(planner.num_blocks)
+    cache["v_scale"].copy_(rounding.value_scales)
+    return cache
 
 
 def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:

@@ -26,7 +26,7 @@ from attnplug_kit.oracle.closeness import Tolerance, assert_close, assert_output
 from attnplug_kit.oracle.host_memory import bind_pool, untouched
 from attnplug_kit.oracle.materializing import materialize
 from attnplug_kit.oracle.replaying import check_replays, check_replays_without_build, check_shared_state
-from attnplug_kit.oracle.rounding import by_channel, nearest, paged_tensors
+from attnplug_kit.oracle.rounding import INT8_DTYPES, Int8Rounding, by_channel, int8_rounding, nearest, paged_tensors
 from attnplug_kit.oracle.running import (
     RunResult,
     SceneRunner,
@@ -41,8 +41,10 @@ from attnplug_kit.oracle.scene import CANARY, Dense, Paged, Scene
 __all__ = [
     "CANARY",
     "FEATURES",
+    "INT8_DTYPES",
     "Case",
     "Dense",
+    "Int8Rounding",
     "OracleResult",
     "Paged",
     "RunResult",
@@ -60,6 +62,7 @@ __all__ = [
     "check_replays_without_build",
     "check_shared_state",
     "compare",
+    "int8_rounding",
     "limits_of",
     "materialize",
     "nearest",

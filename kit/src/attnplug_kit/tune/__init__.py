@@ -11,19 +11,24 @@ if TYPE_CHECKING:
     import argparse
 
     from attnplug.request import Requirements
+    from attnplug_kit.tune.grid import Cell
 
 SUMMARY: Final = "the candidates of a model, measured on this machine: a profile that selections follow"
 
 _EPILOG: Final = """\
 Each candidate that can serve a layer is measured in batches of each phase. It runs as an engine runs it: in random
 pages, with a cold L2 cache, decodes as replays of a CUDA graph where it has them. First its results are compared with
-the conformance kit's oracle: one with a wrong result is rejected, and named. Candidates are measured in turn, in 7
+the conformance kit's oracle: one with a wrong result is rejected, and named; one that cannot be loaded is refused.
+Candidates are measured in turn, in 7
 rounds at least; rounds in which the clock of the device moved do not count. An advantage of less than 2 %, or less than
 twice the spread, changes nothing: the default order decides. Compiling is not part of a time, and is listed.
 
 The grid and its estimated seconds are printed first. Each measured batch of a layer is a separate file, written as a
 whole: an interrupted command goes on where it was. Files are read in the first selection of later processes. A process
 that serves measures nothing.
+
+Where decodes and other batches have different fastest candidates, their routed pair is measured too, if it is expected
+to gain more than the margin. Selections follow it where its measured gain does.
 
 Batches are written as decode:64x4096 (requests x keys), verify:64x4@4092 (drafts: requests x new tokens @ cached),
 prefill:4x4096, chunk:4x1024@4096 and mixed:64x4096+2x1024.
@@ -34,9 +39,12 @@ a model decides on these times alone. --merge adds the entries of such files to 
 examples:
   attnplug tune Qwen/Qwen3-8B --tp 2 --seconds 300
   attnplug tune --requirements @layers.json --batch decode:64x4096 --batch prefill:4x4096 --out profiles
+  attnplug tune --steps steps.jsonl --seconds 300
   attnplug tune --merge h200.json --merge mine.json --export all.json
+  attnplug tune --compare monday.json tuesday.json
 
-exit codes: 0 measured, 1 a candidate was rejected or time ran out, 2 the request is invalid
+exit codes: 0 measured, 1 a candidate was rejected, time ran out, or profiles differ by more than the margin, 2 the
+request is invalid
 """
 
 
@@ -52,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model's config.json, its folder, or a model id in the Hugging Face cache",
     )
     parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
+    parser.add_argument("--steps", metavar="FILE", help="layers and batches of a file of ATTNPLUG_RECORD instead")
     parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
     parser.add_argument("--dtype", metavar="NAME", help="dtype of the model; default: its configuration's")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache; default: the model's dtype")
@@ -67,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the grid and its estimate alone")
     parser.add_argument("--export", metavar="FILE", help="write all entries of the folder to one file at the end")
     parser.add_argument("--merge", action="append", metavar="FILE", help="add the entries of this file; repeatable")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="print where two profiles choose differently; nothing is measured",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -74,8 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure."""
     from attnplug.request import profile_folder  # noqa: PLC0415 - help does without
     from attnplug_kit.tune.grid import layers_of_json, layers_of_model  # noqa: PLC0415 - likewise
-    from attnplug_kit.tune.running import Order, run_order  # noqa: PLC0415 - likewise
+    from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: PLC0415 - likewise
 
+    if arguments.compare is not None:
+        return run_comparison(arguments.compare, as_json=arguments.json)
     folder = Path(arguments.out) if arguments.out else profile_folder()
     given = {"dtype": arguments.dtype, "kv_cache_dtype": arguments.kv_cache_dtype, "decode_query_len": arguments.draft}
     fields = {name: value for name, value in given.items() if value is not None}
@@ -88,16 +105,38 @@ def run(arguments: argparse.Namespace) -> int:
             "write the fields into the requirements",
         )
     layers: tuple[Requirements, ...] = ()
-    if arguments.config is not None:
+    cells: tuple[Cell, ...] = ()
+    if arguments.steps is not None:
+        cells = _cells(arguments, fields)
+    elif arguments.config is not None:
         layers = layers_of_model(arguments.config, arguments.tp or 1, **fields)
     elif arguments.requirements is not None:
         layers = layers_of_json(arguments.requirements)
     elif not (arguments.merge or arguments.export):
         raise RequestError(
             "no layers were given",
-            "they are those of a model's configuration, or --requirements",
+            "they are those of a model's configuration, of --requirements, or of --steps",
             "write, for example, attnplug tune path/to/config.json",
         )
     names = ("batch", "backend", "device", "seconds", "again", "dry_run", "json", "merge")
-    order = Order(layers, folder, export=arguments.export, **{name: getattr(arguments, name) for name in names})
+    order = Order(layers, folder, cells, export=arguments.export, **{name: getattr(arguments, name) for name in names})
     return run_order(order)
+
+
+def _cells(arguments: argparse.Namespace, fields: dict[str, object]) -> tuple[Cell, ...]:
+    """
+    Return what was recorded.
+
+    Raises:
+        RequestError: Layers or batches are named besides, or the file cannot be read.
+    """
+    from attnplug.contract import read_steps  # noqa: PLC0415 - imports torch
+    from attnplug_kit.tune.grid import cells_of  # noqa: PLC0415 - likewise
+
+    if fields or any(getattr(arguments, name) is not None for name in ("config", "requirements", "tp", "batch")):
+        raise RequestError(
+            "--steps was given with other layers or batches",
+            "the file has the layers, with every field, and the batches",
+            "leave the others out",
+        )
+    return cells_of(read_steps(arguments.steps))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
 from attnplug.errors import RequestError
+from attnplug.evidence import bucket_of
 from attnplug.models import describe_model, shard
 from attnplug.request import Requirements
 from attnplug_kit.bench import Step
@@ -17,6 +19,7 @@ from attnplug_kit.bench import Step
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from attnplug.contract import RecordedStep, Recording
     from attnplug.request import Device
 
 MOST_DRAFTED: Final = 8
@@ -193,6 +196,50 @@ def make_grid(layers: Sequence[Requirements], batches: Iterable[str]) -> tuple[C
     if not found:
         raise RequestError("no batch is for any of the layers", "", "name batches of the phases that they have")
     return tuple(found)
+
+
+def cell_of(step: RecordedStep) -> Cell | None:
+    """Return a recorded step as a cell, decodes first; None where the CPU had no lengths, or ranks share the cache."""
+    requests, layer = step.layer.agreement.requirements, step.layer
+    if step.query_lens is None or step.seq_lens is None or not step.query_lens or layer.dcp_size > 1:
+        return None
+    if requests.attn_type != "decoder" or not requests.paged:
+        return None
+    pairs = sorted(zip(step.query_lens, step.seq_lens, strict=True), key=lambda pair: pair[0] > 1)
+    new, keys = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+    cached = tuple(map(sub, keys, new))
+    phase = _phase_of(new, cached, requests.decode_query_len)
+    spread = f"{min(keys)} keys" if min(keys) == max(keys) else f"{min(keys)} to {max(keys)} keys"
+    layer_alone = requests.evolve(cudagraph="never")  # a cell has a level of its own
+    return _cell(layer_alone, phase, new, cached, f"{phase}, {len(new)} requests, {sum(new)} new tokens, {spread}")
+
+
+def cells_of(recording: Recording) -> tuple[Cell, ...]:
+    """
+    Return what to measure of a recording: of each layer, phase and bucket the step of median size, frequent ones first.
+
+    Raises:
+        RequestError: No step can be measured.
+    """
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in map(cell_of, recording.steps):
+        if cell is not None:
+            place = bucket_of(cell.step.num_reqs), bucket_of(cell.kv_len)
+            groups.setdefault((cell.layer, cell.phase, *place), []).append(cell)
+    if not groups:
+        raise RequestError("no recorded step can be measured", "a step has its lengths and a KV cache", "record others")
+    frequent = sorted(groups.values(), key=len, reverse=True)
+    return tuple(sorted(cells, key=lambda cell: sum(cell.step.seq_lens))[len(cells) // 2] for cells in frequent)
+
+
+def _phase_of(new: Sequence[int], cached: Sequence[int], drafted: int) -> str:
+    if max(new) == 1:
+        return "decode"
+    if 1 < max(new) == min(new) <= min(drafted, MOST_DRAFTED) and all(cached):
+        return "verify"
+    if min(new) == 1:
+        return "mixed"
+    return "chunk" if any(cached) else "prefill"
 
 
 def _has_phase(layer: Requirements, phase: str) -> bool:

@@ -19,14 +19,14 @@ from attrs import fields, frozen
 
 from attnplug import explain, load, registry
 from attnplug.commands import ForeignCode
-from attnplug.errors import AttnplugError, RequestError
+from attnplug.errors import AttnplugError, NoBackendError, PluginError, RequestError
 from attnplug.evidence import MeasuredTime, ProfileEntry, current_versions
 from attnplug.manifest import requirement_name
-from attnplug.request import FIELDS
+from attnplug.request import FIELDS, names_of_pair
 from attnplug_kit.bench import DeviceClock, Target, make_rig
 from attnplug_kit.bench.forwarding import replay_of
 from attnplug_kit.bench.timing import CallClock, is_steady
-from attnplug_kit.oracle import Case, assert_close, attend, check, materialize
+from attnplug_kit.oracle import INT8_DTYPES, Case, Int8Rounding, assert_close, attend, check, materialize
 from attnplug_kit.tune.deciding import LEAST_ROUNDS, steady_rounds, summary, survivors
 
 if TYPE_CHECKING:
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug import Explanation
     from attnplug.negotiation import Candidate
     from attnplug.request import Device, Requirements
     from attnplug_kit.bench import Rig
     from attnplug_kit.bench.timing import Clock
     from attnplug_kit.oracle import Scene
+    from attnplug_kit.tune.deciding import Proposal
     from attnplug_kit.tune.grid import Cell
 
     Lens = tuple[tuple[int, ...], tuple[int, ...]]
@@ -118,6 +120,27 @@ class Contestant:
     compile_s: float
 
 
+@frozen(eq=False)
+class Measured:
+    """
+    What came of the candidates of a cell.
+
+    Attributes:
+        times: The times of those with a right result.
+        rejected: Those whose result was wrong, or whose call failed, with the reason.
+        refused: Those that cannot be loaded here, with the reason.
+    """
+
+    times: Mapping[str, MeasuredTime]
+    rejected: Mapping[str, str]
+    refused: Mapping[str, str]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why candidates have no time, by candidate."""
+        return {**self.rejected, **self.refused}
+
+
 class Tuner:
     """
     Measures cells on one device.
@@ -143,55 +166,67 @@ class Tuner:
         self._clocks = clocks
         self._scenes: dict[tuple[Requirements, int | None, Lens], Scene] = {}
         self._judged: dict[tuple[Requirements, str], str] = {}
+        self._refusals: dict[tuple[Requirements, str], str] = {}
+        self._found: dict[Cell, dict[str, bool]] = {}
         self._candidates: Mapping[str, Candidate] = {each.id: each for each in registry().candidates()}
 
     def candidates(self, cell: Cell) -> dict[str, bool]:
         """
         Return the candidates of a cell, best first without measurement, and whether each runs in a CUDA graph there.
+        They are found once: one whose probe refuses later remains one of them, and its refusal is part of the entry.
 
         The built-in backend, which ranks behind all plugins whatever is measured, is one where no other is.
         """
-        found = dict.fromkeys(self._eligible(cell, "never"), False)
-        if self.device.type != "cpu" and cell.graph_level != "never":
-            found |= dict.fromkeys(self._eligible(cell, cell.graph_level), True)
-        plugins = {id_: graph for id_, graph in found.items() if not self._candidates[id_].built_in}
-        return plugins or found
+        if cell not in self._found:
+            found = self._with_graphs(cell, self._backends)
+            plugins = {id_: graph for id_, graph in found.items() if not self._candidates[id_].built_in}
+            self._found[cell] = plugins or found
+        return self._found[cell]
 
-    def _eligible(self, cell: Cell, level: str) -> list[str]:
-        found = explain(cell.request(level), self.device, backend=self._backends)
+    def _with_graphs(self, cell: Cell, backends: Sequence[str] | None) -> dict[str, bool]:
+        found = dict.fromkeys(self._eligible(cell, "never", backends), False)
+        if self.device.type != "cpu" and cell.graph_level != "never":
+            found |= dict.fromkeys(self._eligible(cell, cell.graph_level, backends), True)
+        return found
+
+    def _eligible(self, cell: Cell, level: str, backends: Sequence[str] | None) -> list[str]:
+        found = explain(cell.request(level), self.device, backend=None if backends is None else list(backends))
         return [verdict.id for verdict in found.verdicts if verdict.status in ("chosen", "eligible")]
+
+    def objection(self, cell: Cell, pair: str) -> str:
+        """Return why two candidates are no routed pair of a cell's layer; empty where they are one."""
+        found = explain(cell.request(), self.device, backend=pair)
+        return "" if found.chosen is not None else _why_refused(found, pair)
 
     def libraries(self, id_: str) -> dict[str, str]:
         """Return the versions of what a candidate's kernels are from: its distribution, and what it requires."""
-        candidate = self._candidates[id_]
-        required = candidate.variant.requires if candidate.variant is not None else ()
-        names = {requirement_name(each) for each in required} - {"torch"}
-        found = {name: version for name in sorted(names) if (version := registry().version_of(name))}
-        name, _, version = candidate.distribution.rpartition(" ")
-        return {**found, **({name: version} if name and registry().version_of(name) == version else {})}
+        versions: dict[str, str] = {}
+        for each in names_of_pair(id_) or (id_,):
+            candidate = self._candidates[each]
+            required = candidate.variant.requires if candidate.variant is not None else ()
+            names = {requirement_name(one) for one in required} - {"torch"}
+            versions |= {name: version for name in sorted(names) if (version := registry().version_of(name))}
+            name, _, version = candidate.distribution.rpartition(" ")
+            versions |= {name: version} if name and registry().version_of(name) == version else {}
+        return versions
 
-    def measure(self, cell: Cell) -> tuple[ProfileEntry | None, Mapping[str, str]]:
-        """Return the times of a cell, None where no candidate gives a right result, and why some are rejected."""
-        ids = self.candidates(cell)
-        ready: dict[str, Contestant] = {}
-        rejected: dict[str, str] = {}
-        for id_, in_graph in ids.items():
-            with ForeignCode("it failed:") as code:
-                problem = self._judge(cell.layer, id_)
-                if problem:
-                    rejected[id_] = problem
-                else:
-                    ready[id_] = self._prepare(cell, id_, in_graph=in_graph)
-            if code.error is not None:
-                rejected[id_] = _one_line(code.error if isinstance(code.error, AssertionError) else code.problem)
-        if not ready:
-            return None, rejected
-        times = self._time(ready)
-        ready.clear()
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.cuda.empty_cache()
-        entry = ProfileEntry(
+    def measure(self, cell: Cell, pair: str = "") -> Measured:
+        """Return the times of a cell, of a routed pair too, and why some candidates have none."""
+        return self._contest(cell, {**self.candidates(cell), **self._graph_of_pair(cell, pair)})
+
+    def measure_pair(self, cell: Cell, proposal: Proposal) -> Measured:
+        """Return the times of a pair and of the candidates beside it, measured in turn."""
+        singles = {id_: graph for id_, graph in self.candidates(cell).items() if id_ in proposal.singles}
+        return self._contest(cell, {**singles, **self._graph_of_pair(cell, proposal.pair)})
+
+    def _graph_of_pair(self, cell: Cell, pair: str) -> dict[str, bool]:
+        """Return whether a pair runs in a CUDA graph; empty where its candidates are no pair for a cell."""
+        found = self._with_graphs(cell, [pair]) if pair else {}
+        return {id_: graph for id_, graph in found.items() if id_ == pair}
+
+    def entry(self, cell: Cell, found: Measured) -> ProfileEntry:
+        """Return the entry of a cell with a time at least."""
+        return ProfileEntry(
             measured_on=datetime.now(timezone.utc).date().isoformat(),
             device=self.device,
             versions=current_versions(self.device, registry().version_of),
@@ -200,11 +235,50 @@ class Tuner:
             num_seqs=cell.step.num_reqs,
             kv_len=cell.kv_len,
             query_len=cell.query_len,
-            default=next(id_ for id_ in ids if id_ not in rejected),
-            times=times,
-            rejected=rejected,
+            default=next((id_ for id_ in self.candidates(cell) if id_ in found.times), min(found.times)),
+            times=found.times,
+            rejected=found.rejected,
+            refused=found.refused,
         )
-        return entry, rejected
+
+    def _contest(self, cell: Cell, ids: Mapping[str, bool]) -> Measured:
+        ready: dict[str, Contestant] = {}
+        rejected: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        for id_, in_graph in ids.items():
+            with ForeignCode("it failed:") as code:
+                refusal = self._refusal(cell.layer, id_)
+                problem = "" if refusal else self._judge(cell.layer, id_)
+                if refusal:
+                    refused[id_] = refusal
+                elif problem:
+                    rejected[id_] = problem
+                else:
+                    ready[id_] = self._prepare(cell, id_, in_graph=in_graph)
+            if isinstance(code.error, (NoBackendError, PluginError)):
+                refused[id_] = _one_line(code.error)
+            elif code.error is not None:
+                rejected[id_] = _one_line(code.error if isinstance(code.error, AssertionError) else code.problem)
+        times = self._time(ready) if ready else {}
+        ready.clear()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+        return Measured(times, rejected, refused)
+
+    def _refusal(self, layer: Requirements, id_: str) -> str:
+        """Return why a candidate cannot be loaded here, such as its probe's reason; empty where it can; once."""
+        key = layer, id_
+        if key not in self._refusals:
+            self._refusals[key] = ""
+            wanted = layer.evolve(cudagraph="never")
+            try:
+                load(wanted, self.device, backend=id_)
+            except NoBackendError:  # it was refused for an earlier layer: the verdict has the reason
+                self._refusals[key] = _why_refused(explain(wanted, self.device, backend=id_), id_)
+            except PluginError as error:
+                self._refusals[key] = _one_line(error)
+        return self._refusals[key]
 
     def _judge(self, layer: Requirements, id_: str) -> str:
         """Return how a candidate's results differ from the oracle's on small batches of the layer; once per layer."""
@@ -245,7 +319,7 @@ class Tuner:
         output = rig.forward()()
         self._wait()
         compile_s = perf_counter() - start
-        _check_rows(rig, output, cell.layer)
+        check_rows(rig, output, cell.layer)
         build_us = self._build_us(rig)
         call = replay_of(rig) if in_graph else rig.forward()
         clocks = self._clocks or self._make_clocks()
@@ -297,6 +371,7 @@ class Tuner:
             contestant.build_us,
             contestant.compile_s,
             self.libraries(id_),
+            tuple(1e6 * sample for sample in samples),
         )
 
 
@@ -332,17 +407,25 @@ def _small_batches(layer: Requirements) -> tuple[Lens, ...]:
     return (_DECODES,) if "decode" in layer.phases else (_PREFILLS,)
 
 
-def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
+def check_rows(rig: Rig, output: Tensor, layer: Requirements, most: int = 3) -> None:
     """
-    Compare the last row of three requests with the oracle, where the cache is not quantized and no tokens are selected.
+    Compare the last row of requests with the oracle, where the cache is not of FP8 and no tokens are selected.
+
+    Args:
+        rig: The step.
+        output: What the backend computed.
+        layer: The layer.
+        most: How many requests, from the first to the last.
 
     Raises:
         AssertionError: A row differs.
     """
     step = rig.step
-    if layer.kv_cache_dtype not in ("auto", layer.dtype) or layer.topk is not None:
+    rounding = _int8_rounding(rig, layer)
+    if (rounding is None and layer.kv_cache_dtype not in ("auto", layer.dtype)) or layer.topk is not None:
         return
-    for request in sorted({0, step.num_reqs // 2, step.num_reqs - 1}):
+    byte_weights = rounding is not None and rounding.value_scales is not None
+    for request in sorted({number * (step.num_reqs - 1) // max(1, most - 1) for number in range(most)}):
         first, begin = sum(step.query_lens[:request]), sum(step.cached_lens[:request])
         new, old = step.query_lens[request], step.cached_lens[request]
         keys, values = (
@@ -350,14 +433,24 @@ def _check_rows(rig: Rig, output: Tensor, layer: Requirements) -> None:
             for past, rows in zip(rig.past, (rig.key, rig.value), strict=True)
         )
         row = first + new - 1
-        exact = attend(rig.query[row : row + 1].cpu(), keys, values, scale=step.scale, **_attention(rig, layer))
+        query, largest = rig.query[row : row + 1].cpu(), float(values.abs().max())
+        if rounding is not None:
+            query, keys, values = rounding.rows(query), rounding.rows(keys), rounding.values(values)
+        exact = attend(query, keys, values, scale=step.scale, **_attention(rig, layer))
         got = output[row].view(1, step.num_q_heads, step.size_v)
-        largest = float(values.abs().max())
         try:
-            assert_close(got, exact.output, dtype=got.dtype, scale=largest, spread=(exact.spread, exact.peak))
+            spread = exact.spread, exact.peak
+            assert_close(got, exact.output, dtype=got.dtype, scale=largest, byte_weights=byte_weights, spread=spread)
         except AssertionError as error:
             what = f"request {request} of {step.what} differs from the oracle: {error}"
             raise AssertionError(what) from error
+
+
+def _int8_rounding(rig: Rig, layer: Requirements) -> Int8Rounding | None:
+    """Return what an int8 cache makes of the rows, with the scales that the cache has; None for another dtype."""
+    if rig.cache is None or layer.kv_cache_dtype not in INT8_DTYPES:
+        return None
+    return Int8Rounding(rig.cache["v_scale"].cpu() if "v_scale" in rig.cache else None)
 
 
 def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
@@ -370,9 +463,16 @@ def _attention(rig: Rig, layer: Requirements) -> dict[str, Any]:
         "window": Case(query_lens=(1,), context_lens=(0,), **own).window,
         "alibi_slopes": None if slopes is None else slopes.cpu(),
         "sinks": None if sinks is None else sinks.cpu(),
+        "block_sparse": None if layer.block_sparse is None else dict(layer.block_sparse),
         "custom_mask": None,
         "attn_bias": None,
     }
+
+
+def _why_refused(found: Explanation, id_: str) -> str:
+    """Return the reasons of a candidate's verdict, in a line."""
+    reasons = next((verdict.reasons for verdict in found.verdicts if verdict.id == id_), ())
+    return _one_line("; ".join(map(str, reasons)) or "it cannot be loaded")
 
 
 def _one_line(error: object) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import attnplug
 from attnplug.commands import NO, OK, complain, say, say_json, tracked, wrapped
@@ -24,18 +25,22 @@ from attnplug.evidence import (
     parse_entries,
     relative_times,
 )
-from attnplug.request import PREFIX
-from attnplug_kit.tune.deciding import winner
+from attnplug.request import PREFIX, names_of_pair
+from attnplug_kit.tune.deciding import differences, pair_gain, proposals, winner
 from attnplug_kit.tune.grid import DEFAULT_BATCHES, described, estimated_seconds, make_grid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attnplug.evidence import ProfileEntry
     from attnplug.request import Requirements
+    from attnplug_kit.tune.deciding import Proposal
     from attnplug_kit.tune.grid import Cell
     from attnplug_kit.tune.measuring import Clocks, Tuner
 
+_MOST_PAIRS = 4  # of a layer: where the best is refused, the next best is tried
+_PATH = re.compile(r"(?<![\w.])/[\w.+-]+/[^\s'\",;:]*")
+_NO_TIME = "there was no time to measure it: the same command goes on with it"
 _SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
 
 
@@ -47,6 +52,7 @@ class Order:
     Attributes:
         layers: The layers; none to merge and export alone.
         folder: The folder of the entries.
+        cells: What to measure in place of layers and batches, of a recording.
         batch: The batches; None for those of the device.
         backend: The backends; None for all.
         device: ``cpu`` or ``cuda``; None for this machine's.
@@ -61,6 +67,7 @@ class Order:
 
     layers: tuple[Requirements, ...]
     folder: Path
+    cells: tuple[Cell, ...] = ()
     batch: Sequence[str] | None = None
     backend: Sequence[str] | None = None
     device: str | None = None
@@ -74,6 +81,36 @@ class Order:
 
 
 @frozen(eq=False)
+class TriedPair:
+    """
+    A routed pair of a layer, and what came of it.
+
+    Attributes:
+        layer: The layer.
+        proposal: The pair, with its expected gain.
+        problem: Why it has no times; else empty.
+        is_wrong: Whether that is a wrong result.
+        gain: Its measured advantage over the best single candidate: a part of its time, phases weighted.
+        wins: Whether selections follow it.
+    """
+
+    layer: Requirements
+    proposal: Proposal
+    problem: str = ""
+    is_wrong: bool = False
+    gain: float = 0.0
+    wins: bool = False
+
+    def __str__(self) -> str:
+        pair, best = self.proposal.pair, self.proposal.best
+        expected = f"pair {pair}: {self.proposal.gain:.1%} less time than {best} is expected"
+        if self.problem:
+            return f"{expected}; not routed: {self.problem}"
+        margin = "selections route to it" if self.wins else "within the margin: nothing is routed"
+        return f"{expected}, {self.gain:.1%} measured; {margin}"
+
+
+@frozen(eq=False)
 class Tuned:
     """
     What came of an order.
@@ -81,14 +118,16 @@ class Tuned:
     Attributes:
         entries: The measured entries.
         kept: The entries that were there already.
-        unserved: Cells that no candidate serves rightly, with the reason.
+        unserved: Cells that no candidate serves rightly, with the reason, and whether one was rejected.
         left: Cells for which there was no time.
+        pairs: The routed pairs that were proposed, and what came of them.
     """
 
     entries: tuple[ProfileEntry, ...] = ()
     kept: tuple[ProfileEntry, ...] = ()
-    unserved: tuple[tuple[Cell, str], ...] = ()
+    unserved: tuple[tuple[Cell, str, bool], ...] = ()
     left: tuple[Cell, ...] = ()
+    pairs: tuple[TriedPair, ...] = ()
 
 
 def run_order(order: Order) -> int:
@@ -104,14 +143,49 @@ def run_order(order: Order) -> int:
     for file in order.merge or ():
         for entry in _read(Path(file)):
             write_entry(order.folder, entry)
-    found = _measure(order) if order.layers else Tuned()
+    found = _measure(order) if order.layers or order.cells else Tuned()
     pinned = _export(order) if order.export and not order.dry_run else ""
     if order.json:
         say_json(_to_dict(found, pinned))
     else:
         _show(found, pinned)
     rejected = any(entry.rejected for entry in (*found.entries, *found.kept))
-    return NO if rejected or found.left or found.unserved else OK
+    wrong = any(each.is_wrong for each in found.pairs) or any(is_wrong for *_, is_wrong in found.unserved)
+    left = found.left or any(each.problem == _NO_TIME for each in found.pairs)
+    return NO if rejected or wrong or left else OK
+
+
+def run_comparison(paths: Sequence[str], *, as_json: bool) -> int:
+    """
+    Say where two runs choose differently.
+
+    Args:
+        paths: The file or the folder of entries of each.
+        as_json: Whether to print JSON.
+
+    Returns:
+        0 where every difference is one within the margin; else 1.
+
+    Raises:
+        RequestError: A file cannot be read, or the two have no measurement in common.
+    """
+    found, count = differences(*map(_read_all, map(Path, paths)))
+    if not count:
+        raise RequestError(
+            f"--compare {' '.join(paths)} was given",
+            "the two have measurements of the same layers and batches on the same device",
+            "name two runs of one command",
+        )
+    beyond = [each for each in found if not each.is_margin]
+    if as_json:
+        rows = [{"what": each.what, "choices": list(each.choices), "margin": each.is_margin} for each in found]
+        say_json({"measurements": count, "differences": rows})
+        return NO if beyond else OK
+    say(f"{count} measurements in both; {len(found)} choices differ, {len(found) - len(beyond)} within the margin")
+    for each in found:
+        note = "within the margin" if each.is_margin else "beyond the margin"
+        say("\n".join(wrapped(f"{each.what}: {each.choices[0]} and {each.choices[1]}, {note}", "  ")))
+    return NO if beyond else OK
 
 
 @contextmanager
@@ -134,7 +208,7 @@ def _measure(order: Order) -> Tuned:
 
     begin, device = perf_counter(), Target(device=order.device).prepare()
     kind = "cpu" if device.type == "cpu" else "cuda"
-    cells = make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
+    cells = order.cells or make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
     with without_profile():
         tuner = Tuner(device, order.backend, order.clocks)
         ids = [tuner.candidates(cell) for cell in cells]
@@ -146,25 +220,111 @@ def _measure(order: Order) -> Tuned:
 
 
 def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
-    entries: list[ProfileEntry] = []
-    kept: list[ProfileEntry] = []
-    unserved: list[tuple[Cell, str]] = []
+    entries: dict[Cell, ProfileEntry] = {}
+    kept: set[Cell] = set()
+    unserved: list[tuple[Cell, str, bool]] = []
     left: list[Cell] = []
-    for cell in tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json):
+    pairs: dict[Requirements, list[TriedPair]] = {}
+    for index, cell in enumerate(tracked(cells, lambda cell: f"measuring {cell}", shown=not order.json)):
         there = None if order.again else _present(order.folder, cell, tuner)
         if there is not None:
-            kept.append(there)
-        elif order.seconds is not None and perf_counter() - begin > order.seconds:
+            entries[cell] = there
+            kept.add(cell)
+        elif _is_over(order, begin):
             left.append(cell)
         else:
-            entry, rejected = tuner.measure(cell) if tuner.candidates(cell) else (None, {})
-            if entry is None:
-                reasons = "; ".join(f"{id_}: {reason}" for id_, reason in rejected.items())
-                unserved.append((cell, reasons or "no candidate can serve it"))
+            found = tuner.measure(cell, _pair_of(pairs.get(cell.layer, ())))
+            if found.times:
+                entries[cell] = tuner.entry(cell, found)
+                write_entry(order.folder, entries[cell])
             else:
-                write_entry(order.folder, entry)
-                entries.append(entry)
-    return Tuned(tuple(entries), tuple(kept), tuple(unserved), tuple(left))
+                reasons = "; ".join(f"{id_}: {reason}" for id_, reason in found.reasons.items())
+                unserved.append((cell, reasons or "no candidate can serve it", bool(found.rejected)))
+        # After each batch of all layers: a command that is interrupted has measured the pairs of the first batches.
+        if index + 1 == len(cells) or cells[index + 1].step.what != cell.step.what:
+            pairs = {
+                layer: _run_pairs(order, layer, entries, tuner, begin, pairs.get(layer, ()))
+                for layer in _layers(entries)
+            }
+    return Tuned(
+        tuple(entry for cell, entry in entries.items() if cell not in kept),
+        tuple(entry for cell, entry in entries.items() if cell in kept),
+        tuple(unserved),
+        tuple(left),
+        tuple(each for tried in pairs.values() for each in tried),
+    )
+
+
+def _is_over(order: Order, begin: float) -> bool:
+    return order.seconds is not None and perf_counter() - begin > order.seconds
+
+
+def _layers(entries: Mapping[Cell, ProfileEntry]) -> tuple[Requirements, ...]:
+    return tuple(dict.fromkeys(cell.layer for cell in entries))
+
+
+def _pair_of(tried: Sequence[TriedPair]) -> str:
+    """Return the pair that was measured in all batches so far; empty without one."""
+    return next((each.proposal.pair for each in tried if not each.problem), "")
+
+
+def _run_pairs(
+    order: Order,
+    layer: Requirements,
+    entries: dict[Cell, ProfileEntry],
+    tuner: Tuner,
+    begin: float,
+    before: Sequence[TriedPair] = (),
+) -> list[TriedPair]:
+    """
+    Measure the routed pair of a layer whose decodes and other batches have different fastest candidates. Where one
+    fails, the next best is tried, and that one not again.
+    """
+    found: list[TriedPair] = []
+    own = [cell for cell in entries if cell.layer == layer]
+    failed = {each.proposal.pair: each for each in before if each.problem not in ("", _NO_TIME)}
+    for proposal in proposals(layer, [entries[cell] for cell in own])[:_MOST_PAIRS]:
+        objection = tuner.objection(own[0], proposal.pair)
+        if proposal.pair in failed:
+            tried = evolve(failed[proposal.pair], proposal=proposal)
+        elif objection:
+            tried = TriedPair(layer, proposal, objection)
+        else:
+            tried = _run_pair(order, own, entries, proposal, tuner, begin)
+        found.append(tried)
+        if tried.problem in ("", _NO_TIME):
+            break
+    return found
+
+
+def _run_pair(
+    order: Order,
+    own: Sequence[Cell],
+    entries: dict[Cell, ProfileEntry],
+    proposal: Proposal,
+    tuner: Tuner,
+    begin: float,
+) -> TriedPair:
+    """Measure a pair in all batches of a layer; their entries are replaced by those with its times."""
+    layer, pair = own[0].layer, proposal.pair
+    for cell in own:
+        if _has_pair(entries[cell], proposal, tuner):
+            continue
+        if _is_over(order, begin):
+            return TriedPair(layer, proposal, _NO_TIME)
+        found = tuner.measure_pair(cell, proposal)
+        if pair not in found.times:
+            problem = found.reasons.get(pair, f"it cannot serve {cell.step.what}")
+            return TriedPair(layer, proposal, problem, is_wrong=pair in found.rejected)
+        entries[cell] = evolve(entries[cell], times={**entries[cell].times, **found.times})
+        write_entry(order.folder, entries[cell])
+    gain, wins = pair_gain(layer, [entries[cell] for cell in own], pair)
+    return TriedPair(layer, proposal, gain=gain, wins=wins)
+
+
+def _has_pair(entry: ProfileEntry, proposal: Proposal, tuner: Tuner) -> bool:
+    time = entry.times.get(proposal.pair)
+    return time is not None and time.libraries == tuner.libraries(proposal.pair)
 
 
 def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
@@ -177,8 +337,9 @@ def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
     except (OSError, ValueError):
         return None
     ids = tuner.candidates(cell)
+    there = {id_ for id_ in (*entry.times, *entry.rejected, *entry.refused) if names_of_pair(id_) is None}
     same = all(time.libraries == tuner.libraries(id_) for id_, time in entry.times.items() if id_ in ids)
-    return entry if {*entry.times, *entry.rejected} == {*ids} and same else None
+    return entry if there == {*ids} and same else None
 
 
 def write_entry(folder: Path, entry: ProfileEntry) -> None:
@@ -213,9 +374,15 @@ def _read(path: Path) -> tuple[ProfileEntry, ...]:
         ) from error
 
 
+def _read_all(path: Path) -> tuple[ProfileEntry, ...]:
+    """Return the entries of a file, or of all files of a folder."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return merged(entry for file in files for entry in _read(file))
+
+
 def _export(order: Order) -> str:
     """Write one file of all entries of the folder, and return the setting that pins it."""
-    entries = merged(entry for path in sorted(order.folder.glob("*.json")) for entry in _read(path))
+    entries = tuple(map(_without_local, _read_all(order.folder)))
     path = Path(str(order.export))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,6 +390,15 @@ def _export(order: Order) -> str:
     except OSError as error:
         raise RequestError(f"--export {str(path)!r} cannot be written: {error.strerror}", "", "name another") from error
     return f"{PREFIX}PROFILE={path}#sha256={content_hash(entries)}"
+
+
+def _without_local(entry: ProfileEntry) -> ProfileEntry:
+    """Return an entry without what is of this machine alone: paths in messages, and the seconds of compiling."""
+    rejected, refused = (
+        {id_: _PATH.sub("...", text) for id_, text in reasons.items()} for reasons in (entry.rejected, entry.refused)
+    )
+    times = {id_: evolve(time, compile_s=0.0) for id_, time in entry.times.items()}
+    return evolve(entry, times=times, rejected=rejected, refused=refused)
 
 
 # What is said
@@ -244,7 +420,11 @@ def _show(found: Tuned, pinned: str) -> None:
         say("\n".join(wrapped(f"{entry.shape}, {described(entry.requirements)}: {_result(entry)}")))
         for id_, reason in entry.rejected.items():
             say("\n".join(wrapped(f"rejected {id_}: {reason}", "  ")))
-    for cell, reason in found.unserved:
+        for id_, reason in entry.refused.items():
+            say("\n".join(wrapped(f"refused {id_}: {reason}", "  ")))
+    for pair in found.pairs:
+        say("\n".join(wrapped(f"{described(pair.layer)}: {pair}")))
+    for cell, reason, _ in found.unserved:
         complain(f"attnplug: warning: not measured: {cell}: {reason}")
     if found.left:
         complain(f"attnplug: warning: {len(found.left)} cells are left: the same command goes on with them")
@@ -260,7 +440,7 @@ def _result(entry: ProfileEntry) -> str:
     relative = relative_times(entry)
     times = sorted(entry.times, key=lambda id_: (id_ != first, entry.times[id_].microseconds))
     shown = ", ".join(f"{id_} {entry.times[id_].microseconds:.4g} us" for id_ in times)
-    equal = sum(1 for each in relative.values() if each == 1.0)
+    equal = sum(1 for id_, each in relative.items() if each == 1.0 and names_of_pair(id_) is None)
     note = "" if wins or len(times) == 1 else f" ({equal} within the margin: the default order decides)"
     return f"{shown}{note}"
 
@@ -278,7 +458,19 @@ def _to_dict(found: Tuned, pinned: str) -> dict[str, Any]:
         "entries": [{**entry.to_dict(), "fastest": winner(entry)[0]} for entry in (*found.kept, *found.entries)],
         "measured": len(found.entries),
         "kept": len(found.kept),
-        "unserved": [{"cell": str(cell), "reason": reason} for cell, reason in found.unserved],
+        "unserved": [{"cell": str(cell), "reason": reason} for cell, reason, _ in found.unserved],
         "left": [str(cell) for cell in found.left],
+        "pairs": [
+            {
+                "layer": described(each.layer),
+                "pair": each.proposal.pair,
+                "best": each.proposal.best,
+                "expected_gain": each.proposal.gain,
+                "gain": each.gain,
+                "wins": each.wins,
+                "problem": each.problem,
+            }
+            for each in found.pairs
+        ],
         "pinned": pinned,
     }
