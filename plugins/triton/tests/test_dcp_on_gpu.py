@@ -64,6 +64,14 @@ def on_threads(step, *, replayed=False):
         pytest.param(evolve(STEP, ranks=4, interleave=1, return_lse=False), id="four ranks"),
         pytest.param(evolve(STEP, interleave=16, new=(1, 1), cached=(3, 15)), id="a rank holds nothing"),
         pytest.param(evolve(STEP, new=(20, 3), cached=(0, 0), padding=2), id="nothing is cached"),
+        *(
+            pytest.param(
+                evolve(STEP, interleave=64, new=(24, 1), cached=(0, 5), block_size=64, seq_lens_cpu_kind=kind),
+                id=f"descriptors and a rank without keys, {kind}",
+            )
+            for kind in ("exact", "upper_bound")
+        ),
+        pytest.param(evolve(STEP, new=(1, 70), cached=(300, 200), block_size=64), id="descriptors"),
         pytest.param(evolve(STEP, window=20, interleave=3, sinks=False), id="window"),
         pytest.param(evolve(STEP, window=3, interleave=16), id="a window on one rank"),
         pytest.param(evolve(STEP, chunk=32, interleave=5, seq_lens_cpu_kind="absent"), id="chunk"),

@@ -167,7 +167,8 @@ def run(
         batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED, ranks,
         interleave,
     )  # fmt: skip
-    may_describe = not is_contiguous and batch.custom_mask is None  # a mask is in every tile
+    # A mask is in every tile, and a rank without keys may have no page that could be loaded ahead.
+    may_describe = not is_contiguous and batch.custom_mask is None and table.shape[1] > 0
 
     def describe(tiles: Tiles) -> tuple[TensorDescriptor, ...]:
         return _descriptors(pages, query, params, tiles.keys) if may_describe and tiles.descriptors else ()

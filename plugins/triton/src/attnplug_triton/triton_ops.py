@@ -259,7 +259,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     offsets = tl.arange(0, keys)
     next_page = 0
     if by_descriptor:
-        next_page = tl.load(pages + tl.minimum(begin, highest) // page_size)
+        next_page = tl.load(pages + tl.maximum(tl.minimum(begin, highest), 0) // page_size)  # -1 without keys
     for index in tl.range(begin, end, keys, num_stages=stages):
         key_position = index + offsets
         at = key_position
