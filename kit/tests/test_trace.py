@@ -15,9 +15,11 @@ from hypothesis import given  # noqa: E402 - without torch there is no reference
 
 from attnplug.errors import RequestError  # noqa: E402
 from attnplug.request import Requirements  # noqa: E402
+from attnplug_kit import check as check_command  # noqa: E402
 from attnplug_kit import trace  # noqa: E402
 from attnplug_kit.oracle import cases, materialize  # noqa: E402
 from attnplug_kit.trace.definition import definitions_of  # noqa: E402
+from attnplug_kit.trace.solution import read_definition  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,3 +215,168 @@ def test_steps_of_latents_need_a_scale(command) -> None:
     with pytest.raises(RequestError, match="without a scale"):
         command("--requirements", json.dumps(latent), "--batch", "decode:1x4")
     assert command("--requirements", json.dumps(latent), "--batch", "decode:1x4", "--scale", "0.1").exists()
+
+
+@pytest.fixture
+def judged(command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Return ``judged(*changes, parts, layer, **spec)``: judge a reference with changes; the exit code and the JSON."""
+
+    def call(*changes: tuple[str, str], parts: str = "", layer: dict[str, Any] = LAYER, **spec: Any) -> tuple[int, Any]:
+        folder = command("--requirements", json.dumps(layer))
+        definition = definitions_of(Requirements.from_dict(layer))[-1]
+        text = definition.reference
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        if parts:
+            monkeypatch.setenv("PYTEST_ADDOPTS", f"-k '{parts}'")
+        capsys.readouterr()
+        words = ["--solution", str(write_solution(folder, definition, text, **spec)), "--trust", "--device", "cpu"]
+        code = check(*words, "--json")
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def check(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    check_command.add_arguments(parser)
+    return check_command.run(parser.parse_args(words))
+
+
+def write_solution(folder: Path, definition: Definition, text: str, **changes: Any) -> Path:
+    """Write a solution into a data set."""
+    spec = {"language": "python", "target_hardware": ["cpu"], "entry_point": "main.py::run"}
+    spec |= {"destination_passing_style": False, **changes}
+    sources = [{"path": spec.pop("path", "main.py"), "content": text}]
+    path = folder / "solutions" / "someone" / definition.op_type / definition.name / "mine.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"name": "mine", "definition": definition.name, "author": "someone", "spec": spec, "sources": sources}
+    path.write_text(json.dumps(data))
+    return path
+
+
+DESTINATION = (
+    "\n\ndef into(*given):\n    for out, result in zip(given[-2:], run(*given[:-2])):\n        out.copy_(result)\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
+def test_a_right_solution_passes_the_whole_kit(judged, stage: str) -> None:
+    layer = {**LAYER, "sinks": True, "logits_soft_cap": 30.0, "phases": [stage]}
+
+    code, found = judged(layer=layer)
+
+    assert (code, found["passed"], found["failed"]) == (0, True, [])
+    assert found["kit_tests"]["ran"] == found["kit_tests"]["of"] > 100
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"phases": ["decode"]},
+        {"paged": False, "block_size": None},
+        {"latent": True, "head_size": 80, "head_size_v": 64, "num_kv_heads": 1},
+    ],
+)
+def test_a_part_of_the_kit_is_no_pass(judged, fields: dict[str, Any]) -> None:
+    layer = {name: value for name, value in {**LAYER, **fields}.items() if value is not None}
+
+    code, found = judged(
+        ("import torch", "import torch" + DESTINATION),
+        layer=layer,
+        parts="TestBasic",
+        entry_point="main.py::into",
+        destination_passing_style=True,
+    )
+
+    assert (code, found["passed"], found["failed"]) == (1, False, [])
+    assert 5 < found["kit_tests"]["ran"] < found["kit_tests"]["of"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts", "message"),
+    [
+        ("scores = sm_scale *", "scores = 0.25 *", "test_input_is_used", "another value of scale does not change"),
+        ("hidden = distance < 0", "hidden = distance < -1", "test_prefills_alone", "elements differ"),
+        ("total / math.log(2.0)", "total", "TestLogSumExp", "lse: "),
+        ("return output, lse", "return output", "test_one_token", "main.py::run returned tuple"),
+    ],
+)
+def test_a_wrong_solution_is_found(judged, old: str, new: str, parts: str, message: str) -> None:
+    code, found = judged((old, new), parts=parts)
+
+    assert code == 1
+    assert any(message in text for text in found["failed"]), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "../main.py", "entry_point": "../main.py::run"}, "a source is a text file inside"),
+        ({"path": "/tmp/main.py", "entry_point": "/tmp/main.py::run"}, "a source is a text file inside"),  # noqa: S108
+        ({"path": "plugin.py", "entry_point": "plugin.py::run"}, "and none of definition.json"),
+        ({"entry_point": "main.py::walk"}, "name a function at the top level"),
+        ({"entry_point": "other.py::run"}, "the sources are main.py"),
+        ({"entry_point": "main.py"}, "it is FILE.py::FUNCTION"),
+        ({"language": "cuda"}, "written in 'cuda'"),
+        ({"language": "cpp"}, "written in 'cpp'"),
+    ],
+)
+def test_a_solution_that_cannot_be_judged_is_refused(command, changes: dict[str, Any], message: str) -> None:
+    folder = command("--requirements", json.dumps(LAYER))
+    definition = definitions_of(Requirements(**LAYER))[-1]
+    path = write_solution(folder, definition, definition.reference, **changes)
+
+    with pytest.raises(RequestError, match=message):
+        check("--solution", str(path), "--trust")
+
+
+def test_no_code_of_a_solution_runs_without_trust(command, tmp_path: Path) -> None:
+    folder, witness = command("--requirements", json.dumps(LAYER)), tmp_path / "ran"
+    definition = definitions_of(Requirements(**LAYER))[-1]
+    path = write_solution(folder, definition, f"open({str(witness)!r}, 'w')\n{definition.reference}")
+
+    with pytest.raises(RequestError, match="foreign code"):
+        check("--solution", str(path))
+
+    assert not witness.exists()
+
+
+def test_a_definition_is_found_or_named(command, tmp_path: Path) -> None:
+    folder = command("--requirements", json.dumps(LAYER))
+    definition = definitions_of(Requirements(**LAYER))[-1]
+    path = write_solution(folder, definition, definition.reference)
+    elsewhere = (folder / definition.path).rename(tmp_path / "elsewhere.json")
+
+    with pytest.raises(RequestError, match="is not found"):
+        check("--solution", str(path), "--trust")
+    with pytest.raises(RequestError, match="without --trust"):
+        check("--solution", str(path), "--definition", str(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op_type": "gemm"}, "op_type=gemm"),
+        ({"axes": {"num_qo_heads": {"type": "const", "value": 4}}}, "cannot be judged"),
+        ({"inputs": {"x": {"shape": None, "dtype": "float32"}}}, "cannot be judged"),
+        ({"outputs": {"lse": {"shape": None, "dtype": "float32"}}}, "cannot be judged: output"),
+        ({"inputs": 3}, "cannot be read"),
+    ],
+)
+def test_a_definition_of_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps({**definitions_of(Requirements(**LAYER))[-1].to_dict(), **changes}))
+
+    with pytest.raises(RequestError, match=message):
+        read_definition(file)
+
+
+def test_windows_are_exported_and_not_judged(tmp_path: Path) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(definitions_of(Requirements(**LAYER, sliding_window=7))[-1].to_dict()))
+
+    with pytest.raises(RequestError, match="cannot be judged: sliding_window"):
+        read_definition(file)

@@ -100,7 +100,7 @@ def reference_text(op_type: str, inputs: Sequence[str], window: int | None) -> s
         value=value,
         bounds="qo_indptr.tolist()" if "qo_indptr" in inputs else "range(len(kv_bounds))",
         gather=_GATHER[op_type],
-        soft_cap="float(logits_soft_cap)" if "logits_soft_cap" in inputs else "None",
+        soft_cap="float(logits_soft_cap) or None" if "logits_soft_cap" in inputs else "None",
         sinks="sinks" if "sinks" in inputs else "None",
     )
     if op_type == "gqa_ragged":  # which has no pages
