@@ -137,14 +137,22 @@ class Tried:
         self.rows: list[dict[str, Any]] = []
 
     def calls(self, rig: Rig) -> Calls:
-        """Yield the calls of the plugin triton with other tile sizes."""
+        """Yield the calls of the plugin triton with other tile sizes, but for those that exceed shared memory."""
+        from triton.runtime.errors import OutOfResources  # noqa: PLC0415 - where its kernels are measured
+
         backend: Any = rig.backend.wrapped
         for kernel, sizes in self.tiles:
             name = f"{kernel}_tiles"
             kept = getattr(backend, name)
             setattr(backend, name, evolve(kept, **sizes))
-            yield _words(kernel, sizes), evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
+            call = evolve(rig, metadata=rig.builder.build(rig.batch())).forward()
             setattr(backend, name, kept)
+            try:
+                call()
+            except OutOfResources as error:
+                print(f"{_words(kernel, sizes)}: {error}", file=sys.stderr)
+            else:
+                yield _words(kernel, sizes), call
 
     def keep(self, step: str, rig: Rig, name: str, seconds: Mapping[str, Sequence[float]]) -> None:
         """Write the times of a step: of each kernel with its usual tile sizes, as `name`, and with the others."""
@@ -154,6 +162,8 @@ class Tried:
             usual, key = getattr(backend, f"{kernel}_tiles"), asdict(backend.tile_key(kernel))
             others = {_words(each, sizes): evolve(usual, **sizes) for each, sizes in self.tiles if each == kernel}
             for words, tiles in ({name: usual} | others).items():
+                if words not in seconds:  # they do not fit
+                    continue
                 self.rows.append({"key": key, "tiles": asdict(tiles), "seconds": median(seconds[words]), **of_step})
             self.file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
 

@@ -75,6 +75,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "What an engine calls": ("LoadedBackend", "Attention", "StepBuilder", "Captures"),
     "What a plugin returns or is given": ("CacheTensor", "KVCache", "BatchSplit", "Phase", "GraphBuffers"),
     "What an engine passes, and gets": ("Layer", "Batch", "Limits", "Parallel", "GraphShape", "Step", "DecodeInputs"),
+    "What a process recorded": ("Recording", "RecordedStep", "RecordedLayer"),
 }
 CALLERS: Final[Mapping[str, str]] = {
     "LoadedBackend": _HOST,
@@ -100,6 +101,7 @@ FUNCTIONS: Final[Mapping[str, str]] = {
     "forward_context": _HOST,
     "hookimpl": _PLUGIN,
     "is_narrow_float": _BOTH,
+    "read_steps": _HOST,
     "split_kv": _HOST,
     "torch_dtype": _BOTH,
     "upload": _PLUGIN,

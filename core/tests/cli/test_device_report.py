@@ -22,6 +22,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(Device, "current", Device.cpu)
     monkeypatch.setattr(device_report, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(device_report, "_AMD_DRIVER", tmp_path / "kfd")
     monkeypatch.setattr(device_report.shutil, "which", lambda _: None)
     monkeypatch.setattr(device_report, "find_spec", lambda _: None)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -43,6 +44,19 @@ def test_a_driver_that_nothing_can_read_is_reported(bare, tmp_path: Path) -> Non
 
     assert "an NVIDIA driver is installed" in report.overlooked
     assert "pip install 'attnplug[nvml]'" in report.fix
+
+
+@pytest.mark.parametrize("has_nvml", [False, True])
+def test_a_driver_of_amd_is_reported(bare, tmp_path: Path, has_nvml: bool) -> None:
+    (tmp_path / "kfd").touch()
+    if has_nvml:
+        bare.setattr(device_report, "find_spec", lambda _: SimpleNamespace())
+
+    report = report_device()
+
+    assert "an AMD driver is installed" in report.overlooked
+    assert "--device rocm:gfx942" in report.fix
+    assert Device.parse("rocm:gfx942").vendor == Device.parse("mi300x").vendor == "amd"
 
 
 def test_its_command_shows_the_driver_too(bare) -> None:

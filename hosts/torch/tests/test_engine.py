@@ -80,11 +80,15 @@ def test_torch_chooses_on_the_gpu_that_is_there(here, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "compute capability 8.0" in reason()
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))  # of a gfx90a
+    assert "AMD" in reason()
 
 
-def test_other_devices_are_refused(here) -> None:
+@pytest.mark.parametrize("device", [attnplug.Device("rocm"), attnplug.Device.parse("mi300x")])
+def test_other_devices_are_refused(here, device: attnplug.Device) -> None:
     with pytest.raises(DeviceError, match="--engine torch"):
-        engine.choose([request()], attnplug.Device("rocm"), assume_installed=False)
+        engine.choose([request()], device, assume_installed=False)
 
 
 def test_without_torch_there_is_no_answer(monkeypatch) -> None:

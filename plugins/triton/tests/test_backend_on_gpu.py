@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import attnplug
 from attnplug import Device, Requirements
@@ -401,6 +401,25 @@ def test_descriptors_load_whole_tiles(monkeypatch, page, spare, name):
         check(step.run(metadata), case)
     assert has_descriptors == (page != 96)
     assert [len(descriptors) for descriptors in used] == ([2 * (not spare)] if has_descriptors else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("whole heads", 2), ("not causal", 2), ("three heads of 80", 2), ("latents", 2), ("window", 0)]
+)
+@pytest.mark.parametrize("splits", [1, None])
+def test_descriptors_load_whole_tiles_of_short_queries(monkeypatch, splits, name, count):
+    used = []
+    describe = launch._descriptors
+    monkeypatch.setattr(launch, "_descriptors", lambda *given: used.append(describe(*given)) or used[-1])
+    forms = {"whole heads": {}, "latents": {"kv_heads": 1, "group": 36, "size": 48, "latent": 40}}
+    case = Requests([2, 1, 2], [600, 64, 128], **{"size": 32, **(forms.get(name) or FEATURES.get(name, {}))})
+    step = Step(case, page=128, decode_query_len=2, max_num_splits=splits)
+    backend = step.backend.wrapped
+    backend.decode_tiles = evolve(backend.decode_tiles, keys=64, stages=2, descriptors=True)
+
+    with bounds_checked() if INTERPRETED else nullcontext():
+        check(step.run(step.builder.build(step.batch())), case)
+    assert [len(descriptors) for descriptors in used] == ([count] if count else [])
 
 
 def test_a_batch_of_one_kind_takes_one_launch(calls):

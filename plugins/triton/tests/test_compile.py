@@ -95,7 +95,8 @@ def compiled(
     kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
     pages = {f"{name}_pages": kind for name, kind in kinds.items()}
     if tiles.descriptors:
-        pages = dict.fromkeys(pages, f"tensordesc<bf16[1, {tiles.keys}, 1, {width_of(size)}]>")
+        widths = (sizes["width"], sizes["width_v"])
+        pages = {name: f"tensordesc<bf16[1, {tiles.keys}, 1, {n}]>" for name, n in zip(pages, widths, strict=True)}
     return compile_kernel(
         _decode if phase == "decode" else _prefill,
         KINDS | kinds | pages,
@@ -174,6 +175,14 @@ def test_descriptors_load_tiles(capability: int, size: int) -> None:
     code = check("prefill", capability, size, "bf16", 64)
 
     assert ("cp.async.bulk.tensor" in code) == (capability != 120)
+
+
+@pytest.mark.parametrize(("group", "rows", "keys", "stages"), [(16, 16, 32, 3), (16, 16, 64, 2), (128, 64, 64, 2)])
+def test_descriptors_load_tiles_of_latents(group: int, rows: int, keys: int, stages: int) -> None:
+    tiles = Tiles(rows=rows, keys=keys, stages=stages, warps=8 if rows == 64 else 4, descriptors=True)
+    latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": group}
+
+    assert "cp.async.bulk.tensor" in check("decode", 90, 64, "bf16", 64, is_tall=rows == 64, tiles=tiles, **latent)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -18,6 +18,11 @@ _OVERLOOKED: Final = (
     "an NVIDIA driver is installed, and only torch or NVML's Python bindings can read the device from it",
     "pip install 'attnplug[nvml]', or name the device: --device cuda:9.0",
 )
+_AMD_DRIVER: Final = Path("/dev/kfd")
+_AMD_OVERLOOKED: Final = (
+    "an AMD driver is installed, and only torch can read the device from it, which this command does not import",
+    "name the device: --device mi300x, or --device rocm:gfx942",
+)
 
 
 @frozen
@@ -50,12 +55,14 @@ def report_device() -> DeviceReport:
         return DeviceReport(device, "torch" if _is_from_torch() else "NVML")
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return DeviceReport(device, "CUDA_VISIBLE_DEVICES hides every NVIDIA device")
-    if find_spec("pynvml") is not None:
-        return DeviceReport(device, "NVML finds no NVIDIA device")
     if "torch" in sys.modules:
         return DeviceReport(device, "torch finds no accelerator")
+    if find_spec("pynvml") is not None:
+        return DeviceReport(device, "NVML finds no NVIDIA device", *(_AMD_OVERLOOKED if _AMD_DRIVER.exists() else ()))
     how = "no NVIDIA device was looked for: NVML's Python bindings are not installed"
-    return DeviceReport(device, how, *_OVERLOOKED) if _has_driver() else DeviceReport(device, how)
+    if _has_driver():
+        return DeviceReport(device, how, *_OVERLOOKED)
+    return DeviceReport(device, how, *(_AMD_OVERLOOKED if _AMD_DRIVER.exists() else ()))
 
 
 def _is_from_torch() -> bool:

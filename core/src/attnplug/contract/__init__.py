@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.phase import Phase as Phase
     from attnplug.contract.inputs.upload import upload as upload
     from attnplug.contract.loaded import LoadedBackend as LoadedBackend
+    from attnplug.contract.recording import RecordedLayer as RecordedLayer
+    from attnplug.contract.recording import RecordedStep as RecordedStep
+    from attnplug.contract.recording import Recording as Recording
+    from attnplug.contract.recording import read_steps as read_steps
     from attnplug.contract.step_builder import StepBuilder as StepBuilder
     from attnplug.contract.vendor import AttentionImpl as AttentionImpl
     from attnplug.contract.vendor import Backend as Backend
@@ -70,6 +74,7 @@ _MODULES: Final = {
     "attnplug.contract.inputs.phase": "BatchSplit Phase",
     "attnplug.contract.inputs.upload": "upload",
     "attnplug.contract.loaded": "LoadedBackend",
+    "attnplug.contract.recording": "RecordedLayer RecordedStep Recording read_steps",
     "attnplug.contract.step_builder": "StepBuilder",
     "attnplug.contract.vendor": "AttentionImpl Backend Metadata MetadataBuilder State",
 }

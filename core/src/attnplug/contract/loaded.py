@@ -45,6 +45,7 @@ class LoadedBackend:
         backend: The vendor's backend.
         selection: The decision that it carries out; None where it was constructed by hand.
         kv_cache_forms: The forms of a KV cache that the variant declares, in order of preference.
+        record: The file to which the steps of its builders are written; None for none.
 
     Attributes:
         wrapped: The vendor's backend.
@@ -56,7 +57,11 @@ class LoadedBackend:
     """
 
     def __init__(
-        self, backend: Backend, selection: Decision | None = None, kv_cache_forms: tuple[str, ...] = ()
+        self,
+        backend: Backend,
+        selection: Decision | None = None,
+        kv_cache_forms: tuple[str, ...] = (),
+        record: str | None = None,
     ) -> None:
         check_made(backend, Backend)
         self.wrapped = backend
@@ -65,6 +70,7 @@ class LoadedBackend:
         self.selection: Any = selection
         self.kv_cache_forms = kv_cache_forms
         self.impl_class: type[AttentionImpl] = backend.impl_class
+        self._record = record
         self._cache_spec: CacheSpec | None = None
         self._kept_forms: dict[Hashable, dict[int, Any]] = {}
 
@@ -332,7 +338,7 @@ class LoadedBackend:
         made = self.wrapped.builder_class(self.wrapped, [impl.wrapped for impl in impls], state.wrapped)
         check_made(made, MetadataBuilder)
         check_supports_graphs(made)
-        builder = StepBuilder(made, self, impls, state)
+        builder = self._hold(made, impls, state)
         state.join(self.agreement)
         for impl in impls:
             impl.served_by(builder)
@@ -343,6 +349,13 @@ class LoadedBackend:
     def kept_forms(self, takes: Hashable) -> dict[int, Any]:
         """Return where layers that take and write the same keep the forms of tensors that they have checked."""
         return self._kept_forms.setdefault(takes, {})
+
+    def _hold(self, made: MetadataBuilder, impls: Sequence[Attention], state: Captures) -> StepBuilder:
+        if self._record is None:
+            return StepBuilder(made, self, impls, state)
+        from attnplug.contract.recording import RecordedBuilder, recorder  # noqa: PLC0415 - few processes record
+
+        return RecordedBuilder(made, self, impls, state, recorder(self._record))
 
     def _spec(self) -> CacheSpec | None:
         """Return what this agreement's KV caches are, the same object each time; None without one."""

@@ -58,6 +58,7 @@ class Settings:
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
         profile: File or folder of measured times, or None; ``#sha256=HASH`` behind it pins its content.
         evidence: Folders with evidence of what was verified, besides what plugins ship.
+        record: File to which each built step's lengths and terms are written, or None.
         kv_layout: The layout of paged KV caches whose requirements leave it open; None leaves it to the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
         sources: Where each setting comes from. A source with precedence over others is placed after them: that order
@@ -71,6 +72,7 @@ class Settings:
     strict: bool = False
     profile: str | None = None
     evidence: tuple[str, ...] = ()
+    record: str | None = None
     kv_layout: str | None = None
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
@@ -243,6 +245,7 @@ _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
     "strict": parse_flag,
     "profile": lambda text, _: text or None,
     "evidence": parse_folders,
+    "record": lambda text, _: text,
     "kv_layout": parse_layout,
 }
 
@@ -375,7 +378,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
         if name in ("allow", "block"):
             check_entries(names, f"{name} in {str(file)!r}")
         return frozenset(names) if name in ("allow", "block") else tuple(names)
-    if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
+    if (name == "strict" and isinstance(value, bool)) or (name in ("profile", "record") and isinstance(value, str)):
         return value
     if name == "kv_layout":
         return parse_layout(value, f"kv_layout in {str(file)!r}")
@@ -385,7 +388,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     raise SettingsError(
         f"{name} = {value!r} is in {str(file)!r}{near(name, known) if name not in known else ''}",
         "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), "
-        "evidence (a folder or a list of folders), kv_layout ('NHD' or 'HND'), [options.BACKEND]",
+        "evidence (a folder or a list of folders), record (a file), kv_layout ('NHD' or 'HND'), [options.BACKEND]",
         "correct or remove the line",
     )
 

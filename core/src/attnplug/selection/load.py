@@ -179,7 +179,7 @@ def _load_pair(selection: Selection) -> LoadedBackend:
         _mark_broken(selection, error)
         raise error
     forms = tuple(form for form in decode.kv_cache_forms if form in rest.kv_cache_forms)
-    return LoadedBackend(made, selection, forms)
+    return LoadedBackend(made, selection, forms, current_state().settings.record)
 
 
 def _load_here(plugin: Plugin, selection: Selection) -> LoadedBackend | PluginLoadError:
@@ -408,6 +408,7 @@ def _construct(backend_class: type[Backend], selection: Selection) -> LoadedBack
         lambda reason: PluginLoadError(f"{selection.id!r} was selected", reason, "repair the plugin, or block it"),
     ):
         backend = backend_class(selection.agreement, selection.device)
-    candidates = registry().candidates(current_state().settings)
+    settings = current_state().settings
+    candidates = registry().candidates(settings)
     declared = next((one.supports("kv_cache_form") for one in candidates if one.id == selection.id), None)
-    return LoadedBackend(backend, selection, () if declared is None else declared.choices())
+    return LoadedBackend(backend, selection, () if declared is None else declared.choices(), settings.record)

@@ -71,6 +71,8 @@ def own(errors: Errors) -> float:
         ("flashinfer/fa3", 64),
         ("flashmla/sgl", 64),
         ("torch/sdpa", 1),
+        ("triton/unified", 1),
+        ("triton/unified", 64),
     ],
 )
 def test_latents_are_as_near_as_its_own(

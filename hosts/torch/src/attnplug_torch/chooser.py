@@ -65,6 +65,8 @@ def _absent(request: Mapping[str, Any]) -> str:
         return ""
     if not torch.cuda.is_available():
         return "torch chooses on the GPU itself, and there is none here"
+    if torch.version.hip is not None:  # an AMD GPU has a capability of other instruction sets
+        return "torch chooses on the GPU itself, and the one here is AMD's"
     here, wanted = torch.cuda.get_device_capability(), request["capability"]
     if wanted is not None and tuple(wanted) != here:
         return f"torch chooses on the GPU itself, and the one here has compute capability {here[0]}.{here[1]}"

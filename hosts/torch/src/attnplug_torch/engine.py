@@ -64,7 +64,7 @@ def choose(requirements: Sequence[Requirements], device: Device, *, assume_insta
     del assume_installed
     if find_spec("torch") is None:
         raise RequestError("torch is not installed in this environment", "", "pip install torch")
-    if device.type not in SAME_KERNELS:
+    if device.type not in SAME_KERNELS or device.vendor not in (None, "nvidia"):
         raise DeviceError(
             f"--engine torch was given for the device {device}",
             "attnplug-torch runs on the CPU and on NVIDIA GPUs",

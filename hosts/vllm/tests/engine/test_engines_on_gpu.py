@@ -43,6 +43,9 @@ CASES = (
     ("flash_attn/fa3_vllm", "deepseek", "graphs", {}),
     ("flash_attn/fa3_vllm", "deepseek", "compiled", {}),
     ("torch/sdpa", "deepseek", "graphs", {}),
+    ("triton/unified", "llama", "graphs", {}),
+    ("triton/unified", "gemma2", "compiled", {}),
+    ("triton/unified", "deepseek", "compiled", {}),
 )
 OWN = {"deepseek": "TRITON_MLA", "deepseek_long": "TRITON_MLA"}
 """vLLM's backend whose error is the measure; FLASH_ATTN of other models."""
@@ -139,6 +142,7 @@ def test_logprobs_are_as_near_as_its_own(backend, name, mode, environment, serve
         ("flash_attn/fa3_vllm", "deepseek_long", True, "eager"),
         ("flash_attn/fa3_vllm", "latent_96", False, "graphs"),
         ("flashinfer/fa3", "deepseek_long", False, "eager"),
+        ("triton/unified", "deepseek_long", False, "graphs"),
     ],
 )
 def test_prefills_of_latents_are_as_near_as_its_own(
@@ -181,7 +185,12 @@ def test_two_gpus_share_latents(ranks, mode, server, folder, own_error, record_p
 @pytest.mark.feature("FP8 KV cache, scales per tensor")
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    [("flash_attn/fa3_vllm", "eager"), ("flash_attn/fa3_vllm", "compiled"), ("flashinfer/fa2", "graphs")],
+    [
+        ("flash_attn/fa3_vllm", "eager"),
+        ("flash_attn/fa3_vllm", "compiled"),
+        ("flashinfer/fa2", "graphs"),
+        ("triton/unified", "graphs"),
+    ],
 )
 def test_fp8_keys_and_values_are_as_near_as_its_own(backend, mode, server, folder, own_error, record_property):
     given = {"VLLM_PLUGINS": "attnplug", "ATTNPLUG_BACKEND": backend}

@@ -130,28 +130,34 @@ def run(
         *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
         batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED,
     )  # fmt: skip
-    splits, tiles = plan.num_splits, plan.decode_tiles
+    may_describe = not is_contiguous and batch.custom_mask is None  # a mask is in every tile
+
+    def describe(tiles: Tiles) -> tuple[TensorDescriptor, ...]:
+        return _descriptors(pages, query, params, tiles.keys) if may_describe and tiles.descriptors else ()
+
+    splits, tiles, pages = plan.num_splits, plan.decode_tiles, (keys, values)  # with descriptors kernels do not read these
     if splits:
         parts = (out, out) if plan.parts is None else plan.parts  # the kernel does not read those of a single split
+        has_plain_rows = topk == 0 and batch.mm_prefix_range is None and not any(params.forms[1:3])
+        descriptors = describe(tiles) if has_plain_rows else ()
         _decode_kernel.run(
             members * kv_heads * splits * -(-short * group // tiles.rows),
-            (*tensors, *parts),
+            (*(() if descriptors else pages), *tensors, *parts),
             strides,
             (*numbers, splits, members, keys.shape[0] * keys.shape[1]),
-            (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1, topk, has_lens),
+            (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1, topk, has_lens, bool(descriptors)),
+            descriptors=descriptors,
             num_warps=tiles.warps,
         )
         if splits > 1:
             merge_splits(*parts, out, lse, batch.query_start_loc, query_len=None if topk else short)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
-        may_describe = tiles.descriptors and not is_contiguous and batch.custom_mask is None  # a mask is in every tile
-        descriptors = _descriptors((keys, values), query, params, tiles.keys) if may_describe else ()
-        pages = () if descriptors else (keys, values)  # the kernel does not read these tensors
+        descriptors = describe(tiles)
         num_tiles = plan.num_tokens * group // tiles.rows + requests  # at least as many as all requests need
         _prefill_kernel.run(
             num_tiles * kv_heads,
-            (*pages, *tensors),
+            (*(() if descriptors else pages), *tensors),
             strides,
             (*numbers, num_tiles),
             (*constants, tiles.rows, tiles.keys, tiles.stages, bool(tiles.joins_diagonal), bool(descriptors)),
@@ -173,8 +179,7 @@ def _pages(kv_cache: KVCache, params: Params) -> tuple[Tensor, Tensor]:
 
 def _descriptors(caches: Sequence[Tensor], query: Tensor, params: Params, count: int) -> tuple[TensorDescriptor, ...]:
     """Return tensor descriptors that load so many keys or values of a KV head; none where these cannot be made."""
-    is_loaded_whole = caches[0].dtype == query.dtype and caches[0].shape[1] % count == 0
-    if not (is_loaded_whole and all(_is_aligned(pages) for pages in caches)):
+    if caches[0].shape[1] % count or not all(pages.dtype == query.dtype and _is_aligned(pages) for pages in caches):
         return ()
     return tuple(
         TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, count, 1, width])

@@ -32,6 +32,8 @@ from attnplug_triton.triton_ops import (
     ]
 )
 def _decode(
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -99,6 +101,7 @@ def _decode(
     is_split: tl.constexpr,
     topk: tl.constexpr,
     has_lens: tl.constexpr,
+    by_descriptor: tl.constexpr,
 ) -> None:
     """
     One program computes a split of the keys of one KV head, for rows of one request.
@@ -107,6 +110,9 @@ def _decode(
 
     With `topk` each token is a request, whose keys are in the slots of its row of `table`: as many as `seq_lens` has,
     or `topk` without `has_lens`.
+
+    With `by_descriptor`, `key_pages` and `value_pages` are tensor descriptors of `key` and `value`: they load the tiles
+    that all rows attend to. Windows, chunks, spans and custom masks are not there then.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -161,6 +167,16 @@ def _decode(
     key_base, value_base, pages = first_rows(
         key + kv_head * k_head, value + kv_head * v_head, table, request, table_stride, k_token, v_token, page_size
     )
+    if by_descriptor:
+        lowest_last = last_key(length - count + first_row // group, length, left, is_causal, is_windowed)
+        whole = tl.maximum(begin, tl.minimum(lowest_last + 1, end) // keys * keys)
+        acc, row_max, row_sum = attend(
+            begin, whole, lowest, end - 1, whole, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
+            row_sum, key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap,
+            size, size_v, width, width_v, page_size, False, False, is_capped, alibi, False, False, by_bits, is_latent,  # noqa: FBT003
+            is_records, False, True, keys, stages, interpreted,  # noqa: FBT003
+        )  # fmt: skip
+        begin = whole
     acc, row_max, row_sum = attend(
         begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, mask_rows, acc, row_max, row_sum,
         key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap, size, size_v,

@@ -275,16 +275,18 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             k_row, v_row = page * k_page + slot * k_token, page * v_page + slot * v_token
         scores = tl.zeros((q.shape[0], keys), tl.float32)
         if is_latent:
-            if is_records:
+            if by_descriptor:
+                v = tl.reshape(value_base.load(tile), (keys, width_v))
+            elif is_records:
                 v = load_records(value_base, v_row, is_row, q, by_bits)
             else:
                 v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
             scores = multiply(q_latent, tl.trans(v), scores, interpreted)
-        if by_descriptor:
-            k = tl.reshape(key_base.load(tile), (keys, width))
-            scores = multiply(q, tl.trans(k), scores, interpreted)
-        elif size > 0:
-            k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
+        if size > 0:
+            if by_descriptor:
+                k = tl.reshape(key_base.load(tile), (keys, width))
+            else:
+                k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
             scores = multiply(q, tl.trans(k), scores, interpreted)
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
@@ -320,10 +322,11 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
-        if by_descriptor:
-            v = tl.reshape(value_base.load(tile), (keys, width_v))
-        elif not is_latent:
-            v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
+        if not is_latent:
+            if by_descriptor:
+                v = tl.reshape(value_base.load(tile), (keys, width_v))
+            else:
+                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
         if not interpreted:  # the interpreter truncates where a GPU rounds
             probs = probs.to(v.dtype)
         acc = multiply(probs, v, acc * rescale[:, None], interpreted)
