@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given  # noqa: E402 - without torch there is no reference
 
+import attnplug  # noqa: E402
+from attnplug.contract import Layer, Limits, recording  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
 from attnplug.request import Requirements  # noqa: E402
 from attnplug_kit import check as check_command  # noqa: E402
@@ -20,6 +22,7 @@ from attnplug_kit import trace  # noqa: E402
 from attnplug_kit.oracle import cases, materialize  # noqa: E402
 from attnplug_kit.trace.definition import definitions_of  # noqa: E402
 from attnplug_kit.trace.solution import read_definition  # noqa: E402
+from core.tests.contract.world import make_batch  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,6 +188,33 @@ def test_steps_are_workloads_whose_tensors_the_reference_takes(command, tmp_path
         output, lse = names["run"](**inputs)
         assert output.isfinite().all()
         assert lse.isfinite().all()
+
+
+def test_recorded_steps_are_workloads(command, tmp_path: Path, monkeypatch, capsys) -> None:
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("ATTNPLUG_RECORD", str(file))
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    layer = {**LAYER, "block_size": None, "cudagraph": "never"}
+    backend = attnplug.load(Requirements(**layer), attnplug.Device.cpu(), backend="torch/sdpa")
+    limits = Limits(max_num_reqs=4, max_num_tokens=64, max_seq_len=256)
+    builder = backend.make_builder([backend.make_impl(Layer(name="one"))], backend.make_state(limits))
+    for query_lens, seq_lens in (((1, 1), (4, 21)), ((3, 1), (20, 9)), ((1, 1), (4, 21))):
+        builder.build(make_batch(list(query_lens), list(seq_lens), block_size=16))
+    monkeypatch.delenv("ATTNPLUG_RECORD")
+    attnplug.refresh()
+
+    folder = command("--steps", str(file), "--json")
+
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(found["times"].values()) == [1, 2]
+    (path,) = folder.glob("workloads/gqa_paged/gqa_paged_prefill_causal_h4_kv2_d16_ps16.jsonl")
+    workload = json.loads(path.read_text())["workload"]
+    tensors = read_safetensors(folder, workload["inputs"])
+    assert tensors["qo_indptr"].tolist() == [0, 3, 4]
+    assert tensors["kv_indptr"].tolist() == [0, 2, 3]
+    assert tensors["kv_last_page_len"].tolist() == [4, 9]
+    assert sorted(tensors["kv_indices"].tolist()) == [0, 1, 2]
 
 
 def read_safetensors(folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
