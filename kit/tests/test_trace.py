@@ -352,6 +352,7 @@ def test_a_wrong_solution_is_found(judged, old: str, new: str, parts: str, messa
         ({"entry_point": "main.py"}, "it is FILE.py::FUNCTION"),
         ({"language": "cuda"}, "written in 'cuda'"),
         ({"language": "cpp"}, "written in 'cpp'"),
+        ({"language": "triton"}, "it runs on a CUDA device"),
     ],
 )
 def test_a_solution_that_cannot_be_judged_is_refused(command, changes: dict[str, Any], message: str) -> None:
@@ -360,7 +361,7 @@ def test_a_solution_that_cannot_be_judged_is_refused(command, changes: dict[str,
     path = write_solution(folder, definition, definition.reference, **changes)
 
     with pytest.raises(RequestError, match=message):
-        check("--solution", str(path), "--trust")
+        check("--solution", str(path), "--trust", "--device", "cpu")
 
 
 def test_no_code_of_a_solution_runs_without_trust(command, tmp_path: Path) -> None:

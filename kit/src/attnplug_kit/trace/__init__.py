@@ -142,8 +142,8 @@ def _write(
     if as_json:
         say_json({"files": {path: len(contents) for path, contents in files.items()}, "times": dict(times)})
     for path, contents in () if as_json else files.items():
-        steps = sum(times[each["workload"]["uuid"]] for each in contents if "workload" in each)
-        say(f"{folder / path}" + (f": {len(contents)} different of {steps} steps" if steps else ""))
+        count = sum(times[each["workload"]["uuid"]] for each in contents if "workload" in each)
+        say(f"{folder / path}" + (f": {len(contents)} different of {count} steps" if count else ""))
     return OK
 
 

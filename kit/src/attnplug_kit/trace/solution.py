@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from attnplug.commands import NO, OK, complain, say, say_json
 from attnplug.errors import RequestError
-from attnplug.request import Requirements
+from attnplug.request import Device, Requirements
 from attnplug_kit.trace.definition import Definition, definitions_of
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ class Solution:
                 no source.
         """
         try:
-            spec, texts = data["spec"], {each["path"]: each["content"] for each in data["sources"]}
+            spec = data["spec"]
             found = cls(
-                *(str(data[name]) for name in ("name", "definition")),
-                *(str(spec[name]) for name in ("language", "entry_point")),
-                bool(spec.get("destination_passing_style", True)),
-                texts,
+                name=str(data["name"]),
+                definition=str(data["definition"]),
+                language=str(spec["language"]),
+                entry_point=str(spec["entry_point"]),
+                takes_outputs=bool(spec.get("destination_passing_style", True)),
+                sources=_by_path(data["sources"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise RequestError(
@@ -103,11 +105,24 @@ class Solution:
         return found
 
 
+def _by_path(sources: Any) -> dict[str, str]:
+    found = {each["path"]: each["content"] for each in sources}
+    if len(found) != len(sources):
+        raise TypeError("two sources have one path")
+    return found
+
+
 def _check_sources(solution: Solution) -> None:
     for path, text in solution.sources.items():
         parts = PurePosixPath(path).parts
         is_inside = isinstance(path, str) and parts and not path.startswith("/") and ".." not in parts
-        if not is_inside or "\\" in path or ":" in path or path in _OWN or not isinstance(text, str):
+        if (
+            not is_inside
+            or "\\" in path
+            or ":" in path
+            or str(PurePosixPath(path)) in _OWN
+            or not isinstance(text, str)
+        ):
             raise RequestError(
                 f"the solution has the source {path!r}",
                 f"a source is a text file inside of the solution's folder, and none of {', '.join(_OWN)}",
@@ -190,7 +205,9 @@ def _check_definition(definition: Definition) -> None:
 
 def layer_of(definition: Definition) -> Requirements:
     """Return the layer of a definition, in the one stage that it has."""
-    known = {_AXES[name]: value for name, value in definition.axes.items() if name in _AXES and value is not None}
+    known: dict[str, Any] = {
+        _AXES[name]: value for name, value in definition.axes.items() if name in _AXES and value is not None
+    }
     is_latent = definition.op_type == "mla_paged"
     if is_latent:
         size = int(definition.axes["head_dim_ckv"] or 0)
@@ -280,6 +297,10 @@ def judge(file: str, definition: str | None, device: str | None, *, trusted: boo
             f"the solution {solution.name!r} was given without --trust",
             "to judge it, its code has to run, with the rights of this user: foreign code",
             f"read its sources ({', '.join(solution.sources)}), then pass --trust",
+        )
+    if solution.language == "triton" and (device == "cpu" or Device.current().type != "cuda"):
+        raise RequestError(
+            f"the solution {solution.name!r} is written in Triton", "it runs on a CUDA device", "judge it on a GPU"
         )
     from attnplug_kit.check.evidence import command_of_kit, run_kit  # noqa: PLC0415 - imports torch
 
