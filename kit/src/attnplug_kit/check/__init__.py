@@ -20,10 +20,14 @@ A problem keeps the plugin, or a part of its manifest, from ever working. A note
 as BACKEND-VARIANT-DEVICE.json, with device, versions, command and result. A failed run has no file: it would verify
 nothing.
 
+--solution judges a solution of FlashInfer Trace by the same kit, as a temporary backend that declares what the
+definition has. Its code runs, with your rights: read it first, then pass --trust.
+
 examples:
   attnplug check
   attnplug check src/acme_attention/attnplug.toml --json
   attnplug check --evidence torch/sdpa
+  attnplug check --solution dataset/solutions/me/gqa_paged/NAME/mine.json --trust
 
 exit codes: 0 there is no problem, 1 there is one or the kit failed, 2 there is nothing to check: no such PATH, backend
 or device
@@ -52,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the conformance kit for an installed backend, and write its file; default: the one chosen here",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="--evidence: cpu, or a device of this machine; default: its first"
+        "--device",
+        metavar="DEVICE",
+        help="--evidence, --solution: cpu, or a device of this machine; default: its first",
     )
     parser.add_argument(
         *("--feature", "--attn-feature"),
@@ -65,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", default=".", help="--evidence: the folder of the file; default: this folder"
     )
+    parser.add_argument("--solution", metavar="FILE", help="run the conformance kit for a solution of FlashInfer Trace")
+    parser.add_argument("--trust", action="store_true", help="--solution: run its code")
+    parser.add_argument(
+        "--definition", metavar="FILE", help="--solution: its definition; default: found in the data set around it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -72,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check a path, or run the kit and write its evidence."""
     if arguments.evidence is not None:
         return _write_evidence(arguments)
+    if arguments.solution is not None:
+        return _judge(arguments)
     from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help does without
 
     report = examine(arguments.path or ".", shown=not arguments.json)
@@ -95,3 +108,16 @@ def _write_evidence(arguments: argparse.Namespace) -> int:
 
     options = (arguments.evidence, arguments.device, arguments.features, Path(arguments.out))
     return write_evidence(*options, as_json=arguments.json)
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    if arguments.path is not None or arguments.evidence is not None:
+        raise RequestError(
+            "--solution was given with a path or --evidence",
+            "a solution has no project, and its run is no evidence of a backend",
+            "write `attnplug check --solution FILE --trust`",
+        )
+    from attnplug_kit.trace.solution import judge  # noqa: PLC0415 - help does without
+
+    options = (arguments.solution, arguments.definition, arguments.device)
+    return judge(*options, trusted=arguments.trust, as_json=arguments.json)

@@ -239,7 +239,9 @@ def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Reques
     if fields.get("kv_cache_dtype") == RECORD:
         fields = {**OF_RECORDS, **fields}
     heads = subject.supports.get("num_kv_heads")
-    common = {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
+    groups, query_heads = 2 if heads is None else heads.nearest(2), subject.supports.get("num_q_heads")
+    ratio = 2 if query_heads is None else max(1, query_heads.nearest(2 * groups) // groups)
+    common = {"num_kv_heads": groups, "gqa_ratio": ratio}
     if subject.features:
         common["features"] = subject.features
     dtypes = [name for name in _FLOATS if subject.supports["dtype"].allows(name)]

@@ -84,7 +84,7 @@ class RequestSpec:
     @property
     def engine(self) -> dict[str, Any]:
         """The fields that a case does not have, for `Case.requirements`."""
-        names = set(FIELDS) - _CASE_FIELDS - {"gqa_ratio", "cascade"}
+        names = set(FIELDS) - _CASE_FIELDS - {"gqa_ratio", "cascade", "num_q_heads"}
         return {name: value for name, value in self.pairs if name in names}
 
     def case(self, seed: int, *, any_order: bool = False, **fixed: Any) -> Case:
