@@ -7,12 +7,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import GraphShape, Layer, Limits, read_steps, recording
 from attnplug.errors import RequestError
 from core.tests.contract.world import make_batch
+from tests.examples import examples
 
 REQUESTED = {"head_size": 64, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", "block_size": 16}
 
@@ -58,6 +61,18 @@ def test_each_build_is_a_step(file):
     assert steps[0].layer.agreement.id == "torch/sdpa"
     assert steps[0].layer.agreement == builder.agreement
     assert steps[0].layer.device == Device.cpu()
+
+
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(st.tuples(st.integers(1, 15), st.integers(0, 200)), min_size=1, max_size=4))
+def test_lengths_are_read_as_they_were_built(file, requests):
+    """In the order of the engine, whatever the order that the builder makes of it."""
+    file.unlink(missing_ok=True)
+    recording.recorder.cache_clear()
+    new, keys = tuple(each for each, _ in requests), tuple(map(sum, requests))
+    make_builder().build(batch_of(list(new), list(keys)))
+
+    assert shapes(read_steps(file).steps) == [(new, keys, False)]
 
 
 def test_steps_that_advance_are_steps(file):
