@@ -7,14 +7,17 @@ import os
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import GraphShape, Layer, Limits, read_steps, recording
+from attnplug.contract import GraphShape, Layer, Limits, LoadedBackend, read_steps, recording
+from attnplug.contract.inputs import exact
 from attnplug.errors import RequestError
-from core.tests.contract.world import make_batch
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import agree, limits, make_batch, make_layer
 from tests.examples import examples
 
 REQUESTED = {"head_size": 64, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", "block_size": 16}
@@ -109,6 +112,20 @@ def test_lengths_that_only_the_device_has_are_not_read(file, monkeypatch):
     builder._recorder.record(builder._layer, metadata.batch)
 
     assert shapes(read_steps(file).steps)[-1] == (None, None, False)
+
+
+def test_lengths_that_a_build_reads_are_recorded(file, monkeypatch):
+    reads, read = [], exact._read
+    monkeypatch.setattr(exact, "_read", lambda batch, **how: reads.append(batch) or read(batch, **how))
+    selection = agree(seq_lens_cpu_kind="absent")
+    vendor = ToyBackend(evolve(selection.agreement, reads_lengths=True), selection.device)
+    backend = LoadedBackend(vendor, record=str(file))
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
+
+    builder.build(evolve(make_batch([1, 3], [5, 3], width=4), seq_lens_cpu=None, max_seq_len=9))
+
+    assert shapes(read_steps(file).steps) == [((1, 3), (5, 3), False)]
+    assert len(reads) == 1  # by the build itself
 
 
 def test_no_content_and_no_file_is_recorded(file):
