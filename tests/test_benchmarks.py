@@ -13,7 +13,11 @@ import pytest
 import torch
 from attrs import evolve
 
+import attnplug
+from attnplug.request import Device
 from attnplug_kit.bench import Contender
+from attnplug_kit.tune.grid import layers_of_json
+from tools.capabilities import only
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -209,3 +213,13 @@ def test_a_benchmark_of_a_host_runs_on_the_cpu(script, rows, tmp_path) -> None:
     for name in rows:
         assert found[name]["errors"]["torch/sdpa"] < 1e-4, name
     assert f"python {script} --tiny --report report.md --out data.json" in page.read_text("utf-8")
+
+
+def test_a_plugin_serves_each_layer_to_tune():
+    layers = layers_of_json(f"@{FOLDER / 'tune_layers.json'}")
+    assert len(layers) == len(json.loads((FOLDER / "tune_layers.json").read_text(encoding="utf-8")))
+    with only(FOLDER.parent):
+        for layer in layers:
+            chosen = attnplug.explain(layer, Device.parse("h200"), assume_installed=True).chosen
+            assert chosen is not None, str(layer)
+            assert chosen.backend != "torch"

@@ -323,7 +323,7 @@ def test_a_model_drafts_for_itself_with_its_mtp_layers(run, no_plugins, tmp_path
     file = tmp_path / "config.json"
     file.write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 1}))
 
-    done = run("plan", str(file), "--draft", str(file), "--device", "cpu", "--tp", "8", "--json")
+    done = run("plan", str(file), "--draft", str(tmp_path), "--device", "cpu", "--tp", "8", "--json")
 
     (found,) = done.json["plans"]
     assert [group["layers"] for group in found["groups"]] == [
@@ -382,3 +382,14 @@ def test_what_limits_a_plan_and_what_lifts_it(plan, with_draft, site, monkeypatc
         "  no candidate that is known here lifts it\n"
     ) in read.out
     assert "limited" not in plan(GPT_OSS, *ON_HOPPER).out
+
+
+def test_the_time_of_all_layers_is_shown(plan, site, monkeypatch, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.toml"
+    profile.write_text('[[measured]]\nmicroseconds = { "flash/new" = 250.0, "torch/sdpa" = 900.0 }\n')
+    monkeypatch.setenv("ATTNPLUG_PROFILE", str(profile))
+    attnplug.refresh()
+    note = "measured over all layers: 1,500 us (one call, local profile)"
+
+    assert f"\n{note}\n" in plan(GPT_OSS, *ON_HOPPER).out
+    assert plan(GPT_OSS, *ON_HOPPER, "--json").json["plans"][0]["notes"] == [note]

@@ -71,7 +71,7 @@ def preference(picked: tuple[Option, ...]) -> tuple[Any, ...]:
 
 
 def mixing(picked: tuple[Option, ...]) -> int:
-    return sum(len({option.backends[role] for option in picked}) for role in (0, 1))
+    return sum(len({option.ids[role] for option in picked}) for role in (0, 1))
 
 
 def cost(picked: tuple[Option, ...]) -> float:
@@ -271,6 +271,9 @@ def test_a_rejected_candidate_is_neither_chosen_nor_missed(decide) -> None:
     found = decide({**TWO, "c": kernel("c")}, times, LAYERS)
 
     assert ids(found) == {"x": "a", "y": "a", "w": "a"}
+    named = attnplug.plan(LAYERS, backend="c")
+    assert set(ids(named).values()) == {"c"}
+    assert named.notes == ("times are not compared over all layers: c/one is not measured for x (2 layers)",)
 
 
 def test_an_explicit_choice_wins(decide) -> None:
@@ -443,3 +446,18 @@ def test_a_backend_that_is_not_permitted_lifts_the_limit(world) -> None:
 
     assert limit.lifts == ("permit t/one in the list of backends",)
     assert attnplug.plan({"x": FULL, "s": SINKS}, backend=["a", "t", "s"]).cudagraph == "always"
+
+
+def test_a_candidate_that_is_ranked_lower_lifts_the_limit(world) -> None:
+    world(a=kernel("a", level="uniform_batch"), b=kernel("b", more="sinks"))
+    layers = {"x": FULL, "y": FULL, "s": SINKS}
+
+    (limit,) = limits_of(decided_on(layers))
+
+    assert limit == Limit(
+        ("x", "y"),
+        (Change("cudagraph", (), "uniform_batch", "always"),),
+        ("name b/one first in the list of backends",),
+    )
+    preferred = decided_on(layers, backend=["b/one", "auto"])
+    assert (preferred.plan.cudagraph, limits_of(preferred)) == ("always", ())

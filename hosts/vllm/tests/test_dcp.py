@@ -19,6 +19,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from attnplug.batching import num_local_tokens_per_dcp_rank
+from attnplug.ops import ranks
 from attnplug_flash_attn import builder as flash_attn_builder
 from attnplug_flash_attn import dcp, impl
 from attnplug_flash_attn.kernels.interface import Kernels, write_lse
@@ -28,7 +29,7 @@ from hosts.vllm.tests.cuda_platform import stub_compiled
 from hosts.vllm.tests.rig import ORDERS, Rig
 from plugins.flash_attn.tests.exact_backend import make_backend
 from plugins.flash_attn.tests.launches import Launches
-from plugins.flash_attn.tests.rank_groups import ThreadGroup, ThreadRanks
+from tests.backends.rank_groups import ThreadGroup, ThreadRanks
 
 RANKS, BLOCK = 2, 4
 LOCAL_CPU = next(f.name for f in fields(CommonAttentionMetadata) if f.name.startswith("dcp_local_seq_lens_cpu"))
@@ -176,7 +177,7 @@ def launches_of_a_layer(monkeypatch):
             launches.found["attend"] += 1
             write_lse(lse, torch.empty(lse.T.shape))
 
-    for module, name in ((dcp, "merge_into"), (dcp, "weigh")):  # one launch each on a GPU
+    for module, name in ((dcp, "merge_into"), (ranks, "weigh")):  # one launch each on a GPU
         monkeypatch.setattr(module, name, launches.one(name))
     monkeypatch.setattr(impl, "write_kv", lambda *given: None)
     rank = Rank(0, 1, ORDERS[0])

@@ -32,7 +32,7 @@ from attnplug_kit.oracle import attend
 from attnplug_vllm import facts, latent, prefill, registration, selector
 from hosts.vllm.tests.cuda_platform import use_cuda
 from hosts.vllm.tests.rig import CHOICE, CPU, ORDERS, config_of
-from plugins.flash_attn.tests.rank_groups import ThreadGroup
+from tests.backends.rank_groups import ThreadGroup
 from tests.torch_pair import RUNS, offer_pair
 
 RANK, ROPE, NOPE, VALUE = 32, 8, 24, 16

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from attrs import evolve
 
+from attnplug.ops.ranks import Ranks, split_heads
 from attnplug_flash_attn import dcp
-from attnplug_flash_attn.collectives import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,13 +35,13 @@ def _unscaled(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, **rest: Any
     """Ranks add up what they have, as if all weights were 1."""
     _, total = _combine(out, lse, ranks, kv_heads, **rest)
     share = torch.where((lse > -torch.inf).unsqueeze(-1), out.float(), 0.0)
-    return ranks.reduce_scatter(dcp.split_heads(share, ranks.size, kv_heads).contiguous()), total
+    return ranks.reduce_scatter(split_heads(share, ranks.size, kv_heads).contiguous()), total
 
 
 def _own_sum(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, **rest: Any) -> tuple[Tensor, Tensor]:
     """The LSE is that of this rank's keys."""
     found, _ = _combine(out, lse, ranks, kv_heads, **rest)
-    return found, dcp.split_heads(lse, ranks.size, kv_heads)[ranks.rank]
+    return found, split_heads(lse, ranks.size, kv_heads)[ranks.rank]
 
 
 def _with_new_tokens(builder: Any, batch: Any, *rest: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,17 +14,25 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attnplug.contract import Layer
+from attnplug.ops import Ranks, ranks
 from attnplug_flash_attn import builder, dcp, impl
-from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Kernels, write_lse
-from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_mutants import MUTANTS
-from plugins.flash_attn.tests.dcp_steps import DcpStep
 from plugins.flash_attn.tests.launches import Launches
-from plugins.flash_attn.tests.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 from plugins.flash_attn.tests.real import DCP, SINKS
-from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
+from tests.backends.dcp_steps import (
+    DcpStep,
+    RankPages,
+    Result,
+    StepTensors,
+    assert_results,
+    captured,
+    expected,
+    limits_of,
+    parallel_of,
+)
+from tests.backends.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,36 +50,22 @@ def processes() -> Iterator[list[ProcessGroup]]:
         _running.pop().close()
 
 
-def on_ranks(step: DcpStep, mutant: str | None = None, *, replayed: bool = False) -> list[dcp_steps.Result]:
+def on_ranks(step: DcpStep, mutant: str | None = None, *, replayed: bool = False) -> list[Result]:
     return call(partial(dcp_steps.run, replayed=replayed), step, mutant)
 
 
-def call(function: Callable[..., dcp_steps.Result], step: DcpStep, *arguments: Any) -> list[dcp_steps.Result]:
+def call(function: Callable[..., Result], step: DcpStep, *arguments: Any) -> list[Result]:
     if not (_running and _running[-1].live):
         _running.append(ProcessGroup(4))
     return _running[-1].call(function, step, *arguments, size=step.ranks)
 
 
-def assert_as_one_rank(step: DcpStep, results: list[dcp_steps.Result], *, replayed: bool = False) -> None:
+def assert_as_one_rank(step: DcpStep, results: list[Result], *, replayed: bool = False) -> None:
     """Output and LSE are the oracle's and those of one rank; each new token is in its holder's KV cache only."""
     alone = dcp_steps.run(0, None, step.alone())
     known = [(alone.output.double(), alone.lse.double())]
-    known += [] if step.is_narrow else [dcp_steps.expected(step)]  # other tests cover rounded queries and keys
-    dtype, tensors = alone.output.dtype, dcp_steps.StepTensors(step)
-    largest = max(float(rows.abs().max()) for rows in tensors.values)
-    for rank, result in enumerate(results):
-        heads = dcp_steps.heads_of(step, rank)
-        for wanted, sums in known:
-            assert_close(result.output, wanted[:, heads], dtype=dtype, scale=largest)
-            if step.return_lse:
-                assert_close(result.lse, sums[:, heads], dtype=dtype, what="lse")
-        assert result.is_padding_kept or replayed  # a graph computes its padded rows, too
-        assert not result.strays
-        for request, rows in enumerate(result.keys):
-            for position, row in enumerate(rows):
-                mine = step.holder(position) == rank
-                held = tensors.cached_keys[request][position].float()
-                assert torch.equal(row, held) if mine else row.isnan().all()
+    known += [] if step.is_narrow else [expected(step)]  # other tests cover rounded queries and keys
+    assert_results(step, results, known, replayed=replayed)
 
 
 @st.composite
@@ -234,15 +227,15 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
             write_lse(lse, torch.empty(lse.T.shape))
 
     monkeypatch.setattr(builder, "Ranks", Ranks)  # which threads of other tests replace
-    for module, name in ((dcp, "merge_into"), (dcp, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
+    for module, name in ((dcp, "merge_into"), (ranks, "weigh"), (impl, "write_kv")):  # one launch each on a GPU
         monkeypatch.setattr(module, name, launches.one(name))
     step = DcpStep(ranks=2, interleave=4, new=(1, 1), cached=(9, 14), group=4, return_lse=return_lse, padding=1)
     backend = dcp_steps.backend_of(step, replayed=is_replayed)
     backend.wrapped.kernels = Hollow(backend.agreement)
-    attn, pages = backend.make_impl(Layer(name="layer")), dcp_steps.RankPages(step, 0)
-    state = backend.make_state(dcp_steps.limits_of(step, pages), dcp_steps.parallel_of(step, 0, fake_group))
+    attn, pages = backend.make_impl(Layer(name="layer")), RankPages(step, 0)
+    state = backend.make_state(limits_of(step, pages), parallel_of(step, 0, fake_group))
     prepared = backend.make_builder([attn], state)
-    cache = pages.fill(backend, dcp_steps.StepTensors(step), state.device)
+    cache = pages.fill(backend, StepTensors(step), state.device)
     query, new = (torch.zeros(3, heads, step.head_size) for heads in (step.q_heads, step.kv_heads))
     output, lse = torch.empty(query.shape).flatten(1), torch.empty(query.shape[:2]) if return_lse else None
 
@@ -251,7 +244,7 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
             attn.forward(query, new, new, cache, metadata, output, lse=lse)
 
     if is_replayed:
-        dcp_steps._captured(prepared, step, forward)
+        captured(prepared, step, forward)
     else:
         forward(prepared.build(pages.batch(state.device)))
 
@@ -266,24 +259,3 @@ def test_a_layer_launches_little(fake_group, monkeypatch, is_replayed, return_ls
         "_reduce_scatter_base_": 1,
         "merge_into": 1,
     }
-
-
-@pytest.mark.slow
-def test_the_kernel_interpreted() -> None:
-    run_interpreted(Path(__file__).with_name("test_weigh_on_gpu.py"))
-
-
-@NEEDS_TRITON
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_kernel_compiles(dtype: str, capability: int) -> None:
-    from attnplug_flash_attn.triton_dcp import _weigh  # noqa: PLC0415 - needs Triton
-
-    kinds = {"out": f"*{dtype}", "lses": "*fp32", "parts": f"*{dtype}", "total": "*fp32"}
-    sizes = {"rank": 1, "ranks": 2, "kv_heads": 1, "group": 16, "size": 128, "tile": 8, "width": 128}
-
-    code = compile_kernel(_weigh, kinds, sizes, unaligned=("tokens",), capability=capability, num_warps=4).asm["ptx"]
-
-    assert "ld.global.v4" in code  # 16 bytes at a time
-    assert "st.global.v4" in code

@@ -10,9 +10,9 @@ import torch
 
 from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
-from plugins.flash_attn.tests.dcp_steps import DcpStep
-from plugins.flash_attn.tests.rank_groups import ProcessGroup
 from plugins.flash_attn.tests.real import DCP, FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP
+from tests.backends.dcp_steps import DcpStep, StepTensors, expected, heads_of
+from tests.backends.rank_groups import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,10 +60,10 @@ def test_a_graph_has_the_exchange_inside(variant, processes):
 
 def check(processes: ProcessGroup, variant: str, step: DcpStep, *, replayed: bool = False) -> None:
     FLASH_ATTN.skip_if_missing(variant)
-    output, lse = dcp_steps.expected(step)
-    largest = max(float(rows.abs().max()) for rows in dcp_steps.StepTensors(step).values)
+    output, lse = expected(step)
+    largest = max(float(rows.abs().max()) for rows in StepTensors(step).values)
     for rank, found in enumerate(processes.call(partial(dcp_steps.run_real, replayed=replayed), step, variant)):
-        heads = dcp_steps.heads_of(step, rank)
+        heads = heads_of(step, rank)
         assert_close(found.output, output[:, heads], dtype=found.output.dtype, scale=largest)
         assert_close(found.lse, lse[:, heads], dtype=found.output.dtype, what="lse")
         assert not found.strays

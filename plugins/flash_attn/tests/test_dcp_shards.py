@@ -8,10 +8,10 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnplug.batching import check_local_shard, local_lens
 from attnplug.contract import PAD_SLOT_ID, Batch, Parallel
 from attnplug.errors import BatchError, CacheError
-from attnplug_flash_attn.dcp_shards import check_local_shard, local_lens
-from plugins.flash_attn.tests.dcp_steps import DcpStep, RankPages
+from tests.backends.dcp_steps import DcpStep, RankPages
 
 CPU = torch.device("cpu")
 STEP = DcpStep(ranks=2, interleave=4, new=(1, 6), cached=(20, 9))

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from attnplug import Requirements
 from attnplug.contract import Layer, Limits, Parallel
+from attnplug.ops import ranks
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn import impl as running
@@ -137,7 +138,7 @@ def peak(run: Callable[[], None], folder: Path) -> int:
 def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels, required) -> None:
     monkeypatch.setattr(building, "Ranks", Together)
     # One launch each on a GPU, and of many numbers in float32 here.
-    for module, name in ((running, "merge_into"), (running, "write_kv"), (dcp, "merge_into"), (dcp, "weigh")):
+    for module, name in ((running, "merge_into"), (running, "write_kv"), (dcp, "merge_into"), (ranks, "weigh")):
         monkeypatch.setattr(module, name, lambda *given: None)
     monkeypatch.setattr(
         running, "quantize_queries", lambda query, _: torch.empty_like(query, dtype=torch.float8_e4m3fn)

@@ -422,6 +422,55 @@ def test_descriptors_load_whole_tiles_of_short_queries(monkeypatch, splits, name
     assert [len(descriptors) for descriptors in used] == ([count] if count else [])
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "splits", "of_prefix"),
+    [(1, None, ["_prefill"]), (132, 1, ["_decode"]), (132, None, ["_decode", "_merge"])],
+)
+@pytest.mark.parametrize("known", [{}, {"has_sinks": True}, {"soft_cap": 5.0}, {"is_fp8": True}], ids=str)
+def test_a_shared_prefix(calls, monkeypatch, known, multiprocessors, splits, of_prefix):
+    monkeypatch.setattr(TritonBackend, "_multiprocessors", multiprocessors)
+    cached = {"kv_cache_dtype": "fp8_e5m2"} if known.get("is_fp8") else {}
+    features = {name: value for name, value in known.items() if name != "is_fp8"}
+    case = Requests([1, 20, 2, 1], [1100, 1060, 1042, 1500], size=32, group=4, **features)
+    for part in ("keys", "values"):
+        first, *rest = getattr(case, part)
+        rows = [first, *(torch.cat([first[:1040], tensor[1040:]]) for tensor in rest)]
+        case.put(part, [tensor.to(torch.float8_e5m2).to(tensor.dtype) for tensor in rows] if cached else rows)
+    step = Step(case, cascade=True, decode_query_len=2, max_num_splits=splits, **cached)
+    batch = step.batch()
+    if cached:
+        step.cache = step.cache.to(torch.float8_e5m2)
+    batch.block_table[:, :65] = batch.block_table[:1, :65].clone()
+    table = batch.block_table.cpu()
+
+    check(step.run(step.builder.build(evolve(batch, block_table_cpu=table, common_prefix_len=1040))), case)
+    after = calls[: len(calls) - len(of_prefix)]
+    assert calls[len(after) :] == of_prefix
+    assert after == ["_decode", "_prefill"]
+
+
+@pytest.mark.parametrize("limit", ["window", "chunk"])
+def test_a_span_is_split_beyond_a_window(monkeypatch, limit):
+    programs = []
+    run = Kernel.run
+
+    def record(kernel, count, *given, **options):
+        if kernel is launch._decode_kernel:
+            programs.append(count)
+        run(kernel, count, *given, **options)
+
+    monkeypatch.setattr(Kernel, "run", record)
+    for spans in ([[]], [[(100, 1499)]]):
+        case = Requests([2], [1500], size=32, spans=spans, **{limit: 40})
+        step = Step(case, decode_query_len=2)
+        check(step.run(step.builder.build(step.batch())), case)
+
+    tiles = step.backend.wrapped.decode_tiles
+    per_head = [count // case.kv_heads for count in programs]
+    assert per_head == [1, 1442 // (4 * tiles.keys)]  # 40 keys, two tokens, and 1400 of a span
+    assert per_head[1] > 1
+
+
 def test_a_batch_of_one_kind_takes_one_launch(calls):
     for lens, kernel in (([1, 1, 2], "_decode"), ([5, 0, 7], "_prefill")):
         calls.clear()

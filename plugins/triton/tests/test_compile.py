@@ -31,7 +31,7 @@ KINDS = {
     **dict.fromkeys(("query_starts", "seq_lens", "table", "spans"), "*i32"),
     "mask": "*u8",
     "mask_starts": "*i64",
-    "mask_stride": "i32",
+    **dict.fromkeys(("mask_stride", "rank"), "i32"),
     **dict.fromkeys(("num_reqs", "left", "chunk", "num_splits", "num_tiles", "num_tokens", "num_slots"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
 }
@@ -45,6 +45,8 @@ FORMS = {
     "is_causal": True,
     "has_lse": True,
     "short": SHORT,
+    "ranks": 1,
+    "interleave": 1,
     "kv_heads": 8,
     "group": 4,
 }
@@ -191,6 +193,12 @@ def test_every_feature(phase: str, capability: int | str, page: int) -> None:
     names = ("is_windowed", "is_chunked", "is_capped", "has_sinks", "has_spans", "has_mask")
 
     check(phase, capability, 128, "bf16", page, alibi=2, **dict.fromkeys(names, True))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("capability", "page"), [(80, 16), (90, 64), ("gfx942", 16)])
+def test_shards_of_ranks(phase: str, capability: int | str, page: int) -> None:
+    check(phase, capability, 128, "bf16", page, ranks=4, interleave=16, is_windowed=True)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -16,6 +16,10 @@ def test_each_kernel_once():
     run_interpreted(FOLDER / "test_backend_on_gpu.py", "-k", few)
 
 
+def test_ranks_of_dcp():
+    run_interpreted(FOLDER / "test_dcp_on_gpu.py", "-k", "mixed or window")
+
+
 def test_the_basic_tier():
     run_interpreted(FOLDER / "interpreted_conformance.py", "-k", "TestBasic")
 
@@ -23,7 +27,8 @@ def test_the_basic_tier():
 @pytest.mark.slow
 @pytest.mark.long
 def test_gpu_tests():
-    run_interpreted(FOLDER / "test_backend_on_gpu.py", measured=False)
+    for name in ("test_backend_on_gpu.py", "test_dcp_on_gpu.py"):
+        run_interpreted(FOLDER / name, measured=False)
 
 
 @pytest.mark.exhaustive

@@ -55,6 +55,8 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({"batch_invariant": True, "sinks": True}, id="batch invariance"),
         pytest.param({"paged": False, "sinks": True, "sliding_window": 64}, id="contiguous"),
         pytest.param({"mm_prefix": True, "sliding_window": 1024, "cudagraph": "always"}, id="Gemma 3 with images"),
+        pytest.param({"cascade": True, "sinks": True, "logits_soft_cap": 30.0}, id="a shared prefix"),
+        pytest.param({"dcp_size": 2, "sinks": True, "sliding_window": 64, "cudagraph": "always"}, id="DCP"),
         pytest.param({"custom_mask": True, "cudagraph": "uniform_batch", "decode_query_len": 8}, id="trees of drafts"),
         pytest.param({"attn_type": "encoder_only", "sliding_window": 128}, id="ModernBERT"),
         pytest.param({"attn_type": "encoder_decoder", "cudagraph": "always"}, id="Whisper's decoder"),
@@ -80,7 +82,13 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
         ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
-        ({"dcp_size": 2}, "dcp_size"),
+        ({"cascade": True, "sliding_window": 8}, "without a mask"),
+        ({"cascade": True, "mm_prefix": True}, "parts of it"),
+        ({"cascade": True, "batch_invariant": True}, "other requests of the batch"),
+        ({"cascade": True, "dcp_size": 2}, "distributed over ranks"),
+        ({"dcp_size": 2, "alibi": "linear"}, "windows and chunks alone"),
+        ({"dcp_size": 2, "attn_type": "encoder_decoder"}, "a decoder's tokens"),
+        ({**LATENT, "head_size": 576, "head_size_v": 512, "dcp_size": 2}, "without dcp_size"),
     ],
 )
 def test_refused(fields: dict[str, Any], words: str) -> None:

@@ -10,7 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnplug.batching.assembler import BatchAssembler
-from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
+from attnplug.batching.dcp import (
+    check_local_shard,
+    local_lens,
+    max_local_tokens_per_dcp_rank,
+    num_local_tokens_per_dcp_rank,
+)
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
@@ -43,10 +48,12 @@ __all__ = [
     "Reordering",
     "SlotTable",
     "Split",
+    "check_local_shard",
     "first_attended_key",
     "infer_global_hyperparameters",
     "kv_cache_layout",
     "local_chunk_batch",
+    "local_lens",
     "make_local_attention_virtual_batches",
     "max_local_chunks",
     "max_local_tokens_per_dcp_rank",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
@@ -34,6 +35,7 @@ Verification counts for requests whose decodes have several tokens, and shares t
 """
 
 _OF_PHASE: Final = {"decode": ("decode", "verify"), "prefill": ("prefill", "chunk", "mixed")}
+_DECIDING: Final = ("num_q_heads", "num_kv_heads", "phases", "decode_query_len", "block_size")
 _DRIVER: Final = "/proc/driver/nvidia/version"
 _DRIVER_VERSION: Final = re.compile(r"  (\d+)\.\d")
 
@@ -117,18 +119,23 @@ class TimeTable:
 
     def __init__(self, entries: Iterable[ProfileEntry], level: str, version_of: VersionOf) -> None:
         self._entries, self._level, self._version_of = tuple(entries), level, version_of
+        self._found: dict[Hashable, Measured | None] = {}
         self._of_device: dict[Device, tuple[Mapping[Hashable, list[ProfileEntry]], tuple[str, ...]]] = {}
 
     def measured(self, requirements: Requirements, device: Device) -> Measured | None:
         """Return the times that count for a request; None without any, or before the numbers of heads are known."""
         if not self._entries or requirements.num_kv_heads is None or requirements.num_q_heads is None:
             return None
+        key = device, layer_key(requirements), *(getattr(requirements, name) for name in _DECIDING)
+        if key not in self._found:  # layers that differ in what changes no kernel have the same times
+            self._found[key] = self._measured(requirements, device, key[1])
+        return self._found[key]
+
+    def _measured(self, requirements: Requirements, device: Device, key: Hashable) -> Measured | None:
         table, _ = self._on(device)
-        found = [e for e in table.get(layer_key(requirements), ()) if _admits(e, requirements)] if table else ()
+        found = [entry for entry in table.get(key, ()) if _admits(entry, requirements)] if table else ()
         groups = _nearest(found, requirements) if found else []
-        if not groups:
-            return None
-        return _combined(groups, self._level, requirements)
+        return _combined(groups, self._level, requirements) if groups else None
 
     def notes(self, device: Device) -> tuple[str, ...]:
         """Return why entries do not count on a device, with their number; a sentence each."""
@@ -286,6 +293,7 @@ def phases_of(requirements: Requirements) -> list[str]:
     return [name for name in wanted if name != "verify" or requirements.decode_query_len != 1]
 
 
+@lru_cache(maxsize=4096)  # each entry is compared for every request that it serves
 def relative_times(entry: ProfileEntry) -> dict[str, float]:
     """Return each candidate's time relative to the fastest; 1.0 within the margin, `MARGIN` or twice the spread."""
     times = entry.times

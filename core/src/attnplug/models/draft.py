@@ -10,8 +10,11 @@ import attrs
 from attnplug.errors import RequirementsError
 from attnplug.models.description import describe_model
 from attnplug.models.fields import Fields, load_fields
+from attnplug.models.locate import find_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from attnplug.models.description import ModelDescription
     from attnplug.models.layers import ModelLayer
 
@@ -41,7 +44,7 @@ def describe_draft(hf_config: object, model: ModelDescription, **engine: Any) ->
             names no MTP layers, or these could be of several kinds.
     """
     fields = load_fields(hf_config)
-    if fields.file is not None and fields.origin == model.origin:
+    if fields.file is not None and _is_read_from(fields.file, model):
         return _mtp(fields.text(), model)
     if fields.model_type in _WITHOUT:
         raise RequirementsError(
@@ -58,6 +61,13 @@ def describe_draft(hf_config: object, model: ModelDescription, **engine: Any) ->
         return describe_model(hf_config, **{**usual, **engine})
     found = describe_model(dict(fields.data[part]), **{**usual, **engine})
     return attrs.evolve(found, origin=f"{fields.origin}.{part}")
+
+
+def _is_read_from(file: Path, model: ModelDescription) -> bool:
+    try:
+        return find_config(model.origin).resolve() == file.resolve()
+    except (RequirementsError, OSError):  # the model was no file
+        return False
 
 
 def _mtp(fields: Fields, model: ModelDescription) -> ModelDescription:

@@ -150,7 +150,9 @@ class Evaluation:
     def accepted_terms(self) -> tuple[CacheTerms, ...]:
         """Return the terms of the KV cache that it accepts, best first, without those that its probe has refused."""
         passing = passing_terms(self.candidate, self.request, self.terms or {})
-        agreements = (each.agreement for each in self.candidate.refusals or ())
+        if not self.candidate.refusals:
+            return passing
+        agreements = (each.agreement for each in self.candidate.refusals)
         doubtful = {tuple(getattr(each, name) for name in CACHE_TERMS) for each in agreements if each is not None}
         return tuple(
             terms for terms in passing if terms not in doubtful or self.with_cache_terms(terms).refusal is None

@@ -8,6 +8,7 @@ first combination that every rule accepts is taken. All objections are collected
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -399,8 +400,17 @@ def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, An
         tuple(each[CACHE_TERMS[place]] for place in places)
         for each in _accepted(candidate, given, live, facts, requested)
     }
-    choices = ((given[name],) if name in given else candidate.choices[name] for name in CACHE_TERMS)
-    return tuple(values for values in product(*choices) if tuple(values[place] for place in places) in accepted)
+    choices = tuple((given[name],) if name in given else tuple(candidate.choices[name]) for name in CACHE_TERMS)
+    every = _combined(choices)
+    if not places:  # no rule refuses some of them: most candidates
+        return every if accepted else ()
+    return tuple(values for values in every if tuple(values[place] for place in places) in accepted)
+
+
+@lru_cache(maxsize=32)
+def _combined(choices: tuple[tuple[Any, ...], ...]) -> tuple[CacheTerms, ...]:
+    """Return all combinations of choices: thousands, and the same ones for many candidates."""
+    return tuple(product(*choices))
 
 
 def open_block_size(

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from attnplug.negotiation.matching import CacheTerms
 
 MIX_GAIN: Final = 0.05
-"""The part of the time by which another backend in the same phase has to lower it. Mixing costs what no layer shows."""
+"""
+The part of the time by which another candidate in the same phase has to lower it: another backend, or another variant,
+which has its own metadata and plan in each step. That cost shows in no layer's time.
+"""
 
 MARGIN: Final = 0.02
 """The least advantage over the assignment by rank that counts, as a part of the time."""
@@ -34,7 +37,7 @@ class Option:
 
     Attributes:
         evaluation: The candidate's evaluation.
-        backends: The backend of pure decodes, and that of all other batches: two only of a routed pair.
+        ids: The candidate of pure decodes, and that of all other batches: two only of a routed pair.
         cost: The time of all layers of the kind, weighted over phases and batches; any unit that all kinds share.
         terms: The terms of the KV cache for which the cost holds; None without a paged KV cache.
         place: The place in the list of permitted backends.
@@ -45,7 +48,7 @@ class Option:
     """
 
     evaluation: Evaluation
-    backends: tuple[str, str]
+    ids: tuple[str, str]
     cost: float
     terms: frozenset[CacheTerms] | None = None
     place: int = 0
@@ -81,15 +84,9 @@ class Assignment:
         return self.places, self.built_in
 
     @property
-    def backends(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The backends of pure decodes, and those of all other batches."""
-        first, second = (frozenset(option.backends[role] for option in self.options) for role in (0, 1))
-        return first, second
-
-    @property
     def mixing(self) -> int:
-        """The backends of both phases, counted: the least is 2."""
-        return sum(map(len, self.backends))
+        """The number of candidates of pure decodes, plus that of all other batches: at least 2."""
+        return sum(len({option.ids[role] for option in self.options}) for role in (0, 1))
 
     @property
     def times(self) -> dict[str, float]:
@@ -108,21 +105,11 @@ class Assignment:
         common = frozenset.intersection(*(option.terms for option in paged if option.terms is not None))
         return tuple(terms for terms in paged[0].evaluation.accepted_terms() if terms in common)
 
-    def plus(self, option: Option) -> Assignment:
-        """Return it with an option for the next kind."""
-        return Assignment(
-            (*self.places, option.place),
-            self.built_in + option.built_in,
-            self.cost + option.cost,
-            self.rank + option.rank,
-            (*self.options, option),
-        )
-
 
 @frozen
 class Choice:
     """
-    What is chosen, and what would take the least time if mixing backends cost nothing.
+    What is chosen, and what would take the least time if mixing candidates cost nothing.
 
     Attributes:
         chosen: The assignment.
@@ -140,8 +127,8 @@ def choose(kinds: Sequence[Sequence[Option]], usual: Sequence[Evaluation] = ()) 
     Choose an option for each kind: exactly the least cost under one set of terms, among those that the list of
     backends prefers.
 
-    More backends in one phase are taken only if they lower the cost by more than `MIX_GAIN`. What capability forces is
-    no choice: the comparison begins with the fewest backends that can serve all kinds.
+    More candidates in one phase are taken only if they lower the cost by more than `MIX_GAIN`. What capability forces
+    is no choice: the comparison begins with the fewest candidates that can serve all kinds.
 
     Args:
         kinds: For each kind its options; several of one candidate where the cost depends on the terms.
@@ -175,7 +162,7 @@ def _usual(kinds: Sequence[Sequence[Option]], usual: Sequence[Evaluation]) -> As
 
 
 def _by_mixing(kinds: Sequence[Sequence[Option]]) -> dict[int, Assignment]:
-    """Return the best assignment for each number of backends."""
+    """Return the best assignment for each number of candidates."""
     found: dict[int, Assignment] = {}
     for options in _alike(kinds):
         for each in _cheapest(options):
@@ -185,46 +172,70 @@ def _by_mixing(kinds: Sequence[Sequence[Option]]) -> dict[int, Assignment]:
 
 def _alike(kinds: Sequence[Sequence[Option]]) -> Iterator[list[list[Option]]]:
     """Yield the options of each kind under each set of terms, in graphs and without."""
-    accepted: dict[CacheTerms, list[Option]] = {}
-    for option in (option for options in kinds for option in options):
-        for terms in option.terms or ():
-            accepted.setdefault(terms, []).append(option)
-    # Terms that the same options accept are one case. Without a paged KV cache there are no terms.
-    cases = {frozenset(map(id, options)) for options in accepted.values()} or {frozenset()}
-    for case, graphs in product(cases, _GRAPHS):
-        alike = [[each for each in options if _fits(each, case, graphs)] for options in kinds]
-        if all(alike):
+    distinct: dict[frozenset[CacheTerms], int] = {}
+    of_kinds = [
+        [(each, None if each.terms is None else distinct.setdefault(each.terms, len(distinct))) for each in options]
+        for options in kinds
+    ]
+    # Terms that the same options accept are one case; what all accept is among what those of any one kind accept.
+    paged = [{each.terms for each in options if each.terms is not None} for options in kinds]
+    fewest = min(filter(None, paged), key=lambda sets: sum(map(len, sets)), default=set())
+    numbered = tuple(distinct.items())
+    cases = {tuple([n for accepted, n in numbered if terms in accepted]) for terms in set().union(*fewest)} or {()}
+    largest = [case for case in map(frozenset, sorted(cases)) if not any(case < frozenset(each) for each in cases)]
+    tried: set[tuple[tuple[int, ...], ...]] = set()
+    for case, graphs in product(largest, _GRAPHS):
+        alike = [
+            [each for each, number in options if (number is None or number in case) and _fits(each, graphs)]
+            for options in of_kinds
+        ]
+        key = tuple(tuple(map(id, options)) for options in alike)
+        if all(alike) and key not in tried:
+            tried.add(key)
             yield alike
 
 
-def _fits(option: Option, case: frozenset[int], graphs: tuple[bool, bool]) -> bool:
-    fits_terms = option.terms is None or id(option) in case
-    return fits_terms and all(own in (None, each) for own, each in zip(option.graphs, graphs, strict=True))
+def _fits(option: Option, graphs: tuple[bool, ...]) -> bool:
+    return all(own in (None, each) for own, each in zip(option.graphs, graphs, strict=True))
+
+
+_State = tuple[frozenset[str], frozenset[str]]  # the candidates of pure decodes, and those of all other batches
 
 
 def _cheapest(kinds: Sequence[Sequence[Option]]) -> Iterator[Assignment]:
-    """Yield the best assignment for each set of backends: kind by kind, the best way to each set is kept."""
-    best: dict[tuple[frozenset[str], frozenset[str]], Assignment] = {(frozenset(), frozenset()): Assignment()}
+    """Yield the best assignment for each set of candidates: kind by kind, the best way to each set is kept."""
+    best: dict[_State, Assignment] = {(frozenset(), frozenset()): Assignment()}
     for options in kinds:
-        longer: dict[tuple[frozenset[str], frozenset[str]], Assignment] = {}
-        for option in _of_backends(options):
+        longer: dict[_State, Assignment] = {}
+        for option in _best_of_ids(options):
             for (decodes, rests), each in best.items():
-                key = decodes | {option.backends[0]}, rests | {option.backends[1]}
-                made = each.plus(option)
-                longer[key] = min(longer.get(key, made), made)
+                state = decodes | {option.ids[0]}, rests | {option.ids[1]}
+                kept = longer.get(state)
+                if kept is None or _sum(each, option) < (kept.places, kept.built_in, kept.cost, kept.rank):
+                    longer[state] = Assignment(*_sum(each, option), (*each.options, option))
         best = longer
     yield from best.values()
 
 
-def _of_backends(options: Sequence[Option]) -> list[Option]:
-    """Return the best option of each backend, or of each two: the others can be in no best assignment."""
+def _best_of_ids(options: Sequence[Option]) -> list[Option]:
+    """Return the best option of each candidate: the others can be in no best assignment."""
     best: dict[tuple[str, str], Option] = {}
     for option in options:
-        kept = best.setdefault(option.backends, option)
+        kept = best.setdefault(option.ids, option)
         if _own(option) < _own(kept):
-            best[option.backends] = option
+            best[option.ids] = option
     return list(best.values())
 
 
 def _own(option: Option) -> tuple[int, int, float, int]:
     return option.place, option.built_in, option.cost, option.rank
+
+
+def _sum(before: Assignment, option: Option) -> tuple[tuple[int, ...], int, float, int]:
+    """Return what an assignment is preferred by, with an option for the next kind."""
+    return (
+        (*before.places, option.place),
+        before.built_in + option.built_in,
+        before.cost + option.cost,
+        before.rank + option.rank,
+    )

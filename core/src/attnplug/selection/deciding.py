@@ -164,7 +164,7 @@ def _notes(found: Choice, level: str) -> Iterator[str]:
     if found.fastest.cost < chosen.cost and found.fastest.mixing > chosen.mixing:
         ids = " and ".join(dict.fromkeys(_candidates(found.fastest)))
         gain = 1 - found.fastest.cost / chosen.cost
-        yield f"mixing {ids} gains {gain:.1%}: not taken, as more backends in a phase have to gain more than 5 %"
+        yield f"mixing {ids} gains {gain:.1%}: not taken, as more candidates in a phase have to gain more than 5 %"
 
 
 def _candidates(assignment: Assignment) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.negotiation.candidate import CACHE_TERMS
 from attnplug.negotiation.evaluation import evaluate
 from attnplug.negotiation.matching import Request
+from attnplug.negotiation.ranking import AUTO
 from attnplug.request.domains import GRAPH_LEVELS
-from attnplug.selection.deciding import assign
+from attnplug.selection.deciding import Kind, assign
 from attnplug.selection.select import evaluate_all
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug.negotiation.evaluation import Evaluation
     from attnplug.negotiation.matching import CacheTerms
-    from attnplug.selection.deciding import Assigned, Kind
+    from attnplug.selection.deciding import Assigned
     from attnplug.selection.plan import Decided
 
 _TRIES: Final = 200  # candidates, or combinations of them, that are tried to lift a limit
@@ -147,6 +148,8 @@ def _lifts(decided: Decided, left_out: Sequence[int], free: Sequence[Evaluation]
     if permitted:
         ids = ", ".join(dict.fromkeys(each.candidate.id for each in permitted))
         yield f"permit {ids} in the list of backends"
+    if level != GRAPH_LEVELS[0]:
+        yield from islice(_preferences(decided, kinds, level), 1)
     if decided.assume_installed:
         return
     found = [evaluate_all(decided.state, kind.found.request, assume_installed=True) for kind in kinds]
@@ -159,6 +162,22 @@ def _lifts(decided: Decided, left_out: Sequence[int], free: Sequence[Evaluation]
         ]
         ids = ", ".join(dict.fromkeys(each.candidate.id for each in assumed))
         yield f"{', then '.join(dict.fromkeys(steps))} (for {ids})"
+
+
+def _preferences(decided: Decided, kinds: Sequence[Kind], level: str) -> Iterator[str]:
+    """Yield the candidates that give the whole model the graph level if they are the first of the list."""
+    ranked = (each.candidate for kind in kinds for each in kind.found.ranked.evaluations)
+    for id_ in dict.fromkeys(candidate.id for candidate in ranked if not candidate.built_in):
+        preferred = assign([_preferring(decided, kind, id_) for kind in decided.kinds])
+        if preferred is not None and min(map(_level, preferred.picks)) >= GRAPH_LEVELS.index(level):
+            yield f"name {id_} first in the list of backends"
+
+
+def _preferring(decided: Decided, kind: Kind, id_: str) -> Kind:
+    request = kind.found.request
+    settings = evolve(request.settings, backend=(id_, *(request.settings.backend or (AUTO,))))
+    own = Request(request.requirements, request.device, settings, request.origins)
+    return Kind(kind.names, evaluate_all(decided.state, own, assume_installed=decided.assume_installed), kind.drafted)
 
 
 def _replaced(

@@ -8,6 +8,7 @@ measured for all kinds. Else each kind keeps its choice by rank, and the reason 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from attrs import field, frozen
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from attnplug.evidence.profile import ProfileEntry
     from attnplug.evidence.times import Measured
     from attnplug.negotiation.evaluation import Evaluation
+    from attnplug.negotiation.matching import CacheTerms
     from attnplug.selection.deciding import Kind
 
 _BY_HAND: Final = "one call"
@@ -182,14 +184,14 @@ def _unmeasured(kind: Kind, table: _Table, usual: Evaluation) -> Iterator[str]:
     for each in kind.found.ranked.evaluations:
         ahead = all(own <= most for own, most in zip(preference_of(each.candidate, listed), bound, strict=True))
         measured = all(any(each.candidate.id in batch.times for batch in sizes.values()) for sizes in table.values())
-        if ahead and not measured and (each.candidate.id not in rejected or each is usual):
+        if ahead and not measured and (each.candidate.id not in rejected or each.candidate is usual.candidate):
             yield each.candidate.id
 
 
 def _options(kinds: Sequence[Kind], tables: Sequence[_Table], batches: Sequence[_Key]) -> Iterator[list[Option]]:
     weights = _weights(kinds, tables, batches)
     for kind, table in zip(kinds, tables, strict=True):
-        found = []
+        found: list[Option] = []
         for rank, each in enumerate(kind.found.ranked.evaluations):
             found += _of_candidate(kind, table, weights, rank, each)
         yield found
@@ -224,14 +226,14 @@ def _of_candidate(
     listed = listed_for(evaluation.request.settings.backend, evaluation.request)
     place, built_in = preference_of(evaluation.candidate, listed)
     for size in (*sorted(sizes), None):
-        terms = frozenset(each for each in accepted if (each[0] == size if size is not None else each[0] not in sizes))
+        terms = _of_size(accepted, size, frozenset(sizes))
         found = [(key, _at(batches, size, evaluation.candidate.id)) for key, batches in table.items()]
         if (wanted.paged and not terms) or any(batch is None for _, batch in found):
             continue
         own = {key: batch for key, batch in found if batch is not None}
         yield Option(
             evaluation,
-            _backends(evaluation),
+            _ids(evaluation),
             sum(
                 weights[key] * kind.calls(key[0]) * batch.compared[evaluation.candidate.id]
                 for key, batch in own.items()
@@ -245,6 +247,12 @@ def _of_candidate(
         )
 
 
+@lru_cache(maxsize=32)
+def _of_size(accepted: tuple[CacheTerms, ...], size: int | None, sizes: frozenset[int]) -> frozenset[CacheTerms]:
+    """Return the terms with a block size; without one, those with none of these sizes."""
+    return frozenset(each for each in accepted if (each[0] not in sizes if size is None else each[0] == size))
+
+
 def _at(batches: Mapping[int | None, _Batch], size: int | None, id_: str) -> _Batch | None:
     """Return the measurement with a block size; without one, that with the size that each candidate prefers."""
     return next((batches[each] for each in (size, None) if each in batches and id_ in batches[each].times), None)
@@ -256,5 +264,6 @@ def _graphs(batches: Collection[_Batch], id_: str) -> tuple[bool | None, bool | 
     return first, second
 
 
-def _backends(evaluation: Evaluation) -> tuple[str, str]:
-    return names_of_pair(evaluation.candidate.backend) or (evaluation.candidate.backend,) * 2
+def _ids(evaluation: Evaluation) -> tuple[str, str]:
+    first, *rest = names_of_pair(evaluation.candidate.id) or (evaluation.candidate.id,)
+    return first, rest[0] if rest else first

@@ -240,9 +240,9 @@ def plan(
     Choose for all layers of a model together.
 
     All layers with a paged KV cache share one block size, one layout and one form. Where a profile has the times of
-    every candidate that could be chosen, their sum over all layers is the least; another backend in the same phase has
-    to lower it by more than 5 %. Else every layer gets the best backend by rank, and where these share no terms, the
-    groups with fewer layers take their next best.
+    every candidate that could be chosen, their sum over all layers is the least; another backend or variant in the same
+    phase has to lower it by more than 5 %. Else every layer gets the best backend by rank, and where these share no
+    terms, the groups with fewer layers take their next best.
 
     Args:
         layers: The requirements of each layer, by name.
@@ -258,7 +258,6 @@ def plan(
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
         RequirementsError: `layers` or `draft` is empty, or their KV caches have different dtypes.
     """
-    _check_layers(layers)
     return decide(layers, device, draft=draft, backend=backend, options=options, assume_installed=assume_installed).plan
 
 

@@ -238,10 +238,12 @@ def _evaluate_pair(
     """Evaluate the candidates that the two names of a pair select, each for its batches, and the pair of them."""
     sides = []
     for one, requested in zip(names_of_pair(name) or (), requests_of(request), strict=False):
-        times = state.profile.times(requested, state.registry.version_of)
-        policy = Policy((), times.local, state.registry.default_orders, times.shipped)
         found = [evaluate(each, requested, state.evidence) for each in candidates if is_named(each, one)]
-        serving = rank([each for each in found if each.serves], policy).evaluations
+        serving = tuple(each for each in found if each.serves)
+        if len(serving) > 1:  # the name of a backend
+            times = state.profile.times(requested, state.registry.version_of)
+            policy = Policy((), times.local, state.registry.default_orders, times.shipped)
+            serving = rank(serving, policy).evaluations
         sides.append((*serving, *(each for each in found if not each.serves)))
     if len(sides) != 2 or not all(sides):
         return None

@@ -9,9 +9,9 @@ from attrs import evolve
 
 from attnplug.batching import num_unpadded_tokens
 from attnplug.contract import MetadataBuilder
+from attnplug.ops import Ranks
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.cascade import after_prefix, prefix_rows
-from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import VarlenCall
 from attnplug_flash_attn.packing import packed, rows_of_shard
 from attnplug_flash_attn.passes import (

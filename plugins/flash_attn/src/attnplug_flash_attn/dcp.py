@@ -1,34 +1,31 @@
 """
 Decode context parallelism (DCP): the cached tokens of each sequence are distributed over ranks with the same KV heads.
 
-Each rank has its own query heads, and pages for its shard of the tokens (`dcp_shards`). Two passes run over the same
-rows. The context pass attends to the cached tokens of this rank, for the query heads of all ranks. The other pass
-attends to the new tokens, with the K/V of the call, for this rank's query heads. All keys of the context pass precede
-all rows, so that it needs no mask. Their positions are not known to the kernels, which excludes windows, chunks and
-ALiBi. The sink is in the pass over new tokens only, since each rank would count it in the context pass.
+Each rank has its own query heads, and pages for its shard of the tokens (`attnplug.batching.dcp`). Two passes run over
+the same rows. The context pass attends to the cached tokens of this rank, for the query heads of all ranks. The other
+pass attends to the new tokens, with the K/V of the call, for this rank's query heads. All keys of the context pass
+precede all rows, so that it needs no mask. Their positions are not known to the kernels, which excludes windows, chunks
+and ALiBi. The sink is in the pass over new tokens only, since each rank would count it in the context pass.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.batching import max_local_tokens_per_dcp_rank, num_unpadded_tokens
+from attnplug.batching import check_local_shard, local_lens, max_local_tokens_per_dcp_rank, num_unpadded_tokens
 from attnplug.contract import torch_dtype
-from attnplug.ops import merge_into, quantize
-from attnplug_flash_attn.dcp_shards import check_local_shard, local_lens
+from attnplug.ops import combine, gather_heads, merge_into, quantize
 from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 if TYPE_CHECKING:
     from typing import Protocol
 
     from attnplug.contract import AttentionImpl, Batch, GraphBuffers, MetadataBuilder
-    from attnplug_flash_attn.collectives import Ranks
+    from attnplug.ops import Ranks
 
     class Run(Protocol):
         """Attends to the keys of a call: `Kernels.attend`, or a method that packs pages first."""
@@ -199,74 +196,6 @@ def _attend_context(
     else:
         run(all_heads, *pages, out, plan.context, params if params.sinks is None else evolve(params, sinks=None), sums)
     return combine(out, sums, plan.ranks, kv_heads, in_order=plan.in_order)
-
-
-def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: bool) -> tuple[Tensor, Tensor]:
-    """
-    Merge partial outputs of all ranks by LSE: return the output and the LSE of this rank's heads.
-
-    Args:
-        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank, contiguous; undefined in rows without
-            keys.
-        lse: ``(tokens, all q_heads)`` float32, -inf in rows without keys.
-        ranks: The ranks.
-        kv_heads: The number of KV heads, by which `gather_heads` orders the query heads.
-        in_order: As in `Ranks.reduce_scatter`.
-    """
-    tokens, heads, size = out.shape
-    parts = out.new_empty((ranks.size, tokens, heads // ranks.size, size))
-    total = lse.new_empty(parts.shape[1:3])
-    weigh(out, ranks.all_gather(lse), parts, total, ranks.rank, kv_heads)
-    return ranks.reduce_scatter(parts, in_order=in_order), total
-
-
-def weigh(out: Tensor, lses: Tensor, parts: Tensor, total: Tensor, rank: int, kv_heads: int) -> None:
-    """
-    Write this rank's part of the output for each rank, and the LSE of this rank's heads over the keys of all ranks.
-
-    Args:
-        out: ``(tokens, all q_heads, head_size_v)`` contiguous, undefined in rows without keys.
-        lses: ``(ranks, tokens, all q_heads)`` float32, contiguous.
-        parts: ``(ranks, tokens, q_heads, head_size_v)`` contiguous, in the dtype of `out`; written.
-        total: ``(tokens, q_heads)`` float32, contiguous; written.
-        rank: This rank.
-        kv_heads: The number of KV heads.
-    """
-    if out.is_cuda and _has_triton():
-        from attnplug_flash_attn.triton_dcp import weigh as launch  # noqa: PLC0415 - Triton is optional
-
-        launch(out, lses, parts, total, rank, kv_heads)
-        return
-    sums = lses.logsumexp(0)
-    weight = (lses[rank] - sums.masked_fill(sums == -torch.inf, 0.0)).exp().unsqueeze(-1)
-    # Rows without keys are undefined, NaN included, and 0 * NaN is NaN. So they are replaced, not scaled.
-    parts.copy_(split_heads(torch.where(weight > 0, out * weight, 0.0), parts.shape[0], kv_heads))
-    total.copy_(split_heads(sums, parts.shape[0], kv_heads)[rank])
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:
-    """
-    Return the query heads of all ranks, ordered by KV head: ``(tokens, ranks * q_heads, ...)``.
-
-    Args:
-        heads: ``(ranks, tokens, q_heads, ...)``.
-        kv_heads: The number of KV heads. The query heads of a KV head become consecutive.
-    """
-    size, tokens, count, *rest = heads.shape
-    grouped = heads.view(size, tokens, kv_heads, count // kv_heads, *rest)
-    return grouped.movedim(0, 2).reshape(tokens, size * count, *rest)
-
-
-def split_heads(heads: Tensor, size: int, kv_heads: int) -> Tensor:
-    """Undo `gather_heads`: return ``(size, tokens, q_heads, ...)``, by rank."""
-    tokens, count, *rest = heads.shape
-    grouped = heads.view(tokens, kv_heads, size, count // (kv_heads * size), *rest)
-    return grouped.movedim(2, 0).reshape(size, tokens, count // size, *rest)
 
 
 def as_cached(impl: AttentionImpl, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

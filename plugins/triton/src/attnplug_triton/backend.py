@@ -51,6 +51,7 @@ class TritonBackend(Backend):
         short: The most new tokens of a request that the kernel of short queries computes.
         decode_tiles: Its tile sizes.
         prefill_tiles: The tile sizes of the other kernel.
+        prefix_tiles: Those of the first kernel for the rows of all requests, with cascade attention alone.
     """
 
     impl_class = TritonImpl
@@ -61,7 +62,7 @@ class TritonBackend(Backend):
         super().__init__(agreement, device)
         requested = agreement.requirements
         self._size_v = requested.head_size_v or requested.head_size
-        group, most = requested.gqa_ratio, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
+        group, most = requested.gqa_ratio * requested.dcp_size, MAX_ROWS * (_LATENT_PROGRAMS if requested.latent else 1)
         self.short = max(1, min(requested.decode_query_len, most // group)) if requested.topk is None else 1
         self._rows, arch = self.short * group, architecture(self.device_properties)
         sizes, dtype, rows = (requested.head_size, self._size_v), agreement.kv_cache_dtype, self._rows
@@ -77,6 +78,9 @@ class TritonBackend(Backend):
             self.prefill_tiles = prefill_tiles(*sizes, arch=arch, descriptors=is_described)
         self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
         self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
+        if requested.cascade:  # rows of all requests, which read a prefix together
+            itemsize = torch_dtype(dtype).itemsize
+            self.prefix_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=MAX_ROWS, arch=arch)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
 
     def tile_key(self, kernel: str) -> TileKey:
@@ -106,18 +110,41 @@ class TritonBackend(Backend):
         is_e4m3 = self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA)
         return is_e4m3 and not has_e4m3(architecture(self.device_properties))
 
-    def splits(self, requests: int, max_seq_len: int, most: int | None) -> int:
-        """Return the splits of each request that fill the device. With `topk` each token is a request."""
+    def splits(self, requests: int, max_seq_len: int, most: int | None, span: int = 0) -> int:
+        """
+        Return the splits of each request that fill the device. With `topk` each token is a request.
+
+        Args:
+            requests: Requests of the step.
+            max_seq_len: Keys of the longest request.
+            most: The host's split-KV limit; None for no limit.
+            span: Tokens of the longest span after its first: a token attends to all of them beside its window or chunk.
+        """
         requested = self.agreement.requirements
         keys = max_seq_len
         if requested.sliding_window is not None:
-            keys = min(keys, requested.sliding_window + self.short)
+            keys = min(keys, requested.sliding_window + self.short + span)
         if requested.attention_chunk is not None:
-            keys = min(keys, requested.attention_chunk + self.short)
+            keys = min(keys, requested.attention_chunk + self.short + span)
+        keys = -(-keys // requested.dcp_size)
         return splits(
             sequences=requests * self._programs,
             keys=keys,
             tile=self.decode_tiles.keys,
+            multiprocessors=self._multiprocessors,
+            most=most,
+        )
+
+    def prefix_splits(self, tokens: int, keys: int, most: int | None) -> int:
+        """Return the splits of a shared prefix for all new tokens; 0 where prefill tiles fill the device without."""
+        requested = self.agreement.requirements
+        rows, heads = tokens * requested.gqa_ratio, requested.num_kv_heads
+        if -(-rows // self.prefill_tiles.rows) * heads >= self._multiprocessors:
+            return 0
+        return splits(
+            sequences=-(-rows // self.prefix_tiles.rows) * heads,
+            keys=keys,
+            tile=self.prefix_tiles.keys,
             multiprocessors=self._multiprocessors,
             most=most,
         )
@@ -131,7 +158,13 @@ class TritonBackend(Backend):
         requested = self.agreement.requirements
         members, fixed = self._members(limits), self.fixed_splits(limits)
         parts = max_parts(members, self._programs, self._multiprocessors) if fixed is None else members * fixed
-        return split_bytes(parts * self.short, requested.num_q_heads, self._size_v)
+        rows = parts * self.short
+        if requested.cascade:
+            group, tile = requested.gqa_ratio, self.prefix_tiles.rows
+            tiles = -(-limits.max_num_tokens * group // tile)
+            of_prefix = max_parts(tiles, requested.num_kv_heads, self._multiprocessors) * -(-tile // group)
+            rows = max(rows, of_prefix)
+        return split_bytes(rows, requested.num_q_heads * requested.dcp_size, self._size_v)
 
     def fixed_splits(self, limits: Limits) -> int | None:
         """
@@ -142,7 +175,8 @@ class TritonBackend(Backend):
         requested = self.agreement.requirements
         if not (requested.batch_invariant if limits.batch_invariant is None else limits.batch_invariant):
             return None
-        split = split_bytes(self._members(limits) * self.short, requested.num_q_heads, self._size_v)
+        heads = requested.num_q_heads * requested.dcp_size
+        split = split_bytes(self._members(limits) * self.short, heads, self._size_v)
         most = max(1, min(_FIXED_SPLITS, _FIXED_BYTES // split, limits.max_num_splits or _FIXED_SPLITS))
         return self.splits(1, limits.max_seq_len if requested.topk is None else requested.topk, most)
 
@@ -163,6 +197,11 @@ class TritonBackend(Backend):
             yield from (dummy_batch_of(self.agreement, self.device, [1 << bit]) for bit in sorted({0, whole}))
             return
         many = next((keys for keys in (1 << bit for bit in range(18)) if self.splits(1, keys, None) > 1), 1)
+        if requested.cascade and self.agreement.block_size:
+            lens, size = [1, 1], self.agreement.block_size
+            for keys in sorted({size, -(-many // size) * size}):
+                dummy = dummy_batch_of(self.agreement, self.device, lens, [keys + 1] * 2)
+                yield evolve(dummy, common_prefix_len=keys)
         steps = [(1, 1), (1, many)] if "decode" in requested.phases else []
         if "prefill" in requested.phases or long <= requested.decode_query_len:
             steps.append((long, long))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import Batch, KVCache
+    from attnplug.ops import Ranks
     from attnplug_triton.tiles import Tiles
 
 
@@ -43,28 +44,61 @@ class Params:
     cache_forms: tuple[bool, bool, bool, bool, bool]
 
 
+@frozen(eq=False)
+class Requests:
+    """
+    The requests of a launch, where they are not those of the batch: a shared prefix, or what follows it.
+
+    Attributes:
+        num_reqs: Requests.
+        query_start_loc: ``(num_reqs + 1,)`` int32, where the rows of each begin.
+        seq_lens: ``(num_reqs,)`` int32 keys.
+        block_table: ``(num_reqs, blocks)`` int32.
+    """
+
+    num_reqs: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+
+
 @frozen(eq=False, kw_only=True)
 class Plan:
     """
     The launches of a step, for all layers of a builder.
 
     Attributes:
+        requests: The requests; None for those of the batch.
+        prefix: The launches of a shared prefix, which all rows attend to; None without.
         short: The most new tokens of a request that the kernel of short queries computes.
+        row_tiles: Its tiles of rows of each request.
+        part_rows: Rows of each request in `parts`; None for those of the step, one after the other.
         num_splits: Its splits of each request; 0 where no request is short.
         num_selections: New tokens of the step where each has separate keys; 0 where requests have keys.
         num_tokens: New tokens of the step, or an upper bound; 0 where all requests are short.
         parts: Memory of partial outputs and their LSEs, of `attnplug.ops.split_views`; None for a single split.
+        shard: The rank of decode context parallelism whose keys are in the KV cache, how many ranks there are, and how
+            many tokens that follow each other one has.
+        ranks: The ranks that exchange queries and partial outputs; None for a single one.
+        in_order: Whether sums over ranks may not depend on the rest of the batch.
         mask_starts: ``(num_reqs,)`` int64, where the custom mask of each request begins; None without masks.
         mask_stride: Entries of a custom mask for each query token; 0 for as many as a request has keys.
         decode_tiles: Tile sizes of the kernel of short queries.
         prefill_tiles: Tile sizes of the kernel of longer ones.
     """
 
+    requests: Requests | None = None
+    prefix: Plan | None = None
     short: int
+    row_tiles: int
+    part_rows: int | None
     num_splits: int
     num_selections: int
     num_tokens: int
     parts: tuple[Tensor, Tensor] | None
+    shard: tuple[int, int, int]
+    ranks: Ranks | None
+    in_order: bool
     mask_starts: Tensor | None
     mask_stride: int
     decode_tiles: Tiles
@@ -107,10 +141,11 @@ def run(
     """
     is_contiguous = isinstance(kv, tuple)
     keys, values = (kv[0].unsqueeze(0), kv[1].unsqueeze(0)) if isinstance(kv, tuple) else _pages(kv, params)
-    requests, (kv_heads, group), short = batch.num_reqs, params.constants[:2], plan.short
+    own = batch if plan.requests is None else plan.requests
+    requests, (kv_heads, group), short = own.num_reqs, params.constants[:2], plan.short
     members, topk, has_lens = requests, 0, True
-    table = cast("Tensor", batch.key_start_loc if is_contiguous else batch.block_table)
-    lens = batch.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
+    table = cast("Tensor", batch.key_start_loc if is_contiguous else own.block_table)
+    lens = own.seq_lens if batch.encoder_seq_lens is None else batch.encoder_seq_lens
     if selection is not None:
         table, index_lens = selection
         members, topk, has_lens = plan.num_selections, table.shape[1], index_lens is not None
@@ -121,27 +156,33 @@ def run(
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
-        batch.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range, *mask,
+        own.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range, *mask,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
-    numbers = (table.stride(0), requests, plan.mask_stride, *params.numbers)
+    rank, ranks, interleave = plan.shard
+    numbers = (table.stride(0), requests, plan.mask_stride, rank, *params.numbers)
     constants = (
         *params.constants, 0 if is_contiguous else keys.shape[1], short, *params.forms, lse is not None,
-        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED,
+        batch.mm_prefix_range is not None, batch.custom_mask is not None, *params.cache_forms, INTERPRETED, ranks,
+        interleave,
     )  # fmt: skip
     may_describe = not is_contiguous and batch.custom_mask is None  # a mask is in every tile
 
     def describe(tiles: Tiles) -> tuple[TensorDescriptor, ...]:
         return _descriptors(pages, query, params, tiles.keys) if may_describe and tiles.descriptors else ()
 
-    splits, tiles, pages = plan.num_splits, plan.decode_tiles, (keys, values)  # with descriptors kernels do not read these
+    splits, tiles, pages = (
+        plan.num_splits,
+        plan.decode_tiles,
+        (keys, values),
+    )  # with descriptors kernels do not read these
     if splits:
         parts = (out, out) if plan.parts is None else plan.parts  # the kernel does not read those of a single split
-        has_plain_rows = topk == 0 and batch.mm_prefix_range is None and not any(params.forms[1:3])
+        has_plain_rows = topk == 0 and ranks == 1 and batch.mm_prefix_range is None and not any(params.forms[1:3])
         descriptors = describe(tiles) if has_plain_rows else ()
         _decode_kernel.run(
-            members * kv_heads * splits * -(-short * group // tiles.rows),
+            members * kv_heads * splits * plan.row_tiles,
             (*(() if descriptors else pages), *tensors, *parts),
             strides,
             (*numbers, splits, members, keys.shape[0] * keys.shape[1]),
@@ -150,7 +191,7 @@ def run(
             num_warps=tiles.warps,
         )
         if splits > 1:
-            merge_splits(*parts, out, lse, batch.query_start_loc, query_len=None if topk else short)
+            merge_splits(*parts, out, lse, own.query_start_loc, query_len=plan.part_rows)
     if plan.num_tokens:
         tiles = plan.prefill_tiles
         descriptors = describe(tiles)

@@ -10,6 +10,7 @@ from attnplug_triton.triton_ops import (
     finish,
     first_key,
     first_rows,
+    held,
     last_key,
     load_queries,
     load_scale,
@@ -24,6 +25,7 @@ from attnplug_triton.triton_ops import (
         "table_stride",
         "num_reqs",
         "mask_stride",
+        "rank",
         "left",
         "chunk",
         "num_splits",
@@ -31,7 +33,7 @@ from attnplug_triton.triton_ops import (
         "num_slots",
     ]
 )
-def _decode(
+def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile time
     key_pages: tl.tensor,
     value_pages: tl.tensor,
     query: tl.tensor,
@@ -65,6 +67,7 @@ def _decode(
     table_stride: tl.int64,
     num_reqs: tl.int32,
     mask_stride: tl.int32,
+    rank: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -95,6 +98,8 @@ def _decode(
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
     interpreted: tl.constexpr,
+    ranks: tl.constexpr,
+    interleave: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
@@ -108,11 +113,13 @@ def _decode(
 
     Rows are the query heads of the KV head for all new tokens. Requests with more than `short` are not computed here.
 
+    With `ranks` the keys are those of a rank of decode context parallelism, and `seq_lens` those of whole requests.
+
     With `topk` each token is a request, whose keys are in the slots of its row of `table`: as many as `seq_lens` has,
     or `topk` without `has_lens`.
 
     With `by_descriptor`, `key_pages` and `value_pages` are tensor descriptors of `key` and `value`: they load the tiles
-    that all rows attend to. Windows, chunks, spans and custom masks are not there then.
+    that all rows attend to. Windows, chunks, spans, custom masks and `ranks` are not there then.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -148,6 +155,11 @@ def _decode(
     if has_spans:
         first, last = with_spans(first, last, spans, at, row_mask, position, length)
         lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
+    if ranks > 1:
+        lowest, end = held(lowest, rank, ranks, interleave), held(end, rank, ranks, interleave)
+        end = tl.where(lowest < end, end, 0)  # slots outside of a window may hold anything, and are not loaded
+        lowest = tl.minimum(lowest, end)
+        first, last = held(first, rank, ranks, interleave), held(last + 1, rank, ranks, interleave) - 1
     begin = lowest // keys * keys
     tiles = (end - begin + keys - 1) // keys
     span = (tiles + num_splits - 1) // num_splits * keys
@@ -172,9 +184,9 @@ def _decode(
         whole = tl.maximum(begin, tl.minimum(lowest_last + 1, end) // keys * keys)
         acc, row_max, row_sum = attend(
             begin, whole, lowest, end - 1, whole, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
-            row_sum, key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap,
-            size, size_v, width, width_v, page_size, False, False, is_capped, alibi, False, False, by_bits, is_latent,  # noqa: FBT003
-            is_records, False, True, keys, stages, interpreted,  # noqa: FBT003
+            row_sum, key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit,
+            soft_cap, size, size_v, width, width_v, page_size, False, False, is_capped, alibi, False, False, by_bits,  # noqa: FBT003
+            is_latent, is_records, False, True, keys, stages, interpreted,  # noqa: FBT003
         )  # fmt: skip
         begin = whole
     acc, row_max, row_sum = attend(

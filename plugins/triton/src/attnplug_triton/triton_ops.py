@@ -60,6 +60,21 @@ def with_spans(
 
 
 @triton.jit
+def held(count: tl.tensor, rank: tl.int32, ranks: tl.constexpr, interleave: tl.constexpr) -> tl.tensor:
+    """
+    Return how many of the first `count` keys of a request a rank of decode context parallelism holds.
+
+    A rank holds its keys in the order of their positions, so that a range of positions is a range of its keys.
+    """
+    if ranks == 1:
+        return count
+    else:
+        count = tl.maximum(count, 0)
+        rest = count % (ranks * interleave) - rank * interleave
+        return count // (ranks * interleave) * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+
+
+@triton.jit
 def rows_of_mask(
     mask: tl.tensor,
     starts: tl.tensor,

@@ -10,6 +10,7 @@ from attnplug_triton.triton_ops import (
     finish,
     first_key,
     first_rows,
+    held,
     last_key,
     load_queries,
     load_scale,
@@ -39,7 +40,7 @@ def _request_of(
     return request, tile - (tl.load(query_starts + request) * group // rows + request)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_reqs", "mask_stride", "num_tiles", "left", "chunk"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "mask_stride", "rank", "num_tiles", "left", "chunk"])
 def _prefill(
     key_pages: tl.tensor,
     value_pages: tl.tensor,
@@ -72,6 +73,7 @@ def _prefill(
     table_stride: tl.int64,
     num_reqs: tl.int32,
     mask_stride: tl.int32,
+    rank: tl.int32,
     left: tl.int32,
     chunk: tl.int32,
     scale: tl.float32,
@@ -100,6 +102,8 @@ def _prefill(
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
     interpreted: tl.constexpr,
+    ranks: tl.constexpr,
+    interleave: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
@@ -109,7 +113,8 @@ def _prefill(
     """
     One program computes a tile of rows of one KV head and request: its query heads for some new tokens.
 
-    Requests with at most `short` new tokens are not computed here. Of each request, the tile with the most keys is
+    Requests with at most `short` new tokens are not computed here. With `ranks` the keys are those of a rank of decode
+    context parallelism, and `seq_lens` those of whole requests. Of each request, the tile with the most keys is
     launched first.
 
     With `joins_diagonal`, one loop has the tiles that all rows attend to, and those of the diagonal, masked under a
@@ -145,6 +150,15 @@ def _prefill(
         lowest, end = tl.min(tl.where(row_mask, first, length), 0), tl.max(tl.where(row_mask, last, -1), 0) + 1
         highest_first = tl.max(tl.where(row_mask, first, 0), 0)
         lowest_last = tl.min(tl.where(row_mask, last, length - 1), 0)
+    num_keys = length
+    if ranks > 1:
+        lowest, end = held(lowest, rank, ranks, interleave), held(end, rank, ranks, interleave)
+        has_keys = lowest < end  # slots outside of a window may hold anything, and are not loaded
+        lowest, end = tl.where(has_keys, lowest, 0), tl.where(has_keys, end, 0)
+        highest_first = tl.where(has_keys, held(highest_first, rank, ranks, interleave), 0)
+        lowest_last = tl.where(has_keys, held(lowest_last + 1, rank, ranks, interleave), 0) - 1
+        first, last = held(first, rank, ranks, interleave), held(last + 1, rank, ranks, interleave) - 1
+        num_keys = held(length, rank, ranks, interleave)
     begin = lowest // keys * keys
     full = begin  # all rows attend to the keys from here to `diagonal`
     if has_first:
@@ -175,7 +189,7 @@ def _prefill(
         key_tiles, value_tiles = key_pages, value_pages
     rest = diagonal
     if joins_diagonal:  # a tile with the last key of a request may hold anything behind it
-        rest = tl.minimum(end + keys - 1, length) // keys * keys
+        rest = tl.minimum(end + keys - 1, num_keys) // keys * keys
     rest = tl.maximum(full, rest)
     acc, row_max, row_sum = attend(
         full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from attnplug.contract import Parallel
 from attnplug.errors import LimitsError
-from attnplug_flash_attn import collectives
-from attnplug_flash_attn.collectives import Ranks
+from attnplug.ops import ranks as collectives
+from attnplug.ops.ranks import Ranks
+from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,3 +71,24 @@ def test_functions_have_their_names_of_earlier_releases(monkeypatch):
     monkeypatch.setattr(dist, "of_today", max, raising=False)
     assert collectives._call("of_today", "barrier") is max
     assert collectives._call("of_tomorrow", "barrier") is dist.barrier
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(Path(__file__).with_name("test_weigh_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_kernel_compiles(dtype: str, capability: int) -> None:
+    from attnplug.ops.triton_ranks import _weigh  # noqa: PLC0415 - needs Triton
+
+    kinds = {"out": f"*{dtype}", "lses": "*fp32", "parts": f"*{dtype}", "total": "*fp32"}
+    sizes = {"rank": 1, "ranks": 2, "kv_heads": 1, "group": 16, "size": 128, "tile": 8, "width": 128}
+
+    code = compile_kernel(_weigh, kinds, sizes, unaligned=("tokens",), capability=capability, num_warps=4).asm["ptx"]
+
+    assert "ld.global.v4" in code  # 16 bytes at a time
+    assert "st.global.v4" in code

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from attnplug.ops import Kernel
+from attnplug.ops.triton import Kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ _kernel = Kernel(_weigh)
 
 
 def weigh(out: Tensor, lses: Tensor, parts: Tensor, total: Tensor, rank: int, kv_heads: int) -> None:
-    """Launch the kernel. Arguments as of `dcp.weigh`."""
+    """Launch the kernel. Arguments as of `attnplug.ops.ranks.weigh`."""
     ranks, tokens, heads, size = parts.shape
     width = triton.next_power_of_2(size)
     tile = max(1, _TILE // width)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug_flash_attn import dcp
+from attnplug.ops import ranks as operation
 from tests.backends.triton_on_cpu import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -23,7 +23,7 @@ pytestmark = MARKS
     data=st.data(),
 )
 def test_is_the_operation(tokens, ranks, kv_heads, group, size, dtype, seed, data) -> None:
-    from attnplug_flash_attn.triton_dcp import weigh  # noqa: PLC0415 - there is Triton where this runs
+    from attnplug.ops.triton_ranks import weigh  # noqa: PLC0415 - there is Triton where this runs
 
     rank = data.draw(st.integers(0, ranks - 1))
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ def test_is_the_operation(tokens, ranks, kv_heads, group, size, dtype, seed, dat
         lses[empty, :1] = -torch.inf
     out[lses[rank] == -torch.inf] = torch.nan
     wanted = torch.empty(ranks, tokens, heads, size, dtype=dtype), torch.empty(tokens, heads)
-    dcp.weigh(out, lses, *wanted, rank, kv_heads)
+    operation.weigh(out, lses, *wanted, rank, kv_heads)
     parts, total = (torch.full_like(each, torch.nan, device=DEVICE) for each in wanted)
 
     weigh(out.to(DEVICE), lses.to(DEVICE), parts, total, rank, kv_heads)

@@ -73,7 +73,7 @@ class ThreadGroup:
 
 
 class ThreadRanks:
-    """What `collectives.Ranks` is, for a `ThreadGroup`."""
+    """What `attnplug.ops.Ranks` is, for a `ThreadGroup`."""
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         del device

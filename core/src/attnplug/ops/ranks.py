@@ -1,4 +1,8 @@
-"""Collectives of the ranks, through torch.distributed. Differences between its backends and releases stay here."""
+"""
+Exchanges queries and partial outputs between the ranks of decode context parallelism, through torch.distributed.
+
+Differences between its backends and releases stay here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnplug.errors import LimitsError
+from attnplug.ops.triton import triton_function
 
 if TYPE_CHECKING:
     from attnplug.contract import Parallel
@@ -77,6 +82,68 @@ class Ranks:
         for part in found[1:]:
             total += part
         return total
+
+
+def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: bool) -> tuple[Tensor, Tensor]:
+    """
+    Merge partial outputs of all ranks by LSE: return the output and the LSE of this rank's heads.
+
+    Args:
+        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank, contiguous; undefined in rows without
+            keys.
+        lse: ``(tokens, all q_heads)`` float32, -inf in rows without keys.
+        ranks: The ranks.
+        kv_heads: The number of KV heads, by which `gather_heads` orders the query heads.
+        in_order: As in `Ranks.reduce_scatter`.
+    """
+    tokens, heads, size = out.shape
+    parts = out.new_empty((ranks.size, tokens, heads // ranks.size, size))
+    total = lse.new_empty(parts.shape[1:3])
+    weigh(out, ranks.all_gather(lse), parts, total, ranks.rank, kv_heads)
+    return ranks.reduce_scatter(parts, in_order=in_order), total
+
+
+def weigh(out: Tensor, lses: Tensor, parts: Tensor, total: Tensor, rank: int, kv_heads: int) -> None:
+    """
+    Write this rank's part of the output for each rank, and the LSE of this rank's heads over the keys of all ranks.
+
+    Args:
+        out: ``(tokens, all q_heads, head_size_v)`` contiguous, undefined in rows without keys.
+        lses: ``(ranks, tokens, all q_heads)`` float32, contiguous.
+        parts: ``(ranks, tokens, q_heads, head_size_v)`` contiguous, in the dtype of `out`; written.
+        total: ``(tokens, q_heads)`` float32, contiguous; written.
+        rank: This rank.
+        kv_heads: The number of KV heads.
+    """
+    launch = triton_function("attnplug.ops.triton_ranks", "weigh") if out.is_cuda else None
+    if launch is not None:
+        launch(out, lses, parts, total, rank, kv_heads)
+        return
+    sums = lses.logsumexp(0)
+    weight = (lses[rank] - sums.masked_fill(sums == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    # Rows without keys are undefined, NaN included, and 0 * NaN is NaN. So they are replaced, not scaled.
+    parts.copy_(split_heads(torch.where(weight > 0, out * weight, 0.0), parts.shape[0], kv_heads))
+    total.copy_(split_heads(sums, parts.shape[0], kv_heads)[rank])
+
+
+def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:
+    """
+    Return the query heads of all ranks, ordered by KV head: ``(tokens, ranks * q_heads, ...)``.
+
+    Args:
+        heads: ``(ranks, tokens, q_heads, ...)``.
+        kv_heads: The number of KV heads. The query heads of a KV head become consecutive.
+    """
+    size, tokens, count, *rest = heads.shape
+    grouped = heads.view(size, tokens, kv_heads, count // kv_heads, *rest)
+    return grouped.movedim(0, 2).reshape(tokens, size * count, *rest)
+
+
+def split_heads(heads: Tensor, size: int, kv_heads: int) -> Tensor:
+    """Undo `gather_heads`: return ``(size, tokens, q_heads, ...)``, by rank."""
+    tokens, count, *rest = heads.shape
+    grouped = heads.view(tokens, kv_heads, size, count // (kv_heads * size), *rest)
+    return grouped.movedim(2, 0).reshape(size, tokens, count // size, *rest)
 
 
 def _call(name: str, former_name: str) -> Any:
