@@ -7,12 +7,18 @@ import os
 
 import pytest
 import torch
+from attrs import evolve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import GraphShape, Layer, Limits, read_steps, recording
+from attnplug.contract import GraphShape, Layer, Limits, LoadedBackend, read_steps, recording
+from attnplug.contract.inputs import exact
 from attnplug.errors import RequestError
-from core.tests.contract.world import make_batch
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import agree, limits, make_batch, make_layer
+from tests.examples import examples
 
 REQUESTED = {"head_size": 64, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", "block_size": 16}
 
@@ -60,6 +66,18 @@ def test_each_build_is_a_step(file):
     assert steps[0].layer.device == Device.cpu()
 
 
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(st.tuples(st.integers(1, 15), st.integers(0, 200)), min_size=1, max_size=4))
+def test_lengths_are_read_as_they_were_built(file, requests):
+    """In the order of the engine, whatever the order that the builder makes of it."""
+    file.unlink(missing_ok=True)
+    recording.recorder.cache_clear()
+    new, keys = tuple(each for each, _ in requests), tuple(map(sum, requests))
+    make_builder().build(batch_of(list(new), list(keys)))
+
+    assert shapes(read_steps(file).steps) == [(new, keys, False)]
+
+
 def test_steps_that_advance_are_steps(file):
     builder = make_builder()
     builder.advance_step(builder.build(batch_of([1, 1], [4, 21])))
@@ -94,6 +112,20 @@ def test_lengths_that_only_the_device_has_are_not_read(file, monkeypatch):
     builder._recorder.record(builder._layer, metadata.batch)
 
     assert shapes(read_steps(file).steps)[-1] == (None, None, False)
+
+
+def test_lengths_that_a_build_reads_are_recorded(file, monkeypatch):
+    reads, read = [], exact._read
+    monkeypatch.setattr(exact, "_read", lambda batch, **how: reads.append(batch) or read(batch, **how))
+    selection = agree(seq_lens_cpu_kind="absent")
+    vendor = ToyBackend(evolve(selection.agreement, reads_lengths=True), selection.device)
+    backend = LoadedBackend(vendor, record=str(file))
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits()))
+
+    builder.build(evolve(make_batch([1, 3], [5, 3], width=4), seq_lens_cpu=None, max_seq_len=9))
+
+    assert shapes(read_steps(file).steps) == [((1, 3), (5, 3), False)]
+    assert len(reads) == 1  # by the build itself
 
 
 def test_no_content_and_no_file_is_recorded(file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
+from attnplug.contract import read_steps, recording
 from hosts.sglang.tests.rig import ForwardMode, World
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 CLOSE = 1e-5
@@ -43,6 +47,26 @@ def test_steps_follow_each_other(model: str, page: int) -> None:
     assert world.requests[d]["length"] == 32 // page * page
     assert world.step(backend, [d, a], [5, 2], EXTEND) < CLOSE  # a prefix that another request has computed
     assert world.step(backend, [d, b], [1, 1], DECODE) < CLOSE
+
+
+def test_recorded_steps_are_those_of_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("ATTNPLUG_RECORD", str(file))
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    try:
+        world = World(16, windows=(-1, 20))
+        backend, a, b = world.backend(), world.new(), world.new()
+        world.step(backend, [a, b], [17, 33], EXTEND)
+        world.step(backend, [b, a], [1, 1], DECODE)
+    finally:
+        monkeypatch.undo()
+        attnplug.refresh()
+        recording.recorder.cache_clear()
+
+    found = read_steps(file).steps
+    assert {(step.query_lens, step.seq_lens) for step in found} == {((17, 33), (17, 33)), ((1, 1), (34, 18))}
+    assert {step.layer.agreement.requirements.sliding_window for step in found} == {None, 21}
 
 
 @settings(max_examples=15, deadline=None)

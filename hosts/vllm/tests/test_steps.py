@@ -8,6 +8,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-hosts
 
 import torch
 
+import attnplug
+from attnplug.contract import read_steps, recording
 from attnplug.errors import LayerError, NotNegotiatedError
 from hosts.vllm.tests.rig import ORDERS, Rig
 
@@ -41,6 +43,28 @@ LAYERS = {
 
 WALK = pytest.mark.feature("prefill", "chunked prefill", "mixed batches with one-token prompts last", "model runner V1")
 """What every walk has: it begins with prompts of which the last has one token."""
+
+
+def test_recorded_steps_are_those_of_the_runner(tmp_path, monkeypatch) -> None:
+    """In its order, by one builder for a layer with a window and one without."""
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("ATTNPLUG_RECORD", str(file))
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    try:
+        rig = Rig([{}, {"sliding_window": 8}])
+        rig.add(3)
+        rig.run([(0, 5), (1, 37), (2, 1)])
+        rig.run([(2, 1), (0, 9)], pad_tokens=3)
+    finally:
+        monkeypatch.undo()
+        attnplug.refresh()
+        recording.recorder.cache_clear()
+
+    found = read_steps(file).steps
+    assert {(step.query_lens, step.seq_lens) for step in found} == {((5, 37, 1), (5, 37, 1)), ((1, 9), (2, 14))}
+    assert {step.layer.agreement.requirements.sliding_window for step in found} == {None, 8}
+    assert "layers." not in file.read_text(encoding="utf-8")
 
 
 def walk(rig: Rig, steps: int = 6) -> float:

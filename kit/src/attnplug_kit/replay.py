@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -11,7 +12,7 @@ from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from attnplug import Device
     from attnplug.contract import RecordedStep, Recording
@@ -22,19 +23,25 @@ SUMMARY: Final = "recorded steps run again, and compared with the oracle"
 _EPILOG: Final = """\
 A process with ATTNPLUG_RECORD=FILE writes the lengths and terms of its steps. Here each different one runs on random
 tensors in the same pages, on the backend that was recorded unless another is named, and the last new token of each
-request is compared with the conformance kit's oracle in float64. Steps that ran in a CUDA graph run in one again.
+request is compared with the conformance kit's oracle in float64. Decodes and drafts that ran in a CUDA graph run in one
+again, other steps eagerly.
 
 Of FP8 caches and selected tokens results are computed and not compared: the conformance kit does that. Steps whose
-lengths only the GPU had, and those of ranks that share a KV cache, are left out and counted.
+lengths only the GPU had, without a paged KV cache, and of ranks that share one, are left out and counted.
+
+--times measures the steps that are right: a layer's forward, with new K/V written; of a GPU its device time. The plan
+of the step is not part of it. `attnplug tune --steps` compares backends.
 
 examples:
   attnplug replay steps.jsonl
   attnplug replay steps.jsonl --backend torch --device cpu --most 10
+  attnplug replay steps.jsonl --times
 
 exit codes: 0 all are right, 1 a result is wrong or a backend failed, 2 the file or the backend is invalid
 """
 _MOST: Final = 64
 _ROWS: Final = 16  # requests of a step whose last token is compared
+_ROUNDS: Final = 7  # of a measured step at least
 
 
 @frozen
@@ -46,11 +53,22 @@ class Replayed:
         cell: The step.
         backend: The candidate that ran.
         problem: Why it is not right; empty where it is.
+        seconds: Median time of a forward, where it was measured.
     """
 
     cell: Cell
     backend: str
     problem: str
+    seconds: float | None = None
+
+
+@frozen
+class _Counts:
+    """Recorded steps, different ones that can run again, and those that cannot."""
+
+    recorded: int
+    different: int
+    left_out: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="different steps at most; default %(default)s",
     )
+    parser.add_argument("--times", action="store_true", help="measure and print the time of each step, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -81,24 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--most {arguments.most} was given", "it is a whole number from 1 on", "leave it out")
     recording = read_steps(arguments.file)
     device = Target(device=arguments.device).prepare()
-    chosen, different = _chosen(recording, arguments.most)
+    chosen, counts = _chosen(recording, arguments.most)
     for name in {arguments.backend or step.layer.agreement.id for step, _ in chosen}:
         for part in names_of_pair(name) or (name,):
             registry().check_name(part)
     found = [
-        _replayed(step, cell, arguments.backend, device)
+        _replayed(step, cell, arguments.backend, device, times=arguments.times)
         for step, cell in tracked(chosen, lambda each: f"running {each[1]}", shown=not arguments.json)
     ]
     if arguments.json:
-        say_json(_to_dict(recording, found, different))
+        say_json(_to_dict(recording, found, counts))
     else:
-        _show(recording, found, different, device)
+        _show(recording, found, counts, device)
     return NO if any(each.problem for each in found) else OK
 
 
-def _chosen(recording: Recording, most: int) -> tuple[Sequence[tuple[RecordedStep, Cell]], int]:
+def _chosen(recording: Recording, most: int) -> tuple[Sequence[tuple[RecordedStep, Cell]], _Counts]:
     """
-    Return different steps that can run here, evenly from the whole file, and how many there are.
+    Return different steps that can run here, evenly from the whole file, and how many steps there are.
 
     Raises:
         RequestError: There are none.
@@ -114,21 +133,23 @@ def _chosen(recording: Recording, most: int) -> tuple[Sequence[tuple[RecordedSte
         )
     pairs = list(cells.items())
     count = min(most, len(pairs))
-    return [pairs[number * len(pairs) // count] for number in range(count)], len(pairs)
+    left_out = sum(step not in cells for step in recording.steps)
+    counts = _Counts(len(recording.steps), len(pairs), left_out)
+    return [pairs[number * len(pairs) // count] for number in range(count)], counts
 
 
-def _replayed(step: RecordedStep, cell: Cell, backend: str | None, device: Device) -> Replayed:
+def _replayed(step: RecordedStep, cell: Cell, backend: str | None, device: Device, *, times: bool) -> Replayed:
     name = backend or step.layer.agreement.id
     with ForeignCode("it failed:") as code:
-        _run(step, cell, name, device)
+        seconds = _run(step, cell, name, device, times=times)
     if code.error is None:
-        return Replayed(cell, name, "")
+        return Replayed(cell, name, "", seconds)
     return Replayed(cell, name, str(code.error) if isinstance(code.error, AssertionError) else code.problem)
 
 
-def _run(step: RecordedStep, cell: Cell, name: str, device: Device) -> None:
+def _run(step: RecordedStep, cell: Cell, name: str, device: Device, *, times: bool) -> float | None:
     """
-    Run a step in the agreed pages.
+    Run a step in the agreed pages; return its seconds where times are wanted, of the replay where it ran in a graph.
 
     Raises:
         AssertionError: A result differs from the oracle.
@@ -144,11 +165,21 @@ def _run(step: RecordedStep, cell: Cell, name: str, device: Device) -> None:
     level = cell.graph_level if in_graph else "never"
     target = Target(name, "cpu" if device.type == "cpu" else None)
     rig = make_rig(cell.step, target, **{**cell.engine, **terms, "cudagraph": level})
-    for call in (rig.forward(), *([replay_of(rig)] if in_graph else [])):
+    calls = [rig.forward(), *([replay_of(rig)] if in_graph else [])]
+    for call in calls:
         check_rows(rig, call(), cell.layer, most=_ROWS)
+    return _seconds(calls[-1], device) if times else None
 
 
-def _show(recording: Recording, found: Sequence[Replayed], different: int, device: Device) -> None:
+def _seconds(call: Callable[[], object], device: Device) -> float:
+    """Return the median time of a call."""
+    from attnplug_kit.bench.timing import Contender, interleaved, work_clock  # noqa: PLC0415 - imports torch
+
+    samples = interleaved({"forward": Contender(lambda _: call())}, work_clock(device.type), _ROUNDS)
+    return median(samples.seconds["forward"])
+
+
+def _show(recording: Recording, found: Sequence[Replayed], counts: _Counts, device: Device) -> None:
     from attnplug_kit.tune.grid import described  # noqa: PLC0415 - imports torch
 
     first = recording.steps[0].layer
@@ -158,21 +189,24 @@ def _show(recording: Recording, found: Sequence[Replayed], different: int, devic
         if each.problem:
             say("\n".join(wrapped(f"{each.backend} is wrong: {each.cell.step.what}; {described(each.cell.layer)}")))
             say("\n".join(wrapped(each.problem.strip().splitlines()[0], "  ")))
+    for each in found:
+        if each.seconds is not None:
+            say(f"{each.seconds * 1e6:9.1f} us  {each.cell.step.what}; {described(each.cell.layer)}")
     wrong = sum(1 for each in found if each.problem)
     backends = ", ".join(sorted({each.backend for each in found}))
-    skipped = len(recording.steps) - sum(step.seq_lens is not None for step in recording.steps)
-    note = f"; of {skipped} only the GPU had the lengths" if skipped else ""
+    note = f" ({counts.left_out} cannot run again)" if counts.left_out else ""
     say(
-        f"{len(found)} of {different} different steps ran on {backends}, {len(recording.steps)} were recorded{note}: "
+        f"{len(found)} of {counts.different} different steps ran on {backends}, {counts.recorded} were recorded{note}: "
         f"{len(found) - wrong} right, {wrong} wrong"
     )
 
 
-def _to_dict(recording: Recording, found: Sequence[Replayed], different: int) -> dict[str, Any]:
+def _to_dict(recording: Recording, found: Sequence[Replayed], counts: _Counts) -> dict[str, Any]:
     return {
         "versions": dict(recording.versions),
-        "recorded": len(recording.steps),
-        "different": different,
+        "recorded": counts.recorded,
+        "different": counts.different,
+        "left_out": counts.left_out,
         "steps": [
             {
                 "what": each.cell.step.what,
@@ -181,6 +215,7 @@ def _to_dict(recording: Recording, found: Sequence[Replayed], different: int) ->
                 "query_lens": list(each.cell.step.query_lens),
                 "seq_lens": list(each.cell.step.seq_lens),
                 "problem": each.problem,
+                "seconds": each.seconds,
             }
             for each in found
         ],

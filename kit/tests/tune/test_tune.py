@@ -578,6 +578,32 @@ def test_recorded_steps_are_measured(recorded, offer, order, capsys) -> None:
     assert {entry["requirements"]["sliding_window"] for entry in found["entries"]} == {25}
 
 
+def test_replayed_steps_are_measured(recorded, offer, capsys) -> None:
+    offer("narrow", 10e-6, extra="output[-1].mul_(1.01 if metadata.num_decodes == 3 else 1)")
+    assert replayed(str(recorded), "--device", "cpu", "--most", "2", "--times") == 0
+    assert len(re.findall(r"^ +\d+\.\d us  \w+, \d requests", capsys.readouterr().out, re.MULTILINE)) == 2
+
+    assert replayed(str(recorded), "--device", "cpu", "--backend", "narrow", "--times", "--json") == 1
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert {(bool(step["problem"]), step["seconds"] is None) for step in steps} == {(True, True), (False, False)}
+
+
+def test_steps_that_are_left_out_are_counted(recorded, tmp_path, capsys) -> None:
+    rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
+    rows[-2]["seq_lens"] = None
+    rows[-1]["step"] = 1
+    rows.insert(2, {**rows[1], "layer": 1, "dcp_size": 2})
+    (tmp_path / "some").write_text("\n".join([*map(json.dumps, rows), ""]), encoding="utf-8")
+
+    assert replayed(str(tmp_path / "some"), "--device", "cpu", "--most", "3") == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "3 of 11 different steps ran on ample/sdpa, 13 were recorded (2 cannot run again): 3 right" in said
+
+    assert replayed(str(tmp_path / "some"), "--device", "cpu", "--most", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recorded"], found["different"], found["left_out"]) == (13, 11, 2)
+
+
 def test_steps_that_cannot_run_again_are_refused(recorded, tmp_path) -> None:
     rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
     lines = [json.dumps({**row, **({"seq_lens": None} if "step" in row else {})}) for row in rows]

@@ -65,7 +65,7 @@ class RecordedStep:
 
     Attributes:
         layer: Whose step it is.
-        query_lens: New tokens of each request; None where the host has them on the device alone.
+        query_lens: New tokens of each request; None where they are on the device alone, and no build reads them.
         seq_lens: Keys of each request, bounds where ``seq_lens_cpu_kind`` says so; None as for `query_lens`.
         in_graph: Whether a CUDA graph was replayed.
     """
@@ -180,8 +180,14 @@ class RecordedBuilder(StepBuilder):
         """Build and record a step; as `StepBuilder.build`."""
         metadata = super().build(batch, fast=fast, graph=graph)
         if not batch.dummy:
-            self._recorder.record(self._layer, batch, in_graph=graph is not None)
+            self._recorder.record(self._layer, self._with_read_lengths(batch, graph), in_graph=graph is not None)
         return metadata
+
+    def _with_read_lengths(self, batch: Batch, graph: GraphBuffers | None) -> Batch:
+        """Return the batch with the lengths that this build has read from the device, where that was agreed."""
+        # They are kept with the batch, unless the host owns the inputs of the graph: those would be read once more.
+        is_kept = graph is None or not graph.host_owned_inputs
+        return self.exact(batch)[0] if self.agreement.reads_lengths and is_kept else batch
 
     def advance_step(
         self,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import StepBuilder
+from attnplug.contract import StepBuilder, read_steps, recording
 from attnplug.errors import (
     BatchError,
     CacheError,
@@ -59,6 +59,34 @@ def test_a_routed_pair_decodes_on_one_side(open_engine, tmp_path, monkeypatch, n
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     sides = {(side, len(set(lens)) == 1 and lens[0] == 1) for side, lens in RUNS}
     assert sides == {("first", True), ("second", False)}
+
+
+def test_recorded_steps_are_those_that_ran(open_engine, tmp_path, monkeypatch):
+    """Whose lengths are those of the prompts and of the tokens behind them, and which a plan of the engine names."""
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("ATTNPLUG_RECORD", str(file))
+    attnplug.refresh()
+    recording.recorder.cache_clear()
+    _, prompts, expected = reference("gemma2")  # windows in every second layer
+    try:
+        engine = open_engine("gemma2", prefix_caching=False)
+        assert engine.generate(prompts, max_new_tokens=NEW) == expected
+    finally:
+        monkeypatch.undo()
+        attnplug.refresh()
+        recording.recorder.cache_clear()
+
+    steps = read_steps(file).steps
+
+    layers = {step.layer for step in steps}
+    assert len({layer.agreement.requirements.sliding_window for layer in layers}) == 2
+    for layer in layers:
+        keys = [length for step in steps if step.layer is layer for length in step.seq_lens]
+        new = [length for step in steps if step.layer is layer for length in step.query_lens]
+        assert sum(new) == sum(len(prompt) + NEW - 1 for prompt in prompts)  # the last token is not an input
+        assert max(keys) == max(map(len, prompts)) + NEW - 1
+        assert {length for length in keys if length in map(len, prompts)} >= set(map(len, prompts))
+    assert "gemma" not in file.read_text(encoding="utf-8").lower()
 
 
 @pytest.mark.parametrize("name", NAMES)
