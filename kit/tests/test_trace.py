@@ -331,14 +331,19 @@ def test_a_part_of_the_kit_is_no_pass(judged, fields: dict[str, Any]) -> None:
         ("scores = sm_scale *", "scores = 0.25 *", "test_input_is_used", "another value of scale does not change"),
         ("hidden = distance < 0", "hidden = distance < -1", "test_prefills_alone", "elements differ"),
         ("total / math.log(2.0)", "total", "TestLogSumExp", "lse: "),
-        ("return output, lse", "return output", "test_one_token", "main.py::run returned tuple"),
+        (
+            "float()\n    return output, lse",
+            "float()\n    return output",
+            "test_one_token",
+            "main.py::run returned tuple",
+        ),
     ],
 )
 def test_a_wrong_solution_is_found(judged, old: str, new: str, parts: str, message: str) -> None:
     code, found = judged((old, new), parts=parts)
 
     assert code == 1
-    assert any(message in text for text in found["failed"]), found
+    assert any(message in text for text in found["failed"]), found["failed"]
 
 
 @pytest.mark.parametrize(
