@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 KNOWN: Final = {
-    "attnplug-kit": ("check", "new", "bench", "tune", "report", "replay"),
+    "attnplug-kit": ("check", "new", "bench", "tune", "report", "replay", "trace"),
     "attnplug-transformers": ("demo",),
 }
 """The commands of this project's other distributions, for the line that says what to install."""

@@ -128,9 +128,8 @@ def _write(
                 each.append(content)
             if tensors is not None:
                 times[content["workload"]["uuid"]] += 1
-            if tensors is not None:
                 blobs[tensors[0]] = tensors[1]
-    from attnplug_kit.trace.workload import write_safetensors  # noqa: PLC0415 - help does without
+    from attnplug_kit.trace.workload import write_blob  # noqa: PLC0415 - help does without
 
     for path, contents in files.items():
         place = folder / path
@@ -138,7 +137,7 @@ def _write(
         lines = [json.dumps(content, indent=2 if path.endswith(".json") else None) for content in contents]
         place.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for path, tensors in blobs.items():
-        write_safetensors(folder / path, tensors)
+        write_blob(folder / path, tensors)
     if as_json:
         say_json({"files": {path: len(contents) for path, contents in files.items()}, "times": dict(times)})
     for path, contents in () if as_json else files.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, uuid5
 
 from attrs import frozen
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnplug_kit.trace.definition import Definition
-
-_INTEGER: Final = 4  # bytes of an element of all index tensors
 
 
 @frozen
@@ -101,19 +99,10 @@ def workload_of(
     return Workload(str(uuid5(NAMESPACE_URL, identity)), axes, found, {n: scalars[n] for n in sorted(wanted)})
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Sequence[int]]) -> None:
-    """
-    Write int32 vectors as a safetensors file: the length of a header, the header in JSON, the elements.
+def write_blob(path: Path, tensors: Mapping[str, Sequence[int]]) -> None:
+    """Write int32 vectors as a safetensors file."""
+    import torch  # noqa: PLC0415 - torch takes a second to import
+    from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
 
-    The format is that of https://github.com/huggingface/safetensors, whose package is not needed.
-    """
-    header, begin = {}, 0
-    for name, values in tensors.items():
-        end = begin + _INTEGER * len(values)
-        header[name] = {"dtype": "I32", "shape": [len(values)], "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    data = b"".join(value.to_bytes(_INTEGER, "little", signed=True) for row in tensors.values() for value in row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    save_file({name: torch.tensor(values, dtype=torch.int32) for name, values in tensors.items()}, path)

@@ -173,11 +173,8 @@ def run(
     def describe(tiles: Tiles) -> tuple[TensorDescriptor, ...]:
         return _descriptors(pages, query, params, tiles.keys) if may_describe and tiles.descriptors else ()
 
-    splits, tiles, pages = (
-        plan.num_splits,
-        plan.decode_tiles,
-        (keys, values),
-    )  # with descriptors kernels do not read these
+    pages = keys, values  # kernels with descriptors do not read these
+    splits, tiles = plan.num_splits, plan.decode_tiles
     if splits:
         parts = (out, out) if plan.parts is None else plan.parts  # the kernel does not read those of a single split
         has_plain_rows = topk == 0 and ranks == 1 and batch.mm_prefix_range is None and not any(params.forms[1:3])
