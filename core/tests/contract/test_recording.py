@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -166,10 +167,14 @@ def test_a_name_may_have_the_number_of_the_process(tmp_path, monkeypatch, file):
 def test_a_child_begins_a_file(file):
     builder = make_builder()
     builder.build(batch_of([3], [9]))
+    lock = builder._recorder._lock
+    lock.acquire()  # as another thread may
     child = os.fork()
     if not child:
+        signal.alarm(20)  # a child that waits for the lock ends, and has no file
         builder.build(batch_of([4], [9]))
         os._exit(0)
+    lock.release()
     os.waitpid(child, 0)
 
     assert shapes(read_steps(file).steps) == [((3,), (9,), False)]

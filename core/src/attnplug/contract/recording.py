@@ -104,11 +104,11 @@ class Recorder:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = Lock()
         self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
+        self._lock = Lock()
         self._descriptor: int | None = None  # a write is whole: no buffer is lost with the process
         self._layers: dict[RecordedLayer, int] = {}
         self._left = _MOST_BYTES
@@ -117,9 +117,9 @@ class Recorder:
         """Write a step. Lengths are those that the CPU has: nothing waits for the device."""
         query_lens, seq_lens = _lengths_of(batch)
         step = {"query_lens": query_lens, "seq_lens": seq_lens, "in_graph": in_graph}
+        if self._pid != os.getpid():  # a forked child, in which the lock may be held by a thread that it does not have
+            self._begin()
         with self._lock:
-            if self._pid != os.getpid():  # a forked child
-                self._begin()
             if self._left <= 0:
                 return
             try:
