@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug_kit.conformance import Basic, Batches, Conformance, Graphs, Models
+from attnplug_kit.conformance import Basic, Batches, Conformance, Models
 
 # Not `Models`: a fake has no kernel that could be wrong after thousands of tokens, and takes minutes for them.
 OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier not in (Basic, Batches, Models))
@@ -18,7 +18,7 @@ class TestBasicTier(Basic, Batches):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fakes")
-class TestRoutedPair(Basic, Batches, Graphs):
+class TestRoutedPair(Basic, Batches, *OTHER_TIERS):
     """Pure decodes on FlashMLA, all other batches on torch's kernels, over one KV cache."""
 
     backend = "flashmla_fake+torch/sdpa"

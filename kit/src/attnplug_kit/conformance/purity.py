@@ -13,6 +13,7 @@ import pytest
 
 from attnplug import Selection, registry, select
 from attnplug.negotiation import Agreement
+from attnplug.request import names_of_pair
 from attnplug_kit.conformance.serving import plain, require
 from attnplug_kit.conformance.tier import Tier
 
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
 _SELECTS: Final = """
 import json, sys
 import attnplug
-requirements, device, name, module = json.loads(sys.argv[1])
+requirements, device, name, modules = json.loads(sys.argv[1])
 before = set(sys.modules)
 attnplug.select(attnplug.Requirements(**requirements), attnplug.Device.from_dict(device), backend=name)
-print(json.dumps(sorted({"torch", module} & set(sys.modules) - before)))
+print(json.dumps(sorted({"torch", *modules} & set(sys.modules) - before)))
 """
 _IMPORTS: Final = """
 import json, sys, threading
 from importlib import import_module
-import_module(json.loads(sys.argv[1]))
+for module in json.loads(sys.argv[1]):
+    import_module(module)
 torch = sys.modules.get("torch")
 print(json.dumps([threading.active_count(), bool(torch) and torch.cuda.is_initialized()]))
 """
@@ -44,12 +46,12 @@ class Purity(Tier):
     def test_selecting_imports_nothing(self, subject: Subject) -> None:
         """Selecting neither imports the plugin's module nor torch."""
         requirements = plain(subject).requirements().to_dict()  # type: ignore[union-attr]
-        found = _run(_SELECTS, [requirements, subject.device.to_dict(), subject.id, _module(subject)])
+        found = _run(_SELECTS, [requirements, subject.device.to_dict(), subject.id, _modules(subject)])
         require(found == [], f"{subject}: selecting imported {found}; manifests are read without importing anything")
 
     def test_importing_has_no_side_effects(self, subject: Subject, tmp_path: Path) -> None:
         """Importing the plugin's module writes no file, starts no thread, and creates no CUDA context."""
-        threads, has_context = _run(_IMPORTS, _module(subject), cwd=tmp_path)
+        threads, has_context = _run(_IMPORTS, _modules(subject), cwd=tmp_path)
         written = [path.name for path in tmp_path.iterdir()]
         require(not written, f"{subject}: importing its module wrote {written}")
         require(threads == 1, f"{subject}: importing its module started {threads - 1} threads")
@@ -76,12 +78,12 @@ class Purity(Tier):
         require(all(one == found[0] for one in found), f"{subject}: threads got different decisions")
 
 
-def _module(subject: Subject) -> str:
-    """Return the plugin's module, as another process finds it."""
-    plugin = registry().plugin(subject.candidate.backend)
-    if plugin.is_by_hand:
+def _modules(subject: Subject) -> list[str]:
+    """Return the plugin's module, as another process finds it; of a pair both."""
+    plugins = [registry().plugin(name.partition("/")[0]) for name in names_of_pair(subject.id) or (subject.id,)]
+    if any(plugin.is_by_hand for plugin in plugins):
         pytest.skip(f"{subject} is registered in this process only: no other one finds it")
-    return plugin.module
+    return [plugin.module for plugin in plugins]
 
 
 def _run(program: str, argument: object, cwd: Path | None = None) -> Any:
