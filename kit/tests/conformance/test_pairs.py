@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from attnplug.errors import UnknownBackendError
 from attnplug.request import Device
+from attnplug_kit.conformance.refusals import _refused
 from attnplug_kit.conformance.subject import find_subjects
 from kit.tests.conformance.test_mutants import require_failure
 from tests.torch_pair import PAIR, offer_pair
@@ -97,3 +99,19 @@ def test_a_pair_is_tested_by_what_both_declare(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UnknownBackendError, match="did you mean 'second'"):
         find_subjects("first+secnd", Device.cpu())
     assert find_subjects(f"{PAIR}", Device.cpu()) == (subject,)
+
+
+def test_a_pair_refuses_only_what_it_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_pair(tmp_path, monkeypatch)
+    second, pair = (find_subjects(name, Device.cpu())[0] for name in ("second", PAIR))
+    without = [
+        evolve(one, candidate=evolve(one.candidate, variant=evolve(one.candidate.variant, supports=supports)))
+        for one in (second, pair)
+        for supports in [{name: values for name, values in one.supports.items() if name != "attn_bias"}]
+    ]
+    of_second, of_pair = map(_refused, without)
+
+    assert "attn_bias=True" in of_second  # of contiguous (non-paged) K/V, which the second serves alone
+    assert "attn_bias=True" not in of_pair
+    assert all(requirements.paged for _, _, requirements in of_pair.values())
+    assert len(of_pair) > 5

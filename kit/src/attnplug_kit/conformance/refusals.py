@@ -38,7 +38,9 @@ def _refused(subject: Subject) -> dict[str, Any]:
             continue  # what is not declared is served by reading the lengths from the device
         for value in _undeclared(item.name, subject.supports.get(item.name)):
             requirements = _request(subject, item.name, value)
-            if requirements is not None and not (requirements.latent and item.name == "kv_cache_form"):  # it follows
+            if requirements is None or not subject.decides(requirements):
+                continue
+            if not (requirements.latent and item.name == "kv_cache_form"):  # it follows
                 found[str(Capability(item.name, value))] = (item.name, value, requirements)
     return found
 
@@ -99,7 +101,7 @@ def _without_features(subject: Subject) -> dict[str, Any]:
     for rule in subject.rules_that_need_features if subject.features else ():
         for spec in field_values_of(subject).specs.values():
             requirements = spec.evolve(features=None).requirements()
-            if requirements is not None and _applies(rule, requirements, subject):
+            if requirements is not None and subject.decides(requirements) and _applies(rule, requirements, subject):
                 found[", ".join(map(str, rule.when))] = (requirements, rule)
                 break
     return found

@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from attnplug import explain, load, registry
 from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.manifest import IsRequested
-from attnplug.negotiation import Candidate, Fix, Request, negotiate
+from attnplug.negotiation import Candidate, Fix, Request, negotiate, routes
 from attnplug.request import FIELDS, Device, near
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class Subject:
     def is_pair(self) -> bool:
         """Whether it is a routed pair."""
         return _PAIR in self.id
+
+    def decides(self, requirements: Requirements) -> bool:
+        """Whether it decides on a request: without pure decodes to route, the second of a pair does alone."""
+        return not self.is_pair or routes(requirements)
 
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
