@@ -234,7 +234,7 @@ def test_what_is_not_installed_is_one_line_with_what_to_install(run, monkeypatch
     listed = run("--help").out
     done = run("bench")
 
-    ours = "check, new, bench, tune, report, replay: install attnplug-kit"
+    ours = "check, new, bench, tune, report, replay, trace: install attnplug-kit"
     assert f"\nnot installed:\n  {ours}\n  demo: install attnplug-transformers\n" in listed
     assert done.code == 2
     assert done.err.startswith("attnplug: the command 'bench' is not installed\n  expected: it is a command of")
