@@ -294,6 +294,11 @@ class TestFiles:
             {"requirements": {"head_size": 64}},
             {"versions": {"torch": 2}},
             {"measured_on": "two\nlines"},
+            {"times": {"a": {"microseconds": 10**400}}},
+            {"times": {"a": {"microseconds": 1e-5}}},  # a file keeps three digits behind the point
+            {"times": {"a": {"microseconds": 1, "spread": 10**400}}},
+            {"times": {"a": {"microseconds": 1, "samples": [10**400]}}},
+            {"requirements": {"head_size": 64, "dtype": "bfloat16", "late": ["num_q_heads", "num_kv_heads"]}},
         ],
     )
     def test_a_wrong_entry_is_refused(self, change) -> None:
