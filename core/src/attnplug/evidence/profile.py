@@ -278,7 +278,7 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
 
 def _once(kept: dict[str, Any], read: Callable[[Any], _T], table: Any) -> _T:
     """Return what a function reads of a table, or what it has read of an equal one."""
-    key = repr(table)
+    key = f"{read.__qualname__} {table!r}"
     found: _T = kept[key] if key in kept else kept.setdefault(key, read(table))
     return found
 
