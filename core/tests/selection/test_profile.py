@@ -294,11 +294,29 @@ class TestFiles:
             {"requirements": {"head_size": 64}},
             {"versions": {"torch": 2}},
             {"measured_on": "two\nlines"},
+            {"times": {"a": {"microseconds": 10**400}}},
+            {"times": {"a": {"microseconds": 1e-5}}},  # a file keeps three digits behind the point
+            {"times": {"a": {"microseconds": 1, "spread": 10**400}}},
+            {"times": {"a": {"microseconds": 1, "samples": [10**400]}}},
+            {"requirements": {"head_size": 64, "dtype": "bfloat16", "late": ["num_q_heads", "num_kv_heads"]}},
         ],
     )
     def test_a_wrong_entry_is_refused(self, change) -> None:
         with pytest.raises(ValueError, match=r"\w"):
             parse_entries(json.dumps({**entry({"a": 1.0}).to_dict(), **change}))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"requirements": LIBRARIES["flash/new"]},
+            {"device": LIBRARIES["flash/new"]},
+            {"times": {"a": {"microseconds": 1, "libraries": H200.to_dict()}}},
+        ],
+    )
+    def test_what_one_field_holds_is_no_value_of_another(self, change) -> None:
+        first = entry({"flash/new": 1.0}).to_dict()
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_entries(json.dumps({"format": 1, "entries": [first, {**first, **change}]}))
 
     def test_merging_keeps_the_newest_of_each_measurement(self) -> None:
         old, new = entry({"a": 1.0}), entry({"a": 2.0}, measured_on="2026-12-01")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import inf, log2
+from math import log2
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attrs import field, frozen
@@ -42,6 +42,8 @@ _KEYS: Final = tuple(
     for item in fields_of("model", "engine")
     if item.name not in _HEADS and (item.kind == "model" or item.name in _OF_ENGINE)
 )
+_LEAST: Final = 1e-3  # microseconds: of less, the digits that a file keeps are 0
+_MOST: Final = 1e15  # of any number: Python's integers have no limit, and fail as floats
 _LONGEST: Final = 1000  # characters of a text at most: it is shown in one line
 _DIGEST: Final = 16  # hexadecimal digits of a file's name
 
@@ -255,6 +257,8 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
         requirements = _once(kept, Requirements.from_dict, data.get("requirements"))
     except AttnplugError as error:
         raise ValueError(f"{error.problem}; {error.expected}") from error
+    if {"num_q_heads", "num_kv_heads"} & {*requirements.late}:
+        raise ValueError(f"late is {requirements.late}, and a measured layer has its heads")
     return ProfileEntry(
         measured_on=_text(data, "measured_on"),
         device=device,
@@ -274,7 +278,7 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
 
 def _once(kept: dict[str, Any], read: Callable[[Any], _T], table: Any) -> _T:
     """Return what a function reads of a table, or what it has read of an equal one."""
-    key = repr(table)
+    key = f"{read.__qualname__} {table!r}"
     found: _T = kept[key] if key in kept else kept.setdefault(key, read(table))
     return found
 
@@ -284,12 +288,12 @@ def _time(id_: str, data: Any, kept: dict[str, Any]) -> MeasuredTime:
         raise ValueError(f"the time of {id_!r} is {shown(data)}, and it is an object")  # noqa: TRY004 - likewise
     numbers = {name: data.get(name, 0.0) for name in ("spread", "build_us", "compile_s")}
     rounds, in_graph, microseconds = data.get("rounds", 0), data.get("in_graph", False), data.get("microseconds", 0)
-    if type(microseconds) not in (int, float) or not 0 < microseconds < inf:
-        raise ValueError(f"{id_!r} takes {shown(microseconds)} microseconds, and it is a positive number")
+    if type(microseconds) not in (int, float) or not _LEAST <= microseconds <= _MOST:
+        raise ValueError(f"{id_!r} takes {shown(microseconds)} microseconds, and it is a number from {_LEAST} on")
     for name, number in numbers.items():
-        if type(number) not in (int, float) or not 0 <= number < inf:
+        if type(number) not in (int, float) or not 0 <= number <= _MOST:
             raise ValueError(f"{name} of {id_!r} is {shown(number)}, and it is a number from 0 on")
-    if type(rounds) is not int or rounds < 0 or type(in_graph) is not bool:
+    if type(rounds) is not int or not 0 <= rounds <= _MOST or type(in_graph) is not bool:
         raise ValueError(f"rounds of {id_!r} is {shown(rounds)} and in_graph {shown(in_graph)}")
     return MeasuredTime(
         microseconds,
@@ -307,7 +311,7 @@ def _libraries(table: Any) -> dict[str, str]:
 
 def _samples(id_: str, samples: Any) -> tuple[float, ...]:
     are_numbers = isinstance(samples, list) and set(map(type, samples)) <= {int, float}  # of many: in no loop of Python
-    if not are_numbers or (samples and not 0 < min(samples) <= max(samples) < inf):
+    if not are_numbers or (samples and not 0 < min(samples) <= max(samples) <= _MOST):
         raise ValueError(f"samples of {id_!r} is {shown(samples)}, and it is a list of positive numbers")
     return tuple(samples)
 
