@@ -318,6 +318,10 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"\w"):
             parse_entries(json.dumps({"format": 1, "entries": [first, {**first, **change}]}))
 
+    def test_a_file_that_is_nested_too_deeply_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_entries('{"format": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
     def test_merging_keeps_the_newest_of_each_measurement(self) -> None:
         old, new = entry({"a": 1.0}), entry({"a": 2.0}, measured_on="2026-12-01")
         other = entry({"a": 1.0}, kv_len=1024)

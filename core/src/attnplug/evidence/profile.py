@@ -227,7 +227,10 @@ def parse_entries(text: str, origin: str = "") -> tuple[ProfileEntry, ...]:
     Raises:
         ValueError: It is something else; says what.
     """
-    data = json.loads(text, parse_constant=_refuse_constant)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(data, Mapping):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - like everything else that is wrong with a file
     if type(data.get("format")) is not int or data["format"] != FORMAT:
