@@ -329,6 +329,17 @@ class TestFiles:
         assert content_hash(merged([old, new, other])) == content_hash(merged([other, new, old]))
         assert len(merged([old, new, other])) == 2
 
+    def test_files_of_one_hash_decide_alike(self, tmp_path: Path) -> None:
+        short = entry({"flash/hopper": 259.0, "flash/new": 220.0}, kv_len=1024)
+        entries, before = [entry({"flash/hopper": 200.0, "flash/new": 240.0}), short], "2026-01-01"
+        found = []
+        for more in ([], [short, short], [attrs.evolve(short, measured_on=before)]):
+            (tmp_path / "profile.json").write_text(dump_entries([*entries, *more]))
+            content = options.read_profile(str(tmp_path / "profile.json"))
+            times = TimeTable(content.entries, "local", {"flash-hopper": "1.0", "flash-new": "4.0"}.get)
+            found.append((content_hash(content.entries), times.measured(LAYER, H200).scores))
+        assert found == [found[0]] * 3
+
     def test_ranks_with_another_profile_are_refused(self, world, tmp_path) -> None:
         path = tmp_path / "profile.json"
         path.write_text(dump_entries([entry({"flash/hopper": 259.0, "flash/new": 240.0})]))

@@ -273,9 +273,9 @@ def _check_hash(path: str, found: ProfileContent, expected: str) -> None:
 
 
 def _read_entries(text: str) -> ProfileContent:
-    from attnplug.evidence.profile import parse_entries  # noqa: PLC0415 - as above
+    from attnplug.evidence.profile import merged, parse_entries  # noqa: PLC0415 - as above
 
-    return ProfileContent(entries=parse_entries(text))
+    return ProfileContent(entries=merged(parse_entries(text)))
 
 
 def _read_folder(folder: Path) -> ProfileContent:
