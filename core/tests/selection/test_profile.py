@@ -248,7 +248,8 @@ class TestShippedFiles:
             ("nvidia-h200", {}, ""),
             ("nvidia-h100", {}, "measured on cuda:9.0 (NVIDIA H200)"),
             ("nvidia-h200", {"versions": {}}, "not complete"),
-            ("nvidia-h200", {"measured_on": "today"}, "measured on today"),
+            ("nvidia-h200", {"measured_on": "today"}, "measured_on is 'today'"),
+            ("nvidia-h200", {"measured_on": "1970-01-01"}, "measured on 1970-01-01"),
             ("nvidia-h200", {"default": "flash/old"}, "default flash/old"),
             ("nvidia-h200", {"rejected": {"a/b": "no file /home/me/kernel.so"}}, "a path"),
             ("nvidia-h200", {"times": {"flash/new": MeasuredTime(3.0, 0.0, 3)}}, "the samples"),
@@ -293,7 +294,8 @@ class TestFiles:
             {"device": {"type": "cuda"}},
             {"requirements": {"head_size": 64}},
             {"versions": {"torch": 2}},
-            {"measured_on": "two\nlines"},
+            {"measured_on": "tomorrow"},  # is after every date, and would be the newest for ever
+            {"measured_on": "2026-11-28\n"},
             {"times": {"a": {"microseconds": 10**400}}},
             {"times": {"a": {"microseconds": 1e-5}}},  # a file keeps three digits behind the point
             {"times": {"a": {"microseconds": 1, "spread": 10**400}}},
