@@ -197,6 +197,17 @@ class TestShipped:
         assert "measured on cuda:9.0 (NVIDIA H100 80GB HBM3)" in other.profile_notes[0]
         assert ship([], attrs.evolve(H200, name="NVIDIA H10")).profile_notes == ()
 
+    def test_a_damaged_file_is_a_note(self, ship, tmp_path) -> None:
+        ship([])
+        for text in ("", "[" * 100_000, '{"format": 2, "entries": []}'):
+            (tmp_path / "shipped" / "nvidia-h200-sxm.json").write_text(text)
+            found = ship([entry({"flash/hopper": 259.0, "flash/new": 240.0})])
+            assert (found.chosen.id, found.chosen.decided_by) == ("flash/new", "shipped profile")
+            assert "nvidia-h200-sxm.json" in found.profile_notes[0]
+        (tmp_path / "shipped" / "nvidia-h200-sxm.json").unlink()
+        (tmp_path / "shipped" / "nvidia-h200-sxm.json").mkdir()
+        assert "Is a directory" in ship([]).profile_notes[0]
+
     def test_a_local_profile_ranks_before_it(self, ship) -> None:
         shipped = entry({"flash/hopper": 259.0, "flash/new": 240.0})
         local = entry({"flash/hopper": 240.0, "flash/new": 259.0})
