@@ -161,6 +161,7 @@ def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tm
     [
         ([], "no requirements were given"),
         (["--requirements", "{"], "'{' is not JSON"),
+        (["--requirements", "[" * 100_000], "is not JSON"),
         (["--requirements", "[1]"], "'[1]' was given"),
         (["--requirements", "@/nowhere/layer.json"], "'@/nowhere/layer.json' does not open"),
         (["--requirements", '{"head_sizes": 64}'], "'head_sizes' was given; did you mean 'head_size'?"),
@@ -170,6 +171,7 @@ def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tm
         (["--config", "x", "--sinks"], "--sinks and --config were given"),
         (["--config", "/nowhere/config.json"], "'/nowhere/config.json' was given as the configuration"),
         ([*OPTIONS, "--device", "gpu:x"], "the device 'gpu:x' was given"),
+        ([*OPTIONS, "--block-sparse", "[" * 100_000], "is not a table of names"),
         ([*OPTIONS, "--block-sparse", "3,"], "'3,' is not a table of names"),
         ([*OPTIONS, "--kv-layout", "NDH"], "kv_layout='NDH' was given"),
     ],

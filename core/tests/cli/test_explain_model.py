@@ -76,7 +76,7 @@ def test_the_model_of_this_folder_is_explained_where_nothing_is_requested(
     assert run("explain", *HOPPER, "--head-size", "64").code == 2, "a layer is described, and not completely"
 
 
-@pytest.mark.parametrize("text", ['{"name": "another tool"}', "[]", "{", None])
+@pytest.mark.parametrize("text", ['{"name": "another tool"}', "[]", "{", "[" * 100_000, None])
 def test_another_config_is_no_model(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     monkeypatch.chdir(tmp_path)
     if text is not None:

@@ -218,6 +218,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out(file):
     [
         (1, '{"format": "another"}', "first line"),
         (1, "no JSON", "first line"),
+        (1, "[" * 100_000, "first line"),
         (2, '{"layer": 1}', "layer 0 was expected"),
         (2, '{"layer": 0, "count": 0, "dcp_size": 1}', "no counts"),
         (2, '{"layer": 0, "count": 1, "dcp_size": 1, "agreement": [], "device": {}}', "line 2"),

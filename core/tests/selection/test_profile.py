@@ -197,6 +197,17 @@ class TestShipped:
         assert "measured on cuda:9.0 (NVIDIA H100 80GB HBM3)" in other.profile_notes[0]
         assert ship([], attrs.evolve(H200, name="NVIDIA H10")).profile_notes == ()
 
+    def test_a_damaged_file_is_a_note(self, ship, tmp_path) -> None:
+        ship([])
+        for text in ("", "[" * 100_000, '{"format": 2, "entries": []}'):
+            (tmp_path / "shipped" / "nvidia-h200-sxm.json").write_text(text)
+            found = ship([entry({"flash/hopper": 259.0, "flash/new": 240.0})])
+            assert (found.chosen.id, found.chosen.decided_by) == ("flash/new", "shipped profile")
+            assert "nvidia-h200-sxm.json" in found.profile_notes[0]
+        (tmp_path / "shipped" / "nvidia-h200-sxm.json").unlink()
+        (tmp_path / "shipped" / "nvidia-h200-sxm.json").mkdir()
+        assert "Is a directory" in ship([]).profile_notes[0]
+
     def test_a_local_profile_ranks_before_it(self, ship) -> None:
         shipped = entry({"flash/hopper": 259.0, "flash/new": 240.0})
         local = entry({"flash/hopper": 240.0, "flash/new": 259.0})
@@ -248,7 +259,8 @@ class TestShippedFiles:
             ("nvidia-h200", {}, ""),
             ("nvidia-h100", {}, "measured on cuda:9.0 (NVIDIA H200)"),
             ("nvidia-h200", {"versions": {}}, "not complete"),
-            ("nvidia-h200", {"measured_on": "today"}, "measured on today"),
+            ("nvidia-h200", {"measured_on": "today"}, "measured_on is 'today'"),
+            ("nvidia-h200", {"measured_on": "1970-01-01"}, "measured on 1970-01-01"),
             ("nvidia-h200", {"default": "flash/old"}, "default flash/old"),
             ("nvidia-h200", {"rejected": {"a/b": "no file /home/me/kernel.so"}}, "a path"),
             ("nvidia-h200", {"times": {"flash/new": MeasuredTime(3.0, 0.0, 3)}}, "the samples"),
@@ -293,7 +305,8 @@ class TestFiles:
             {"device": {"type": "cuda"}},
             {"requirements": {"head_size": 64}},
             {"versions": {"torch": 2}},
-            {"measured_on": "two\nlines"},
+            {"measured_on": "tomorrow"},  # is after every date, and would be the newest for ever
+            {"measured_on": "2026-11-28\n"},
             {"times": {"a": {"microseconds": 10**400}}},
             {"times": {"a": {"microseconds": 1e-5}}},  # a file keeps three digits behind the point
             {"times": {"a": {"microseconds": 1, "spread": 10**400}}},
@@ -318,12 +331,27 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"\w"):
             parse_entries(json.dumps({"format": 1, "entries": [first, {**first, **change}]}))
 
+    def test_a_file_that_is_nested_too_deeply_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_entries('{"format": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
     def test_merging_keeps_the_newest_of_each_measurement(self) -> None:
         old, new = entry({"a": 1.0}), entry({"a": 2.0}, measured_on="2026-12-01")
         other = entry({"a": 1.0}, kv_len=1024)
         assert {each.to_dict()["measured_on"] for each in merged([new, old])} == {"2026-12-01"}
         assert content_hash(merged([old, new, other])) == content_hash(merged([other, new, old]))
         assert len(merged([old, new, other])) == 2
+
+    def test_files_of_one_hash_decide_alike(self, tmp_path: Path) -> None:
+        short = entry({"flash/hopper": 259.0, "flash/new": 220.0}, kv_len=1024)
+        entries, before = [entry({"flash/hopper": 200.0, "flash/new": 240.0}), short], "2026-01-01"
+        found = []
+        for more in ([], [short, short], [attrs.evolve(short, measured_on=before)]):
+            (tmp_path / "profile.json").write_text(dump_entries([*entries, *more]))
+            content = options.read_profile(str(tmp_path / "profile.json"))
+            times = TimeTable(content.entries, "local", {"flash-hopper": "1.0", "flash-new": "4.0"}.get)
+            found.append((content_hash(content.entries), times.measured(LAYER, H200).scores))
+        assert found == [found[0]] * 3
 
     def test_ranks_with_another_profile_are_refused(self, world, tmp_path) -> None:
         path = tmp_path / "profile.json"

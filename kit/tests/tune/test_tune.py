@@ -487,6 +487,8 @@ class TestGrid:
         assert layers_of_json(f"@{tmp_path / 'layers.json'}") == (LAYER,)
         with pytest.raises(RequestError, match="cannot be read"):
             layers_of_json("@nothing.json")
+        with pytest.raises(RequestError, match="cannot be read"):
+            layers_of_json("[" * 100_000)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def _layer_to_dict(layer: RecordedLayer) -> dict[str, Any]:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -7,6 +7,7 @@ A file holds one entry, or several that were exported together. Imported only wh
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from math import log2
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -44,6 +45,7 @@ _KEYS: Final = tuple(
 )
 _LEAST: Final = 1e-3  # microseconds: of less, the digits that a file keeps are 0
 _MOST: Final = 1e15  # of any number: Python's integers have no limit, and fail as floats
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")  # which are in order as texts: the newest entry counts
 _LONGEST: Final = 1000  # characters of a text at most: it is shown in one line
 _DIGEST: Final = 16  # hexadecimal digits of a file's name
 
@@ -227,7 +229,10 @@ def parse_entries(text: str, origin: str = "") -> tuple[ProfileEntry, ...]:
     Raises:
         ValueError: It is something else; says what.
     """
-    data = json.loads(text, parse_constant=_refuse_constant)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(data, Mapping):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - like everything else that is wrong with a file
     if type(data.get("format")) is not int or data["format"] != FORMAT:
@@ -260,7 +265,7 @@ def _entry(data: Any, origin: str, kept: dict[str, Any]) -> ProfileEntry:
     if {"num_q_heads", "num_kv_heads"} & {*requirements.late}:
         raise ValueError(f"late is {requirements.late}, and a measured layer has its heads")
     return ProfileEntry(
-        measured_on=_text(data, "measured_on"),
+        measured_on=_date(data, "measured_on"),
         device=device,
         versions=_texts(data, "versions"),
         requirements=requirements,
@@ -318,6 +323,13 @@ def _samples(id_: str, samples: Any) -> tuple[float, ...]:
 
 def _text(data: Mapping[str, Any], name: str) -> str:
     return _line(name, data.get(name))
+
+
+def _date(data: Mapping[str, Any], name: str) -> str:
+    value = data.get(name)
+    if not isinstance(value, str) or _DATE.fullmatch(value) is None:
+        raise ValueError(f"{name} is {shown(value)}, and it is a date such as 2026-11-28")
+    return value
 
 
 def _line(name: str, value: Any) -> str:

@@ -115,10 +115,13 @@ class TimeTable:
         entries: The entries.
         level: ``local``: versions have to be equal; ``shipped``: the minor versions of kernel libraries alone.
         version_of: The installed version of a distribution, or None.
+        notes: What is wrong with files of the level, which are left out; a sentence each.
     """
 
-    def __init__(self, entries: Iterable[ProfileEntry], level: str, version_of: VersionOf) -> None:
-        self._entries, self._level, self._version_of = tuple(entries), level, version_of
+    def __init__(
+        self, entries: Iterable[ProfileEntry], level: str, version_of: VersionOf, notes: tuple[str, ...] = ()
+    ) -> None:
+        self._entries, self._level, self._version_of, self._notes = tuple(entries), level, version_of, notes
         self._found: dict[Hashable, Measured | None] = {}
         self._of_device: dict[Device, tuple[Mapping[Hashable, list[ProfileEntry]], tuple[str, ...]]] = {}
 
@@ -138,8 +141,8 @@ class TimeTable:
         return _combined(groups, self._level, requirements) if groups else None
 
     def notes(self, device: Device) -> tuple[str, ...]:
-        """Return why entries do not count on a device, with their number; a sentence each."""
-        return self._on(device)[1] if self._entries else ()
+        """Return why files and entries do not count on a device, entries with their number; a sentence each."""
+        return (*self._notes, *(self._on(device)[1] if self._entries else ()))
 
     def _on(self, device: Device) -> tuple[Mapping[Hashable, list[ProfileEntry]], tuple[str, ...]]:
         """Return the entries that count on a device, by the layer's key, and why others do not: found once."""

@@ -19,6 +19,8 @@ from attnplug.request.files import read_text
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attnplug.discovery.registry import Registry
     from attnplug.evidence.profile import ProfileEntry
     from attnplug.evidence.times import Measured, TimeTable
@@ -168,18 +170,17 @@ class Profile:
         """
         if self.path == _OFF or (self.path is None and device.name is None):
             return ()
-        found = [note for table in self._of_levels(device, version_of) for note in table.notes(device)]
-        return (*self.content.notes, *found)
+        return tuple(note for table in self._of_levels(device, version_of) for note in table.notes(device))
 
     def _of_levels(self, device: Device, version_of: VersionOf) -> list[TimeTable]:
         from attnplug.evidence.times import TimeTable  # noqa: PLC0415 - deciding without a profile does without
 
-        names = {"": "local"} if self.content.entries else {}
+        names = {"": "local"} if self.content.entries or self.content.notes else {}
         names |= {file_of(device.name): "shipped"} if device.name is not None else {}
         for name, level in names.items():
             if name not in self._tables:
-                entries = self.content.entries if level == "local" else _read_shipped(self.shipped_in, name)
-                self._tables.setdefault(name, TimeTable(entries, level, version_of))
+                content = self.content if level == "local" else _read_shipped(self.shipped_in, name)
+                self._tables.setdefault(name, TimeTable(content.entries, level, version_of, content.notes))
         return [self._tables[name] for name in names]
 
     def _by_hand(self, request: Request) -> Mapping[str, float]:
@@ -197,15 +198,13 @@ def file_of(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
-def _read_shipped(folder: Path, name: str) -> tuple[ProfileEntry, ...]:
+def _read_shipped(folder: Path, name: str) -> ProfileContent:
     """Read the shipped files of a device: of those with its name, or a shorter or longer one, as products have."""
-    from attnplug.evidence.profile import parse_entries  # noqa: PLC0415 - as above
-
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix == ".json" and is_product(path.stem, name))
     except OSError:
-        return ()
-    return tuple(entry for path in files for entry in parse_entries(read_text(path, _LARGEST_ENTRIES), str(path)))
+        return ProfileContent()
+    return _read_files(files) if files else ProfileContent()
 
 
 def is_product(one: str, other: str) -> bool:
@@ -243,7 +242,7 @@ def read_profile(path: str) -> ProfileContent:
     place, pinned, expected = path.partition(_PIN)
     try:
         if os.path.isdir(place):  # noqa: PTH112 - pathlib costs more
-            found = _read_folder(Path(place))
+            found = _read_files(sorted(path for path in Path(place).iterdir() if path.suffix == ".json")[:_MOST_FILES])
         else:
             text = read_text(place, _LARGEST_ENTRIES)
             found = _read_entries(text) if text.lstrip().startswith("{") else ProfileContent(_read_tables(path, text))
@@ -273,18 +272,18 @@ def _check_hash(path: str, found: ProfileContent, expected: str) -> None:
 
 
 def _read_entries(text: str) -> ProfileContent:
-    from attnplug.evidence.profile import parse_entries  # noqa: PLC0415 - as above
+    from attnplug.evidence.profile import merged, parse_entries  # noqa: PLC0415 - as above
 
-    return ProfileContent(entries=parse_entries(text))
+    return ProfileContent(entries=merged(parse_entries(text)))
 
 
-def _read_folder(folder: Path) -> ProfileContent:
-    """Read a folder. A file of it that is no entry is left out, with a note: an interrupted copy stops no selection."""
+def _read_files(files: Iterable[Path]) -> ProfileContent:
+    """Read the files of a folder. One that is no entry is left out, with a note: a torn copy stops no selection."""
     from attnplug.evidence.profile import merged, parse_entries  # noqa: PLC0415 - as above
 
     entries: list[ProfileEntry] = []
     notes: list[str] = []
-    for path in sorted(path for path in folder.iterdir() if path.suffix == ".json")[:_MOST_FILES]:
+    for path in files:
         try:
             entries += parse_entries(read_text(path, _LARGEST_ENTRIES), str(path))
         except (OSError, ValueError) as error:

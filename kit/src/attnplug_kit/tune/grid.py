@@ -127,7 +127,7 @@ def layers_of_json(text: str) -> tuple[Requirements, ...]:
     """
     try:
         data = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(
             f"--requirements {text!r} cannot be read: {error}", "it is JSON, or @FILE", "correct it"
         ) from error

@@ -154,7 +154,7 @@ def read_object(text: str) -> dict[str, Any]:
         data = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
     except OSError as error:
         raise RequestError(f"{text!r} does not open: {error.strerror}", "", "correct the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"{text!r} is not JSON: {error}", "", """write '{"head_size": 64, ...}', or @FILE"""
         ) from error
@@ -222,7 +222,7 @@ def _reader(domain: Domain) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return read(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise argparse.ArgumentTypeError(f"{text!r} is not {domain.text}") from None
 
     return parse
