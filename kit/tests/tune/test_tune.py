@@ -152,6 +152,19 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on(offer, order, caps
     assert set(entry["times"]) == {"ample/sdpa"}
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("stern", {"refusal": "\x1b[31mno\tdriver"}), ("sudden", {"extra": r'assert False, "\x1b[31mno\tdriver"'})],
+)
+def test_an_entry_of_any_message_can_be_read(offer, order, capsys, tmp_path, name, source) -> None:
+    offer("ample", 300e-6)
+    offer(name, 1e-6, **source)
+    tuned(order(), capsys)
+    for file in (tmp_path / "profiles").iterdir():
+        (entry,) = parse_entries(file.read_text())
+        assert r"\x1b[31mno\tdriver" in {**entry.rejected, **entry.refused}[f"{name}/sdpa"]
+
+
 def test_a_cell_without_a_right_result_has_no_entry(offer, order, capsys) -> None:
     offer("clumsy", 1e-6, factor=1.5)
     code, found = tuned(order(batch=BATCHES[:1]), capsys)

@@ -18,7 +18,7 @@ import torch
 from attrs import fields, frozen
 
 from attnplug import explain, load, registry
-from attnplug.commands import ForeignCode
+from attnplug.commands import ForeignCode, escaped
 from attnplug.errors import AttnplugError, NoBackendError, PluginError, RequestError
 from attnplug.evidence import MeasuredTime, ProfileEntry, current_versions
 from attnplug.manifest import requirement_name
@@ -476,6 +476,6 @@ def _why_refused(found: Explanation, id_: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    """Return the first line of an error, so that it fits a file and a terminal."""
+    """Return the first line of an error, escaped, so that it fits a file and a terminal."""
     text = error.problem if isinstance(error, AttnplugError) else str(error)
-    return next((line.strip()[:300] for line in text.splitlines() if line.strip()), type(error).__name__)
+    return next((escaped(line.strip())[:300] for line in text.splitlines() if line.strip()), type(error).__name__)
