@@ -165,6 +165,15 @@ def test_an_entry_of_any_message_can_be_read(offer, order, capsys, tmp_path, nam
         assert r"\x1b[31mno\tdriver" in {**entry.rejected, **entry.refused}[f"{name}/sdpa"]
 
 
+def test_a_candidate_that_failed_once_is_judged_again(offer, order, capsys) -> None:
+    offer("ample", 300e-6)
+    fails_once = """first = "ran" not in vars(type(self)); type(self).ran = True
+        if first: raise RuntimeError("busy")"""
+    offer("flaky", 1e-6, factor=1.5, extra=fails_once)
+    _, found = tuned(order(), capsys)
+    assert [entry["rejected"]["flaky/sdpa"][:10] for entry in found["entries"]] == ["it failed:", "it compute"]
+
+
 def test_a_cell_without_a_right_result_has_no_entry(offer, order, capsys) -> None:
     offer("clumsy", 1e-6, factor=1.5)
     code, found = tuned(order(batch=BATCHES[:1]), capsys)

@@ -284,13 +284,14 @@ class Tuner:
         """Return how a candidate's results differ from the oracle's on small batches of the layer; once per layer."""
         key = layer, id_
         if key not in self._judged:
-            self._judged[key] = ""
+            problem = ""
             for lens in _small_batches(layer):
                 try:
                     self._check_small(layer, id_, lens)
                 except AssertionError as error:
-                    self._judged[key] = f"it computes another result than the oracle: {_one_line(error)}"
+                    problem = f"it computes another result than the oracle: {_one_line(error)}"
                     break
+            self._judged[key] = problem  # not where another error was raised: the next cell judges it again
         return self._judged[key]
 
     def _check_small(self, layer: Requirements, id_: str, lens: Lens) -> None:
