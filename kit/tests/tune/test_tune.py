@@ -17,7 +17,7 @@ import attnplug  # noqa: E402 - without torch there is nothing to measure
 from attnplug.contract import read_steps, recording  # noqa: E402
 from attnplug.contract import routed as attnplug_routed  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
-from attnplug.evidence import parse_entries  # noqa: E402
+from attnplug.evidence import ProfileEntry, dump_entries, parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
 from attnplug_kit import replay, tune  # noqa: E402
@@ -196,6 +196,23 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
     capsys.readouterr()
     assert chosen(monkeypatch, tmp_path / "other").chosen.id == "brisk/sdpa"
     assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
+
+
+def test_merging_leaves_newer_entries(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    tuned(order(batch=BATCHES[:1]), capsys)
+    (entry,) = (parse_entries(file.read_text())[0] for file in (tmp_path / "profiles").iterdir())
+    older, newer = (attrs.evolve(entry, measured_on=date) for date in ("2020-01-01", "2099-01-01"))
+
+    def merge(*entries: ProfileEntry) -> str:
+        (tmp_path / "more.json").write_text(dump_entries(entries))
+        run_order(Order((), tmp_path / "profiles", merge=[str(tmp_path / "more.json")], json=True))
+        return read(tmp_path)[0]["measured_on"]
+
+    assert merge(older) == entry.measured_on
+    assert merge(newer, older) == "2099-01-01"
+    (tmp_path / "profiles" / entry.name).write_text("{")  # torn: there is nothing to keep
+    assert merge(older) == "2020-01-01"
 
 
 def test_an_exported_file_has_nothing_of_the_machine(offer, order, capsys, tmp_path) -> None:

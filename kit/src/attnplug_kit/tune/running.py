@@ -140,8 +140,9 @@ def run_order(order: Order) -> int:
     """
     if order.seconds is not None and order.seconds <= 0:
         raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
-    for file in order.merge or ():
-        for entry in _read(Path(file)):
+    for entry in merged(entry for file in order.merge or () for entry in _read(Path(file))):
+        there = [each for each in _read_if_right(order.folder / entry.name) if each.name == entry.name]
+        if merged((*there, entry)) == (entry,):
             write_entry(order.folder, entry)
     found = _measure(order) if order.layers or order.cells else Tuned()
     pinned = _export(order) if order.export and not order.dry_run else ""
@@ -332,11 +333,10 @@ def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
     versions = current_versions(tuner.device, attnplug.registry().version_of)
     place = bucket_of(cell.step.num_reqs), bucket_of(cell.kv_len)
     path = folder / entry_name(tuner.device, versions, cell.layer, cell.phase, *place)
-    try:
-        (entry,) = parse_entries(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError):
+    found = _read_if_right(path)
+    if len(found) != 1:
         return None
-    ids = tuner.candidates(cell)
+    entry, ids = found[0], tuner.candidates(cell)
     there = {id_ for id_ in (*entry.times, *entry.rejected, *entry.refused) if names_of_pair(id_) is None}
     same = all(time.libraries == tuner.libraries(id_) for id_, time in entry.times.items() if id_ in ids)
     return entry if there == {*ids} and same else None
@@ -372,6 +372,14 @@ def _read(path: Path) -> tuple[ProfileEntry, ...]:
             "it is a file that `attnplug tune` wrote",
             "correct it",
         ) from error
+
+
+def _read_if_right(path: Path) -> tuple[ProfileEntry, ...]:
+    """Return the entries of a file, and none where it is not there or is no such file."""
+    try:
+        return _read(path)
+    except RequestError:
+        return ()
 
 
 def _read_all(path: Path) -> tuple[ProfileEntry, ...]:
