@@ -30,6 +30,14 @@ from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  #
 SPARSE = Path(__file__).parents[1] / "conformance" / "sparse"
 LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
 BATCHES = ("decode:3x40", "prefill:2x20")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.fixture
@@ -496,7 +504,20 @@ class TestGrid:
 
     @pytest.mark.parametrize(
         "text",
-        ["decode", "decode:3", "decode:0x4", "train:3x4", "verify:3x9@4", "chunk:1x4", "mixed:2x4", "decode:2x4@1"],
+        [
+            *(
+                "decode",
+                "decode:3",
+                "decode:0x4",
+                "train:3x4",
+                "verify:3x9@4",
+                "chunk:1x4",
+                "mixed:2x4",
+                "decode:2x4@1",
+            ),
+            *("mixed:2x4+0x4", "mixed:2x4+4x0", "decode:\uff13x4", f"decode:1x{'9' * 5000}"),
+            *("decode:9999999999x4", "decode:1x2147483648", "chunk:1x4@2147483644"),
+        ],
     )
     def test_another_form_is_refused(self, text: str) -> None:
         with pytest.raises(RequestError, match="--batch"):
@@ -509,15 +530,7 @@ class TestGrid:
         assert [cell.phase for cell in make_grid((contiguous,), BATCHES)] == ["prefill"]
 
     def test_layers_of_a_model_are_those_of_a_rank(self, tmp_path: Path) -> None:
-        config = {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 4,
-            "torch_dtype": "bfloat16",
-        }
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         (layer,) = layers_of_model(str(tmp_path), 2)
         assert (layer.num_q_heads, layer.num_kv_heads, layer.head_size) == (16, 4, 128)
 
@@ -528,6 +541,8 @@ class TestGrid:
             layers_of_json("@nothing.json")
         with pytest.raises(RequestError, match="cannot be read"):
             layers_of_json("[" * 100_000)
+        with pytest.raises(RequestError, match="a layer at least"):
+            layers_of_json("[]")
 
 
 @pytest.mark.parametrize(
@@ -537,13 +552,17 @@ class TestGrid:
         (["config.json", "--requirements", "{}"], "CONFIG and --requirements"),
         (["--requirements", "{}", "--tp", "2"], "with options of a model's configuration"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "-1"], "--seconds -1"),
+        (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "nan"], "--seconds nan"),
+        (["CONFIG", "--tp", "0"], "over 0 devices"),
     ],
 )
-def test_an_invalid_order_is_refused(words: list[str], problem: str) -> None:
+def test_an_invalid_order_is_refused(words: list[str], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [str(tmp_path) if word == "CONFIG" else word for word in words]
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
     with pytest.raises(RequestError, match=problem):
-        tune.run(parser.parse_args(words))
+        tune.run(parser.parse_args([*words, "--out", str(tmp_path / "profiles")]))
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def run_order(order: Order) -> int:
         RequestError: The order is invalid, or a file cannot be read or written.
         DeviceError: The device is not on this machine.
     """
-    if order.seconds is not None and order.seconds <= 0:
+    if order.seconds is not None and not order.seconds > 0:  # NaN too
         raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
     for entry in merged(entry for file in order.merge or () for entry in _read(Path(file))):
         there = [each for each in _read_if_right(order.folder / entry.name) if each.name == entry.name]
