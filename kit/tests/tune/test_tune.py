@@ -206,6 +206,17 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
     assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
 
 
+def test_a_folder_that_cannot_be_written_is_found_before_measuring(offer, order, capsys, tmp_path) -> None:
+    offer("unasked", 1e-6, extra='COSTS.of["measured"] = 1.0')
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "profiles"):
+        with pytest.raises(RequestError, match="cannot be written"):
+            run_order(attrs.evolve(order(), folder=folder))
+    assert run_order(attrs.evolve(order(dry_run=True), folder=tmp_path / "none")) == 0  # which writes nothing
+    assert not (tmp_path / "none").exists()
+    assert "measured" not in COSTS.of
+
+
 def test_merging_leaves_newer_entries(offer, order, capsys, tmp_path) -> None:
     offer("ample", 300e-6)
     tuned(order(batch=BATCHES[:1]), capsys)

@@ -217,6 +217,8 @@ def _measure(order: Order) -> Tuned:
             _show_grid(cells, [len(each) for each in ids], tuner)
         if order.dry_run:
             return Tuned()
+        with _new_file(order.folder):  # or else it is found when the first cell has been measured
+            pass
         return _run_cells(order, cells, tuner, begin)
 
 
@@ -350,13 +352,27 @@ def write_entry(folder: Path, entry: ProfileEntry) -> None:
         RequestError: The folder cannot be written.
     """
     text = dump_entries([entry])
+    with _new_file(folder) as path:
+        path.write_text(text, encoding="utf-8")
+        path.replace(folder / entry.name)
+
+
+@contextmanager
+def _new_file(folder: Path) -> Iterator[Path]:
+    """
+    Make a file in a folder, and remove it after the ``with`` block where it is still there.
+
+    Raises:
+        RequestError: The folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=folder, prefix=".", suffix=".part", delete=False
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(folder / entry.name)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+        os.close(descriptor)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise RequestError(
             f"the folder {str(folder)!r} cannot be written: {error.strerror}", "", "name another with --out"
