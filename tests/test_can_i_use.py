@@ -52,6 +52,10 @@ RUN = {
     "passed": True,
     "served": [{"field": "sinks", "value": True}],
     "unreached": [],
+    "errors": [
+        *({"what": "output", "max": wrong, "dtype": "float16"} for wrong in (10**400, True, -1, "1", None)),
+        {"what": "output", "max": 0.25, "dtype": HOSTILE},
+    ],
 }
 
 
@@ -114,6 +118,7 @@ def test_texts_of_others_are_no_html(page: str) -> None:
     assert HOSTILE not in page
     assert page.count("<script") == page.count("</script>") == 2
     assert "&lt;/script&gt;&lt;script&gt;window.harm" in page  # the summary, as a text
+    assert "largest errors of outputs: 0.25 (&lt;/script&gt;" in page
     assert r"\u003c/script\u003e" in page  # and in the data
 
 
@@ -149,7 +154,7 @@ def _entry(num_seqs: int, **microseconds: float) -> ProfileEntry:
 def test_the_profile_that_tune_wrote_is_drawn(tmp_path: Path) -> None:
     entries = (_entry(64, fast=200.0, slow=300.0), _entry(8, slow=40.0))
     whole = tmp_path / "whole.json"
-    whole.write_text(dump_entries(entries), "utf-8")
+    whole.write_text(dump_entries((*entries, entries[0])), "utf-8")
     folder = tmp_path / "profiles"
     folder.mkdir()
     for entry in entries:
@@ -163,7 +168,7 @@ def test_the_profile_that_tune_wrote_is_drawn(tmp_path: Path) -> None:
         Timed(f"64 x 4k decode on NVIDIA B200: {layer}", "acme/fast", 200.0, "2026-11-28, acme 1.2"),
         Timed(f"64 x 4k decode on NVIDIA B200: {layer}", "acme/slow", 300.0, "2026-11-28, acme 1.2"),
     ]
-    assert set(times_of_profile(f"{whole}#sha256={content_hash(entries)}")) == set(found)
+    assert sorted(times_of_profile(f"{whole}#sha256={content_hash(entries)}"), key=str) == sorted(found, key=str)
     assert times_of_profile("off") == times_of_profile(None) == ()
 
 

@@ -17,7 +17,7 @@ import attnplug  # noqa: E402 - without torch there is nothing to measure
 from attnplug.contract import read_steps, recording  # noqa: E402
 from attnplug.contract import routed as attnplug_routed  # noqa: E402
 from attnplug.errors import RequestError  # noqa: E402
-from attnplug.evidence import parse_entries  # noqa: E402
+from attnplug.evidence import ProfileEntry, dump_entries, parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
 from attnplug_kit import replay, tune  # noqa: E402
@@ -30,6 +30,14 @@ from kit.tests.tune.fakes import COSTS, CostClock, fake_clocks, write_backend  #
 SPARSE = Path(__file__).parents[1] / "conformance" / "sparse"
 LAYER = Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32")
 BATCHES = ("decode:3x40", "prefill:2x20")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.fixture
@@ -152,6 +160,28 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on(offer, order, caps
     assert set(entry["times"]) == {"ample/sdpa"}
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("stern", {"refusal": "\x1b[31mno\tdriver"}), ("sudden", {"extra": r'assert False, "\x1b[31mno\tdriver"'})],
+)
+def test_an_entry_of_any_message_can_be_read(offer, order, capsys, tmp_path, name, source) -> None:
+    offer("ample", 300e-6)
+    offer(name, 1e-6, **source)
+    tuned(order(), capsys)
+    for file in (tmp_path / "profiles").iterdir():
+        (entry,) = parse_entries(file.read_text())
+        assert r"\x1b[31mno\tdriver" in {**entry.rejected, **entry.refused}[f"{name}/sdpa"]
+
+
+def test_a_candidate_that_failed_once_is_judged_again(offer, order, capsys) -> None:
+    offer("ample", 300e-6)
+    fails_once = """first = "ran" not in vars(type(self)); type(self).ran = True
+        if first: raise RuntimeError("busy")"""
+    offer("flaky", 1e-6, factor=1.5, extra=fails_once)
+    _, found = tuned(order(), capsys)
+    assert [entry["rejected"]["flaky/sdpa"][:10] for entry in found["entries"]] == ["it failed:", "it compute"]
+
+
 def test_a_cell_without_a_right_result_has_no_entry(offer, order, capsys) -> None:
     offer("clumsy", 1e-6, factor=1.5)
     code, found = tuned(order(batch=BATCHES[:1]), capsys)
@@ -174,6 +204,34 @@ def test_an_exported_file_is_pinned_and_merged(offer, order, capsys, monkeypatch
     capsys.readouterr()
     assert chosen(monkeypatch, tmp_path / "other").chosen.id == "brisk/sdpa"
     assert not [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_measuring(offer, order, capsys, tmp_path) -> None:
+    offer("unasked", 1e-6, extra='COSTS.of["measured"] = 1.0')
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "profiles"):
+        with pytest.raises(RequestError, match="cannot be written"):
+            run_order(attrs.evolve(order(), folder=folder))
+    assert run_order(attrs.evolve(order(dry_run=True), folder=tmp_path / "none")) == 0  # which writes nothing
+    assert not (tmp_path / "none").exists()
+    assert "measured" not in COSTS.of
+
+
+def test_merging_leaves_newer_entries(offer, order, capsys, tmp_path) -> None:
+    offer("ample", 300e-6)
+    tuned(order(batch=BATCHES[:1]), capsys)
+    (entry,) = (parse_entries(file.read_text())[0] for file in (tmp_path / "profiles").iterdir())
+    older, newer = (attrs.evolve(entry, measured_on=date) for date in ("2020-01-01", "2099-01-01"))
+
+    def merge(*entries: ProfileEntry) -> str:
+        (tmp_path / "more.json").write_text(dump_entries(entries))
+        run_order(Order((), tmp_path / "profiles", merge=[str(tmp_path / "more.json")], json=True))
+        return read(tmp_path)[0]["measured_on"]
+
+    assert merge(older) == entry.measured_on
+    assert merge(newer, older) == "2099-01-01"
+    (tmp_path / "profiles" / entry.name).write_text("{")  # torn: there is nothing to keep
+    assert merge(older) == "2020-01-01"
 
 
 def test_an_exported_file_has_nothing_of_the_machine(offer, order, capsys, tmp_path) -> None:
@@ -457,7 +515,20 @@ class TestGrid:
 
     @pytest.mark.parametrize(
         "text",
-        ["decode", "decode:3", "decode:0x4", "train:3x4", "verify:3x9@4", "chunk:1x4", "mixed:2x4", "decode:2x4@1"],
+        [
+            *(
+                "decode",
+                "decode:3",
+                "decode:0x4",
+                "train:3x4",
+                "verify:3x9@4",
+                "chunk:1x4",
+                "mixed:2x4",
+                "decode:2x4@1",
+            ),
+            *("mixed:2x4+0x4", "mixed:2x4+4x0", "decode:\uff13x4", f"decode:1x{'9' * 5000}"),
+            *("decode:9999999999x4", "decode:1x2147483648", "chunk:1x4@2147483644"),
+        ],
     )
     def test_another_form_is_refused(self, text: str) -> None:
         with pytest.raises(RequestError, match="--batch"):
@@ -470,15 +541,7 @@ class TestGrid:
         assert [cell.phase for cell in make_grid((contiguous,), BATCHES)] == ["prefill"]
 
     def test_layers_of_a_model_are_those_of_a_rank(self, tmp_path: Path) -> None:
-        config = {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 4,
-            "torch_dtype": "bfloat16",
-        }
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         (layer,) = layers_of_model(str(tmp_path), 2)
         assert (layer.num_q_heads, layer.num_kv_heads, layer.head_size) == (16, 4, 128)
 
@@ -489,6 +552,8 @@ class TestGrid:
             layers_of_json("@nothing.json")
         with pytest.raises(RequestError, match="cannot be read"):
             layers_of_json("[" * 100_000)
+        with pytest.raises(RequestError, match="a layer at least"):
+            layers_of_json("[]")
 
 
 @pytest.mark.parametrize(
@@ -498,13 +563,17 @@ class TestGrid:
         (["config.json", "--requirements", "{}"], "CONFIG and --requirements"),
         (["--requirements", "{}", "--tp", "2"], "with options of a model's configuration"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "-1"], "--seconds -1"),
+        (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "nan"], "--seconds nan"),
+        (["CONFIG", "--tp", "0"], "over 0 devices"),
     ],
 )
-def test_an_invalid_order_is_refused(words: list[str], problem: str) -> None:
+def test_an_invalid_order_is_refused(words: list[str], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [str(tmp_path) if word == "CONFIG" else word for word in words]
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
     with pytest.raises(RequestError, match=problem):
-        tune.run(parser.parse_args(words))
+        tune.run(parser.parse_args([*words, "--out", str(tmp_path / "profiles")]))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from attnplug.evidence import Evidence
     from attnplug.negotiation import Candidate
+
+_LARGEST_ERROR: Final = 1e300
+"""Python's integers have no limit, and fail as floats."""
 
 
 @frozen(eq=False)
@@ -81,7 +84,9 @@ def _facts(path: Path) -> dict[str, str]:
 
 
 def _is_of_outputs(error: Any) -> bool:
-    return isinstance(error, dict) and error.get("what") == "output" and isinstance(error.get("max"), (int, float))
+    if not isinstance(error, dict) or error.get("what") != "output":
+        return False
+    return type(error.get("max")) in (int, float) and 0 <= error["max"] <= _LARGEST_ERROR  # NaN is not
 
 
 def _largest(error: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def times_of_profile(setting: str | None) -> tuple[Timed, ...]:
         return tuple(_of_entries(merged(_entries_in(path))))
     text = path.read_text("utf-8")
     if text.lstrip().startswith("{"):
-        return tuple(_of_entries(parse_entries(text)))
+        return tuple(_of_entries(merged(parse_entries(text))))
     return tuple(_of_tables(parse_toml(text)["measured"], path.name))
 
 

@@ -82,7 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
         found = _recorded(arguments.steps)
     else:
         texts = arguments.config, arguments.requirements
-        layers = layers_of_json(texts[1]) if texts[0] is None else layers_of_model(texts[0], arguments.tp or 1)
+        layers = (
+            layers_of_json(texts[1])
+            if texts[0] is None
+            else layers_of_model(texts[0], 1 if arguments.tp is None else arguments.tp)
+        )
         parsed = [parse_batch(text) for text in arguments.batch]
         steps = [(new, tuple(map(sum, zip(new, old, strict=True)))) for _, new, old, _ in parsed]
         found = dict.fromkeys(layers, steps)

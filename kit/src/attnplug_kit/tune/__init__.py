@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         cells = _cells(arguments, fields)
     elif arguments.config is not None:
-        layers = layers_of_model(arguments.config, arguments.tp or 1, **fields)
+        layers = layers_of_model(arguments.config, 1 if arguments.tp is None else arguments.tp, **fields)
     elif arguments.requirements is not None:
         layers = layers_of_json(arguments.requirements)
     elif not (arguments.merge or arguments.export):

@@ -40,7 +40,9 @@ DEFAULT_BATCHES: Final = {
 }
 """The batches by default, in the order in which all layers are measured; drafts only where they are requested."""
 
-_BATCH: Final = re.compile(r"(\w+):(\d+)x(\d+)(?:@(\d+))?(?:\+(\d+)x(\d+))?")
+_BATCH: Final = re.compile(r"([a-z]+):(N)x(N)(?:@(N))?(?:\+(N)x(N))?".replace("N", "[0-9]{1,10}"))
+_MOST_KEYS: Final = 2**31 - 1  # of a request: lengths are int32
+_MOST_REQUESTS: Final = 2**16
 _OF_STEP: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "latent", "topk")
 _PER_SECOND: Final = {"cuda": 2e14, "cpu": 2e10}  # operations, for the estimate only
 _CALLS: Final = 20  # of a candidate: warm-up, screening, rounds
@@ -131,6 +133,8 @@ def layers_of_json(text: str) -> tuple[Requirements, ...]:
         raise RequestError(
             f"--requirements {text!r} cannot be read: {error}", "it is JSON, or @FILE", "correct it"
         ) from error
+    if data == []:
+        raise RequestError(f"--requirements {text!r} was given", "it has a layer at least", "write one")
     return tuple(dict.fromkeys(map(Requirements.from_dict, data if isinstance(data, list) else [data])))
 
 
@@ -148,19 +152,20 @@ def parse_batch(text: str) -> tuple[str, tuple[int, ...], tuple[int, ...], str]:
     """
     found = _BATCH.fullmatch(text)
     phase, count, length, cached, prompts, prompt = found.groups() if found else ("",) * 6
-    number, size, behind = (int(each or 0) for each in (count, length, cached))
+    number, size, behind, firsts, new = (int(each or 0) for each in (count, length, cached, prompts, prompt))
     forms = {
         "decode": not cached and not prompts,
         "prefill": not cached and not prompts,
         "verify": bool(cached) and not prompts and 2 <= size <= MOST_DRAFTED,
         "chunk": bool(cached) and not prompts and size > 1,
-        "mixed": bool(prompts) and not cached,
+        "mixed": bool(firsts and new) and not cached,
     }
-    if not forms.get(phase, False) or not number or not size:
+    fits = number + firsts <= _MOST_REQUESTS and max(size + behind, new) <= _MOST_KEYS
+    if not forms.get(phase, False) or not number or not size or not fits:
         raise RequestError(
             f"--batch {text!r} was given",
             "it is decode:64x4096, verify:64x4@4092 (2 to 8 new tokens), prefill:4x4096, chunk:8x128@4096 or "
-            "mixed:64x4096+4x1024",
+            f"mixed:64x4096+4x1024; at most {_MOST_REQUESTS} requests of {_MOST_KEYS} keys",
             "write one of these, with other numbers",
         )
     if phase == "decode":
@@ -168,7 +173,6 @@ def parse_batch(text: str) -> tuple[str, tuple[int, ...], tuple[int, ...], str]:
     if phase == "prefill":
         return phase, (size,) * number, (0,) * number, f"prefill, {number} x {size}"
     if phase == "mixed":
-        firsts, new = int(prompts), int(prompt)
         what = f"mixed, {number} decodes x {size} and {firsts} prefills x {new}"
         return phase, (1,) * number + (new,) * firsts, (size - 1,) * number + (0,) * firsts, what
     return phase, (size,) * number, (behind,) * number, f"{phase}, {number} x {size} new behind {behind}"

@@ -18,7 +18,7 @@ import torch
 from attrs import fields, frozen
 
 from attnplug import explain, load, registry
-from attnplug.commands import ForeignCode
+from attnplug.commands import ForeignCode, escaped
 from attnplug.errors import AttnplugError, NoBackendError, PluginError, RequestError
 from attnplug.evidence import MeasuredTime, ProfileEntry, current_versions
 from attnplug.manifest import requirement_name
@@ -284,13 +284,14 @@ class Tuner:
         """Return how a candidate's results differ from the oracle's on small batches of the layer; once per layer."""
         key = layer, id_
         if key not in self._judged:
-            self._judged[key] = ""
+            problem = ""
             for lens in _small_batches(layer):
                 try:
                     self._check_small(layer, id_, lens)
                 except AssertionError as error:
-                    self._judged[key] = f"it computes another result than the oracle: {_one_line(error)}"
+                    problem = f"it computes another result than the oracle: {_one_line(error)}"
                     break
+            self._judged[key] = problem  # not where another error was raised: the next cell judges it again
         return self._judged[key]
 
     def _check_small(self, layer: Requirements, id_: str, lens: Lens) -> None:
@@ -476,6 +477,6 @@ def _why_refused(found: Explanation, id_: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    """Return the first line of an error, so that it fits a file and a terminal."""
+    """Return the first line of an error, escaped, so that it fits a file and a terminal."""
     text = error.problem if isinstance(error, AttnplugError) else str(error)
-    return next((line.strip()[:300] for line in text.splitlines() if line.strip()), type(error).__name__)
+    return next((escaped(line.strip())[:300] for line in text.splitlines() if line.strip()), type(error).__name__)

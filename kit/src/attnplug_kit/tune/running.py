@@ -138,10 +138,11 @@ def run_order(order: Order) -> int:
         RequestError: The order is invalid, or a file cannot be read or written.
         DeviceError: The device is not on this machine.
     """
-    if order.seconds is not None and order.seconds <= 0:
+    if order.seconds is not None and not order.seconds > 0:  # NaN too
         raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
-    for file in order.merge or ():
-        for entry in _read(Path(file)):
+    for entry in merged(entry for file in order.merge or () for entry in _read(Path(file))):
+        there = [each for each in _read_if_right(order.folder / entry.name) if each.name == entry.name]
+        if merged((*there, entry)) == (entry,):
             write_entry(order.folder, entry)
     found = _measure(order) if order.layers or order.cells else Tuned()
     pinned = _export(order) if order.export and not order.dry_run else ""
@@ -216,6 +217,8 @@ def _measure(order: Order) -> Tuned:
             _show_grid(cells, [len(each) for each in ids], tuner)
         if order.dry_run:
             return Tuned()
+        with _new_file(order.folder):  # or else it is found when the first cell has been measured
+            pass
         return _run_cells(order, cells, tuner, begin)
 
 
@@ -332,11 +335,10 @@ def _present(folder: Path, cell: Cell, tuner: Tuner) -> ProfileEntry | None:
     versions = current_versions(tuner.device, attnplug.registry().version_of)
     place = bucket_of(cell.step.num_reqs), bucket_of(cell.kv_len)
     path = folder / entry_name(tuner.device, versions, cell.layer, cell.phase, *place)
-    try:
-        (entry,) = parse_entries(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError):
+    found = _read_if_right(path)
+    if len(found) != 1:
         return None
-    ids = tuner.candidates(cell)
+    entry, ids = found[0], tuner.candidates(cell)
     there = {id_ for id_ in (*entry.times, *entry.rejected, *entry.refused) if names_of_pair(id_) is None}
     same = all(time.libraries == tuner.libraries(id_) for id_, time in entry.times.items() if id_ in ids)
     return entry if there == {*ids} and same else None
@@ -350,13 +352,27 @@ def write_entry(folder: Path, entry: ProfileEntry) -> None:
         RequestError: The folder cannot be written.
     """
     text = dump_entries([entry])
+    with _new_file(folder) as path:
+        path.write_text(text, encoding="utf-8")
+        path.replace(folder / entry.name)
+
+
+@contextmanager
+def _new_file(folder: Path) -> Iterator[Path]:
+    """
+    Make a file in a folder, and remove it after the ``with`` block where it is still there.
+
+    Raises:
+        RequestError: The folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=folder, prefix=".", suffix=".part", delete=False
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(folder / entry.name)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+        os.close(descriptor)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         raise RequestError(
             f"the folder {str(folder)!r} cannot be written: {error.strerror}", "", "name another with --out"
@@ -372,6 +388,14 @@ def _read(path: Path) -> tuple[ProfileEntry, ...]:
             "it is a file that `attnplug tune` wrote",
             "correct it",
         ) from error
+
+
+def _read_if_right(path: Path) -> tuple[ProfileEntry, ...]:
+    """Return the entries of a file, and none where it is not there or is no such file."""
+    try:
+        return _read(path)
+    except RequestError:
+        return ()
 
 
 def _read_all(path: Path) -> tuple[ProfileEntry, ...]:
