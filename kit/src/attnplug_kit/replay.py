@@ -27,7 +27,8 @@ request is compared with the conformance kit's oracle in float64. Decodes and dr
 again, other steps eagerly.
 
 Of FP8 caches and selected tokens results are computed and not compared: the conformance kit does that. Steps whose
-lengths only the GPU had, without a paged KV cache, and of ranks that share one, are left out and counted.
+lengths only the GPU had, without a paged KV cache, of ranks that share one, and of layers with custom masks, biases or
+spans, whose values are not recorded, are left out and counted.
 
 --times measures the steps that are right: a layer's forward, with new K/V written; of a GPU its device time. The plan
 of the step is not part of it. `attnplug tune --steps` compares backends.
@@ -120,7 +121,7 @@ def _chosen(recording: Recording, most: int) -> tuple[Sequence[tuple[RecordedSte
     Return different steps that can run here, evenly from the whole file, and how many steps there are.
 
     Raises:
-        RequestError: There are none.
+        RequestError: No step can run again.
     """
     from attnplug_kit.tune.grid import cell_of  # noqa: PLC0415 - imports torch
 

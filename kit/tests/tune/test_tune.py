@@ -675,9 +675,15 @@ def test_steps_that_are_left_out_are_counted(recorded, tmp_path, capsys) -> None
     assert (found["recorded"], found["different"], found["left_out"]) == (13, 11, 2)
 
 
-def test_steps_that_cannot_run_again_are_refused(recorded, tmp_path) -> None:
+@pytest.mark.parametrize("unknown", ["seq_lens", "custom_mask", "attn_bias", "mm_prefix"])
+def test_steps_that_cannot_run_again_are_refused(recorded, tmp_path, unknown) -> None:
     rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
-    lines = [json.dumps({**row, **({"seq_lens": None} if "step" in row else {})}) for row in rows]
+    for row in rows:
+        if unknown == "seq_lens" and "step" in row:
+            row[unknown] = None
+        elif unknown != "seq_lens" and "layer" in row:
+            row["agreement"]["requirements"][unknown] = True
+    lines = map(json.dumps, rows)
     (tmp_path / "absent").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
     with pytest.raises(RequestError, match="none of 13 recorded steps"):

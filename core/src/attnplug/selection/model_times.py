@@ -86,7 +86,7 @@ class Options:
 
 def options_of(kinds: Sequence[Kind], usual: Sequence[Evaluation]) -> Options | Incomparable:
     """
-    Return the options of each kind with their costs, or why there are none.
+    Return the options of each kind with their costs, or why they are not compared.
 
     Args:
         kinds: The kinds.

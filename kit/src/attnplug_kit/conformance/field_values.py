@@ -289,7 +289,7 @@ def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
     is_declared = capability.field in subject.supports and capability.value != FIELDS[capability.field].neutral
     # A manifest that declares no form has one for keys and values apart, which a backend for latents alone never uses.
     is_default = str(capability) == "kv_cache_form=joint" and "latent" in subject.supports
-    # What both of a routed pair declare, and may not agree on, is no contradiction: each has a run of its own.
+    # What both of a routed pair declare, and may not agree on, is no contradiction: each is tested alone, too.
     return "; ".join(map(str, reasons)), is_declared and not (elsewhere or is_default or subject.is_pair)
 
 

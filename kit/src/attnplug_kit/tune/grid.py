@@ -43,6 +43,7 @@ DEFAULT_BATCHES: Final = {
 _BATCH: Final = re.compile(r"([a-z]+):(N)x(N)(?:@(N))?(?:\+(N)x(N))?".replace("N", "[0-9]{1,10}"))
 _MOST_KEYS: Final = 2**31 - 1  # of a request: lengths are int32
 _MOST_REQUESTS: Final = 2**16
+_CONTENT: Final = ("custom_mask", "attn_bias", "mm_prefix")  # fields of tensors that a recording has not
 _OF_STEP: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "latent", "topk")
 _PER_SECOND: Final = {"cuda": 2e14, "cpu": 2e10}  # operations, for the estimate only
 _CALLS: Final = 20  # of a candidate: warm-up, screening, rounds
@@ -203,18 +204,23 @@ def make_grid(layers: Sequence[Requirements], batches: Iterable[str]) -> tuple[C
 
 
 def cell_of(step: RecordedStep) -> Cell | None:
-    """Return a recorded step as a cell, decodes first; None where the CPU had no lengths, or ranks share the cache."""
+    """
+    Return a recorded step as a cell, decodes first.
+
+    None where the CPU had no lengths, ranks share the KV cache, or a mask, bias or span, which is content and is not
+    recorded, may have been part of it.
+    """
     requests, layer = step.layer.agreement.requirements, step.layer
     if step.query_lens is None or step.seq_lens is None or not step.query_lens or layer.dcp_size > 1:
         return None
-    if requests.attn_type != "decoder" or not requests.paged:
+    if requests.attn_type != "decoder" or not requests.paged or any(getattr(requests, name) for name in _CONTENT):
         return None
     pairs = sorted(zip(step.query_lens, step.seq_lens, strict=True), key=lambda pair: pair[0] > 1)
     new, keys = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
     cached = tuple(map(sub, keys, new))
     phase = _phase_of(new, cached, requests.decode_query_len)
     spread = f"{min(keys)} keys" if min(keys) == max(keys) else f"{min(keys)} to {max(keys)} keys"
-    layer_alone = requests.evolve(cudagraph="never")  # a cell has a level of its own
+    layer_alone = requests.evolve(cudagraph="never")  # the cell sets the level
     return _cell(layer_alone, phase, new, cached, f"{phase}, {len(new)} requests, {sum(new)} new tokens, {spread}")
 
 
