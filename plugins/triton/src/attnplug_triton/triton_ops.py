@@ -156,16 +156,37 @@ def load_queries(
     width: tl.constexpr,
     width_v: tl.constexpr,
     is_latent: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return queries twice; of latents their rotary elements, and those before, which are as many as a value's."""
+    has_codes: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """
+    Return queries twice, and what they are to be multiplied by; of latents their rotary elements, and those before.
+
+    Those before are as many as a value's. With `has_codes` the KV cache is FP8, and queries of bfloat16 become float16:
+    it holds all codes, and is one instruction away from two of them. A power of 2 brings the queries into its range.
+    """
     columns, mask = tl.arange(0, width)[None, :], row_mask[:, None]
     if is_latent:
         columns_v = tl.arange(0, width_v)[None, :]
         latent = tl.load(at[:, None] + columns_v, mask=mask & (columns_v < size_v), other=0.0)
-        return tl.load(at[:, None] + size_v + columns, mask=mask & (columns < size), other=0.0), latent
+        q = tl.load(at[:, None] + size_v + columns, mask=mask & (columns < size), other=0.0)
     else:
         q = tl.load(at[:, None] + columns, mask=mask & (columns < size), other=0.0)
-        return q, q
+        latent = q
+    power = tl.full((), 1.0, tl.float32)
+    if has_codes and q.dtype == tl.bfloat16:
+        largest = tl.maximum(_largest_finite(q), _largest_finite(latent))
+        bits = largest.to(tl.int32, bitcast=True) & 0x7F800000  # the exponent alone
+        power = tl.where(bits != 0, bits.to(tl.float32, bitcast=True), 1.0)
+        return (q.to(tl.float32) / power).to(tl.float16), (latent.to(tl.float32) / power).to(tl.float16), power
+    else:
+        return q, latent, power
+
+
+@triton.jit
+def _largest_finite(tile: tl.tensor) -> tl.tensor:
+    """Return the largest finite magnitude of a tile."""
+    magnitude = tl.abs(tile.to(tl.float32))
+    return tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
 
 
 @triton.jit
