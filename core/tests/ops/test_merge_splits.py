@@ -42,7 +42,7 @@ def test_the_kernel_compiles(max_splits: int, query_len: int, capability: int | 
         "out": "*bf16",
         "query_starts": "*i32",
     }
-    sizes = {"heads": 32, "size": 128, "width": 128}
+    sizes = {"heads": 32, "size": 512, "block": 128}
     constants = {**sizes, "has_lse": True, "max_splits": max_splits, "query_len": query_len}
 
     assert compile_kernel(_merge, kinds, constants, capability=capability, num_warps=4).asm[code]

@@ -16,6 +16,9 @@ _FEW: Final = 8
 _MANY: Final = 64
 """Splits that a program loads: one kernel for up to 8 splits, one for up to 64."""
 
+_COLUMNS: Final = 128
+"""Elements of a head that a program merges: 64 splits of 512 elements would not fit its registers."""
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits"])
 def _merge(
@@ -31,13 +34,15 @@ def _merge(
     num_splits: tl.int32,
     heads: tl.constexpr,
     size: tl.constexpr,
-    width: tl.constexpr,
+    block: tl.constexpr,
     has_lse: tl.constexpr,
     max_splits: tl.constexpr,
     query_len: tl.constexpr,
 ) -> None:
-    """One program merges the splits of one head of one row."""
-    part = tl.program_id(0) // heads
+    """One program merges the splits of `block` elements of one head of one row."""
+    blocks: tl.constexpr = (size + block - 1) // block
+    program = tl.program_id(0) // blocks
+    part = program // heads
     if query_len > 0:  # parts are by request: a short one has padding, and longer ones are not here
         request, token = part // query_len, part % query_len
         row = tl.load(query_starts + request)
@@ -50,7 +55,8 @@ def _merge(
     if not is_here:
         return
 
-    head, split, columns = tl.program_id(0) % heads, tl.arange(0, max_splits), tl.arange(0, width)
+    head, split = program % heads, tl.arange(0, max_splits)
+    columns = tl.program_id(0) % blocks * block + tl.arange(0, block)
     row = row.to(tl.int64)
     at = (part.to(tl.int64) * heads + head) * num_splits + split
     logs = tl.load(part_lse + at, mask=split < num_splits, other=float("-inf"))
@@ -63,7 +69,7 @@ def _merge(
     total = tl.sum(weights, 0)
     result = tl.sum(found * weights[:, None], 0) * tl.where(total > 0, 1.0 / total, 0.0)
     tl.store(out + row * out_token + head * size + columns, result.to(out.dtype.element_ty), mask=columns < size)
-    if has_lse:
+    if has_lse and tl.program_id(0) % blocks == 0:
         natural = (shift + tl.math.log2(total)) * 0.6931471805599453
         tl.store(lse + row * lse_token + head * lse_head, tl.where(total > 0, natural, float("-inf")))
 
@@ -79,6 +85,7 @@ def launch(
     tensors = (parts, part_lse, out, part_lse if lse is None else lse, query_starts)
     strides = (out.stride(0), *((0, 0) if lse is None else lse.stride()))
     max_splits = _FEW if num_splits <= _FEW else max(_MANY, triton.next_power_of_2(num_splits))
-    constants = (heads, size, triton.next_power_of_2(size), lse is not None, max_splits, query_len)
+    block = min(triton.next_power_of_2(size), _COLUMNS)
+    constants = (heads, size, block, lse is not None, max_splits, query_len)
     scalars = (query_starts.shape[0] - 1, num_splits)
-    _kernel.run(rows * heads, tensors, strides, scalars, constants, num_warps=4)
+    _kernel.run(rows * heads * -(-size // block), tensors, strides, scalars, constants, num_warps=4)
