@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 NAME = "paged"
+_SWITCHES = ("joins_diagonal", "descriptors")
 
 
 def chunks(requests: int, new: int, cached: int) -> Step:
@@ -120,7 +121,8 @@ def main() -> int:
 
 def _tiles(text: str) -> Tiles:
     kernel, *sizes = text.split(",")
-    return kernel, {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
+    given = {name: int(size) for name, _, size in (each.partition("=") for each in sizes)}
+    return kernel, {name: bool(size) if name in _SWITCHES else size for name, size in given.items()}
 
 
 class Tried:

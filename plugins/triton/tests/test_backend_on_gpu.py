@@ -572,3 +572,21 @@ def test_e4m3_by_bits(monkeypatch):
         steps.append(step.run(step.builder.build(batch)))
 
     assert torch.equal(steps[0][0], steps[1][0])
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**60])
+def test_queries_beside_an_fp8_kv_cache_have_the_range_of_bfloat16(monkeypatch, factor, name):
+    """They are multiplied as float16, whose range is from 2^-24 to 2^16."""
+    found = []
+    for size in (1.0, factor):
+        case = Requests([1, 1] if name == "decode" else [40, 21], [65, 70], size=32, dtype=torch.bfloat16)
+        case.put("queries", [rows * size for rows in case.queries])
+        monkeypatch.setattr(Requests, "scale", 32**-0.5 / size)
+        step = Step(case, kv_cache_dtype="fp8_e5m2")
+        batch = step.batch()
+        step.cache = step.cache.to(torch.float8_e5m2)
+        found.append(step.run(step.builder.build(batch)))
+
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])

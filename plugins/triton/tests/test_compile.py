@@ -105,7 +105,7 @@ def compiled(
         {**FORMS, **sizes, **scales, **forms},
         unaligned=("table_stride", "k_scale", "v_scale"),
         capability=capability,
-        num_warps=tiles.warps,
+        **tiles.launch_options,
     )
 
 

@@ -186,7 +186,7 @@ def run(
             (*numbers, splits, members, keys.shape[0] * keys.shape[1]),
             (*constants, tiles.rows, tiles.keys, tiles.stages, splits > 1, topk, has_lens, bool(descriptors)),
             descriptors=descriptors,
-            num_warps=tiles.warps,
+            **tiles.launch_options,
         )
         if splits > 1:
             merge_splits(*parts, out, lse, own.query_start_loc, query_len=plan.part_rows)
@@ -201,7 +201,7 @@ def run(
             (*numbers, num_tiles),
             (*constants, tiles.rows, tiles.keys, tiles.stages, bool(tiles.joins_diagonal), bool(descriptors)),
             descriptors=descriptors,
-            num_warps=tiles.warps,
+            **tiles.launch_options,
         )
 
 
