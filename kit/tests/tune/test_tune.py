@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,12 +18,13 @@ torch = pytest.importorskip("torch")
 import attnplug  # noqa: E402 - without torch there is nothing to measure
 from attnplug.contract import read_steps, recording  # noqa: E402
 from attnplug.contract import routed as attnplug_routed  # noqa: E402
-from attnplug.errors import RequestError  # noqa: E402
+from attnplug.errors import AttnplugError, RequestError  # noqa: E402
 from attnplug.evidence import ProfileEntry, dump_entries, parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
 from attnplug_kit import replay, tune  # noqa: E402
 from attnplug_kit.bench import Step, Target, make_rig  # noqa: E402
+from attnplug_kit.tune import measuring  # noqa: E402
 from attnplug_kit.tune.grid import cells_of, layers_of_json, layers_of_model, make_grid, parse_batch  # noqa: E402
 from attnplug_kit.tune.measuring import Tuner  # noqa: E402
 from attnplug_kit.tune.running import Order, run_comparison, run_order  # noqa: E402
@@ -51,6 +54,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def made(name: str, cost: float | tuple[float, float], **source: Any) -> None:
         COSTS.of[name] = cost
         module, manifest = write_backend(tmp_path / "fakes", name, **source)
+        sys.modules.pop(module, None)  # of another test
         attnplug.register(module, manifest=manifest)
 
     yield made
@@ -492,6 +496,45 @@ class TestBlockSparse:
         assert read_back.requirements == layer
 
 
+def test_only_named_candidates_are_measured(offer, order, capsys) -> None:
+    for name in ("ample", "brisk", "third"):
+        offer(name, 200e-6)
+    _, found = tuned(order(backend=["third", "brisk/sdpa"]), capsys)
+    assert {id_ for entry in found["entries"] for id_ in entry["times"]} == {"brisk/sdpa", "third/sdpa"}
+
+
+def test_kernels_are_compiled_before_the_first_measurement(offer, order, capsys, monkeypatch) -> None:
+    """Each of what is left, once; a failure is left to the measurement."""
+    for name in ("ample", "brisk", "clumsy"):
+        offer(name, 200e-6)
+    tuned(order(batch=BATCHES[:1]), capsys)
+    done: list[str] = []
+
+    def compile_one(request: Requirements, device: Device, id_: str) -> None:
+        assert request.phases == ("prefill", "decode")
+        done.append(id_)
+        if id_ == "clumsy/sdpa":
+            raise RuntimeError
+
+    monkeypatch.setattr(measuring, "compile_one", compile_one)
+    monkeypatch.setattr(measuring, "compilers", ThreadPoolExecutor)
+    monkeypatch.setattr(Tuner, "measure", lambda tuner, cell, pair="": done.append(str(cell)))
+    with pytest.raises(AttributeError):  # of what was measured
+        tuned(order(jobs=2), capsys)
+    assert sorted(done[:3]) == ["ample/sdpa", "brisk/sdpa", "clumsy/sdpa"]
+    assert done[3].startswith("prefill")
+
+
+@pytest.mark.slow
+def test_processes_compile() -> None:
+    with measuring.compilers(1) as pool:
+        right, wrong = (
+            pool.submit(measuring.compile_one, LAYER, Device.cpu(), f"torch/{name}") for name in ("sdpa", "no")
+        )
+        assert right.result() is None
+        assert isinstance(wrong.exception(), AttnplugError)
+
+
 def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -563,6 +606,7 @@ class TestGrid:
         (["config.json", "--requirements", "{}"], "CONFIG and --requirements"),
         (["--requirements", "{}", "--tp", "2"], "with options of a model's configuration"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "-1"], "--seconds -1"),
+        (["--requirements", json.dumps(LAYER.to_dict()), "--jobs", "-1"], "--jobs -1"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "nan"], "--seconds nan"),
         (["CONFIG", "--tp", "0"], "over 0 devices"),
     ],

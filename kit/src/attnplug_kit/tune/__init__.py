@@ -19,9 +19,11 @@ _EPILOG: Final = """\
 Each candidate that can serve a layer is measured in batches of each phase. It runs as an engine runs it: in random
 pages, with a cold L2 cache, decodes as replays of a CUDA graph where it has them. First its results are compared with
 the conformance kit's oracle: one with a wrong result is rejected, and named; one that cannot be loaded is refused.
-Candidates are measured in turn, in 7
-rounds at least; rounds in which the clock of the device moved do not count. An advantage of less than 2 %, or less than
-twice the spread, changes nothing: the default order decides. Compiling is not part of a time, and is listed.
+Candidates are measured in turn, in 7 rounds at least; rounds in which the clock of the device moved do not count. An
+advantage of less than 2 %, or less than twice the spread, changes nothing: the default order decides.
+
+Kernels are compiled first, on a GPU in eight processes (--jobs), and --seconds counts from then on. What a candidate
+takes until its first result after that is not part of a time, and is listed.
 
 The grid and its estimated seconds are printed first. Each measured batch of a layer is a separate file, written as a
 whole: an interrupted command goes on where it was. Files are read in the first selection of later processes. A process
@@ -71,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="start no batch after so many seconds; default: no limit"
     )
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile first; default: 8 on GPUs")
     parser.add_argument("--out", metavar="DIR", help="folder of the entries; default: profiles, beside config.toml")
     parser.add_argument("--again", action="store_true", help="measure what is in the folder already, too")
     parser.add_argument("--dry-run", action="store_true", help="print the grid and its estimate alone")
@@ -118,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             "they are those of a model's configuration, of --requirements, or of --steps",
             "write, for example, attnplug tune path/to/config.json",
         )
-    names = ("batch", "backend", "device", "seconds", "again", "dry_run", "json", "merge")
+    names = ("batch", "backend", "device", "seconds", "jobs", "again", "dry_run", "json", "merge")
     order = Order(layers, folder, cells, export=arguments.export, **{name: getattr(arguments, name) for name in names})
     return run_order(order)
 

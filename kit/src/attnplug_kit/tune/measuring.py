@@ -8,7 +8,10 @@ replaces what the L2 cache holds, and as a replay of a CUDA graph where a host w
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
 from inspect import signature
 from time import perf_counter
@@ -19,6 +22,7 @@ from attrs import fields, frozen
 
 from attnplug import explain, load, registry
 from attnplug.commands import ForeignCode, escaped
+from attnplug.contract import GraphShape
 from attnplug.errors import AttnplugError, NoBackendError, PluginError, RequestError
 from attnplug.evidence import MeasuredTime, ProfileEntry, current_versions
 from attnplug.manifest import requirement_name
@@ -191,7 +195,8 @@ class Tuner:
 
     def _eligible(self, cell: Cell, level: str, backends: Sequence[str] | None) -> list[str]:
         found = explain(cell.request(level), self.device, backend=None if backends is None else list(backends))
-        return [verdict.id for verdict in found.verdicts if verdict.status in ("chosen", "eligible")]
+        able = (verdict.id for verdict in found.verdicts if verdict.status in ("chosen", "eligible"))
+        return [id_ for id_ in able if id_ not in found.with_auto]  # those are able, and not permitted
 
     def objection(self, cell: Cell, pair: str) -> str:
         """Return why two candidates are no routed pair of a cell's layer; empty where they are one."""
@@ -374,6 +379,28 @@ class Tuner:
             self.libraries(id_),
             tuple(1e6 * sample for sample in samples),
         )
+
+
+def compilers(jobs: int) -> ProcessPoolExecutor:
+    """Return processes for `compile_one`, which share the processors: libraries that compile keep the code on disk."""
+    share = max(1, (os.cpu_count() or 1) // jobs)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _use_processors, (share,))
+
+
+def compile_one(request: Requirements, device: Device, id_: str) -> None:
+    """
+    Compile the kernels of a candidate, by a tiny decode and a tiny prefill, as far as they were requested.
+
+    Raises:
+        AttnplugError: It cannot be loaded. Other errors are those of its code.
+    """
+    lens = {"decode": 1, "prefill": 16}
+    load(request, device, backend=id_).warmup([GraphShape(1, lens[each], lens[each]) for each in request.phases])
+
+
+def _use_processors(count: int) -> None:
+    """Let the compilers of this process, ninja's of FlashInfer among them, use so many processors."""
+    os.environ.setdefault("MAX_JOBS", str(count))
 
 
 def _sample(contestant: Contestant) -> float:

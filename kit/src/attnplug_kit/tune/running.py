@@ -42,6 +42,7 @@ _MOST_PAIRS = 4  # of a layer: where the best is refused, the next best is tried
 _PATH = re.compile(r"(?<![\w.])/[\w.+-]+/[^\s'\",;:]*")
 _NO_TIME = "there was no time to measure it: the same command goes on with it"
 _SHOWN_COMPILE_S = 5.0  # a candidate that takes longer until its first result is listed
+_JOBS = {"cuda": 8, "cpu": 0}
 
 
 @frozen
@@ -56,7 +57,8 @@ class Order:
         batch: The batches; None for those of the device.
         backend: The backends; None for all.
         device: ``cpu`` or ``cuda``; None for this machine's.
-        seconds: No cell is begun after so many seconds; None without a limit.
+        seconds: No cell is begun after so many seconds, compiling ahead apart; None without a limit.
+        jobs: Processes that compile ahead; None for the usual ones of the device, 0 for none.
         again: Whether cells that are in the folder are measured again.
         dry_run: Whether the grid alone is shown.
         json: Whether to print JSON.
@@ -72,6 +74,7 @@ class Order:
     backend: Sequence[str] | None = None
     device: str | None = None
     seconds: float | None = None
+    jobs: int | None = None
     again: bool = False
     dry_run: bool = False
     json: bool = False
@@ -138,6 +141,8 @@ def run_order(order: Order) -> int:
         RequestError: The order is invalid, or a file cannot be read or written.
         DeviceError: The device is not on this machine.
     """
+    if order.jobs is not None and order.jobs < 0:
+        raise RequestError(f"--jobs {order.jobs} was given", "it is a number of processes", "write 0 for none")
     if order.seconds is not None and not order.seconds > 0:  # NaN too
         raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
     for entry in merged(entry for file in order.merge or () for entry in _read(Path(file))):
@@ -207,7 +212,7 @@ def _measure(order: Order) -> Tuned:
     from attnplug_kit.bench import Target  # noqa: PLC0415 - imports torch
     from attnplug_kit.tune.measuring import Tuner  # noqa: PLC0415 - likewise
 
-    begin, device = perf_counter(), Target(device=order.device).prepare()
+    device = Target(device=order.device).prepare()
     kind = "cpu" if device.type == "cpu" else "cuda"
     cells = order.cells or make_grid(order.layers, order.batch or DEFAULT_BATCHES[kind])
     with without_profile():
@@ -219,7 +224,29 @@ def _measure(order: Order) -> Tuned:
             return Tuned()
         with _new_file(order.folder):  # or else it is found when the first cell has been measured
             pass
-        return _run_cells(order, cells, tuner, begin)
+        _compile(order, cells, tuner, _JOBS[kind] if order.jobs is None else order.jobs)
+        return _run_cells(order, cells, tuner, perf_counter())
+
+
+def _compile(order: Order, cells: Sequence[Cell], tuner: Tuner, jobs: int) -> None:
+    """
+    Compile what the cells that are not there yet need, in several processes.
+
+    Nothing follows from a failure here: the candidate is judged, and named, where it is measured.
+    """
+    from attnplug_kit.tune.measuring import compile_one, compilers  # noqa: PLC0415 - imports torch
+
+    new = [cell for cell in cells if order.again or _present(order.folder, cell, tuner) is None]
+    wanted = dict.fromkeys((cell.request(), id_) for cell in new for id_ in tuner.candidates(cell))
+    if not jobs or not wanted:
+        return
+    begin = perf_counter()
+    with compilers(jobs) as pool:
+        ends = [(id_, pool.submit(compile_one, request, tuner.device, id_)) for request, id_ in wanted]
+        for _, end in tracked(ends, lambda each: f"compiling {each[0]}", shown=not order.json):
+            end.exception()
+    if not order.json:
+        say(f"compiled ahead in {jobs} processes: {perf_counter() - begin:.0f} s")
 
 
 def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
