@@ -20,10 +20,7 @@ OF_DEVICE = ("compute_capability", "vendor")
 SIZES = ("head_size", "head_size_v", "block_size")
 FOLDER = Path(torch_backend.__file__).with_name("evidence")
 SHELF = read_folder(FOLDER)
-AWAITED = {
-    "h100": {("kv_cache_dtype", "fp8_ds_mla"), ("topk", None), ("mm_prefix", True)},
-    "h200": {("mm_prefix", True)},
-}
+AWAITED = {"h100": {("kv_cache_dtype", "fp8_ds_mla"), ("topk", None), ("mm_prefix", True)}}
 """What the next run on a device has to add; every value of `topk`. Selection names it as unverified until then."""
 AGAIN = (
     "make it anew on such a device: pytest --pyargs attnplug_kit --attn-backend={0.id} --attn-report=report, then "
