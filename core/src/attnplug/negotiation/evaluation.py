@@ -143,6 +143,8 @@ class Evaluation:
     def with_cache_terms(self, terms: CacheTerms, common: tuple[CacheTerms, ...] = ()) -> Evaluation:
         """Return it with other terms of the KV cache that pass: those that the layers of a model share."""
         shared = dict(zip(CACHE_TERMS, terms, strict=True))
+        if self.terms is not None and common == self.common and shared.items() <= self.terms.items():
+            return self
         settled = negotiate(self.candidate, self.request, shared).terms
         refusal = find_refusal(self.candidate, self.request, settled)
         return evolve(self, terms=settled, refusal=refusal, common=common)

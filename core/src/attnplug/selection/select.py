@@ -189,7 +189,7 @@ def evaluate_all(state: ProcessState, request: Request, *, assume_installed: boo
     # A local profile ranks first: with one, a pair of the shipped profile alone would be behind all that it measured.
     numbers = times.local or times.shipped
     for name in _pairs(policy.listed, numbers) if routes(request.requirements) else ():
-        pair = _evaluate_pair(state, name, request, candidates)
+        pair = _evaluate_pair(state, name, request, (*eligible, *others))
         if pair is None:  # what it names is not installed
             continue
         (eligible if pair.serves and policy.admits(pair.candidate) else others).append(pair)
@@ -233,12 +233,14 @@ def _not_routed(times: Mapping[str, float]) -> list[str]:
 
 
 def _evaluate_pair(
-    state: ProcessState, name: str, request: Request, candidates: Sequence[Candidate]
+    state: ProcessState, name: str, request: Request, singles: Sequence[Evaluation]
 ) -> PairEvaluation | None:
     """Evaluate the candidates that the two names of a pair select, each for its batches, and the pair of them."""
     sides = []
     for one, requested in zip(names_of_pair(name) or (), requests_of(request), strict=False):
-        found = [evaluate(each, requested, state.evidence) for each in candidates if is_named(each, one)]
+        found = [each for each in singles if is_named(each.candidate, one)]
+        if requested is not request:
+            found = [evaluate(each.candidate, requested, state.evidence) for each in found]
         serving = tuple(each for each in found if each.serves)
         if len(serving) > 1:  # the name of a backend
             times = state.profile.times(requested, state.registry.version_of)
