@@ -99,9 +99,11 @@ def test_the_table_has_one_row_of_a_key_in_order() -> None:
     keys=st.integers(1, 1 << 20),
     kv_heads=st.integers(1, 32),
     multiprocessors=st.integers(1, 200),
+    residents=st.sampled_from([None, 1, 2]),
 )
-def test_the_workspace_holds_all_splits(requests, spare, keys, kv_heads, multiprocessors):
-    found = splits(sequences=requests * kv_heads, keys=keys, tile=64, multiprocessors=multiprocessors)
+def test_the_workspace_holds_all_splits(requests, spare, keys, kv_heads, multiprocessors, residents):
+    given = {"sequences": requests * kv_heads, "keys": keys, "tile": 64, "multiprocessors": multiprocessors}
+    found = splits(**given, residents=residents)
 
     assert 1 <= found <= MAX_SPLITS
     assert found == 1 or requests * found <= max_parts(requests + spare, kv_heads, multiprocessors)
@@ -112,3 +114,16 @@ def test_few_long_requests_are_split():
     assert splits(sequences=8, keys=1 << 15, tile=64, multiprocessors=132, most=3) == 3
     assert splits(sequences=64 * 8, keys=4096, tile=64, multiprocessors=132) == 1
     assert splits(sequences=1, keys=300, tile=64, multiprocessors=132) == 1
+
+
+@pytest.mark.parametrize(
+    ("sequences", "residents", "expected"),
+    [
+        (64, 2, 4),  # 256 programs of 16 tiles at once; 5 splits would be 320, in two waves
+        (128, 1, 1),  # 128 programs of 64 tiles; 3 splits would be three waves of 22
+        (16, 1, 8),  # 16 splits would be two waves of 4 tiles, and more to merge
+        (140, 1, 2),  # three waves of 32 tiles instead of two of 64
+    ],
+)
+def test_splits_of_latents_leave_no_wave_half_empty(sequences, residents, expected):
+    assert splits(sequences=sequences, keys=4096, tile=64, multiprocessors=132, residents=residents) == expected

@@ -17,6 +17,7 @@ from attnplug_triton.tiles import (
     architecture,
     decode_tiles,
     has_e4m3,
+    latent_residents,
     latent_tiles,
     max_parts,
     measured_tiles,
@@ -133,6 +134,7 @@ class TritonBackend(Backend):
             tile=self.decode_tiles.keys,
             multiprocessors=self._multiprocessors,
             most=most,
+            residents=latent_residents(self.decode_tiles) if requested.latent else None,
         )
 
     def prefix_splits(self, tokens: int, keys: int, most: int | None) -> int:

@@ -251,6 +251,11 @@ def latent_tiles(size: int, size_v: int, *, itemsize: int | None, rows: int, arc
     return Tiles(rows=rows, keys=keys, stages=3 if rows == 16 else 5, warps=_warps(4 if rows == 16 else 8, arch))
 
 
+def latent_residents(tiles: Tiles) -> int:
+    """Return the programs of short queries of latents that a multiprocessor has at a time, by their registers."""
+    return 2 if tiles.rows == 16 else 1
+
+
 def _warps(warps: int, arch: str | None) -> int:
     """Return the warps of a program: twice as many where waves have half the registers of those of 64 lanes."""
     return warps * 2 if _has_small_waves(arch) else warps
@@ -268,7 +273,9 @@ def _keys_within(most: int, key_bytes: int, available: int) -> int:
     return keys
 
 
-def splits(*, sequences: int, keys: int, tile: int, multiprocessors: int, most: int | None = None) -> int:
+def splits(
+    *, sequences: int, keys: int, tile: int, multiprocessors: int, most: int | None = None, residents: int | None = None
+) -> int:
     """
     Return the splits of each request.
 
@@ -278,9 +285,21 @@ def splits(*, sequences: int, keys: int, tile: int, multiprocessors: int, most: 
         tile: Keys of an iteration.
         multiprocessors: Multiprocessors of the device.
         most: The host's split-KV limit; None for no limit.
+        residents: Programs that a multiprocessor has at a time, so that others wait for their end; None for more than
+            splits aim for.
     """
     wanted = -(-_PROGRAMS * multiprocessors // max(1, sequences))
-    return max(1, min(wanted, keys // (tile * _MIN_TILES), MAX_SPLITS if most is None else min(most, MAX_SPLITS)))
+    limit = max(1, min(wanted, keys // (tile * _MIN_TILES), MAX_SPLITS if most is None else min(most, MAX_SPLITS)))
+    if residents is None:
+        return limit
+
+    sequences, slots = max(1, sequences), residents * multiprocessors
+
+    def iterations(count: int) -> int:
+        return -(-sequences * count // slots) * -(-keys // (tile * count))
+
+    whole_waves = (max(1, min(waves * slots // sequences, limit)) for waves in (1, 2, 3))
+    return min(sorted({1, *whole_waves}), key=iterations)  # the fewest of equal ones
 
 
 def max_parts(requests: int, programs: int, multiprocessors: int) -> int:
