@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any, ClassVar
 
 import attrs
@@ -18,7 +22,7 @@ torch = pytest.importorskip("torch")
 import attnplug  # noqa: E402 - without torch there is nothing to measure
 from attnplug.contract import read_steps, recording  # noqa: E402
 from attnplug.contract import routed as attnplug_routed  # noqa: E402
-from attnplug.errors import AttnplugError, RequestError  # noqa: E402
+from attnplug.errors import RequestError  # noqa: E402
 from attnplug.evidence import ProfileEntry, dump_entries, parse_entries  # noqa: E402
 from attnplug.request import Device, Requirements  # noqa: E402
 from attnplug.selection import process  # noqa: E402
@@ -510,29 +514,87 @@ def test_kernels_are_compiled_before_the_first_measurement(offer, order, capsys,
     tuned(order(batch=BATCHES[:1]), capsys)
     done: list[str] = []
 
-    def compile_one(request: Requirements, device: Device, id_: str) -> None:
+    def compile_one(request: Requirements, device: Device, id_: str) -> str:
         assert request.phases == ("prefill", "decode")
         done.append(id_)
-        if id_ == "clumsy/sdpa":
-            raise RuntimeError
+        return "it failed" if id_ == "clumsy/sdpa" else ""
 
+    processes: list[int] = []
     monkeypatch.setattr(measuring, "compile_one", compile_one)
-    monkeypatch.setattr(measuring, "compilers", ThreadPoolExecutor)
+    monkeypatch.setattr(measuring, "compilers", lambda jobs: processes.append(jobs) or ThreadPoolExecutor(jobs))
     monkeypatch.setattr(Tuner, "measure", lambda tuner, cell, pair="": done.append(str(cell)))
     with pytest.raises(AttributeError):  # of what was measured
-        tuned(order(jobs=2), capsys)
+        tuned(order(jobs=1000), capsys)
     assert sorted(done[:3]) == ["ample/sdpa", "brisk/sdpa", "clumsy/sdpa"]
     assert done[3].startswith("prefill")
+    assert processes == [3]
 
 
 @pytest.mark.slow
-def test_processes_compile() -> None:
+def test_processes_compile(capfd) -> None:
     with measuring.compilers(1) as pool:
         right, wrong = (
             pool.submit(measuring.compile_one, LAYER, Device.cpu(), f"torch/{name}") for name in ("sdpa", "no")
         )
-        assert right.result() is None
-        assert isinstance(wrong.exception(), AttnplugError)
+        assert right.result() == ""
+        assert "torch/no" in wrong.result()
+        assert pool.submit(os.write, 1, b"ninja").result() == 5
+    assert capfd.readouterr() == ("", "ninja")
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_what_compiles(tmp_path) -> None:
+    """Also what it started, and what it did not begin."""
+    begun = tmp_path / "begun"
+    with suppress(KeyboardInterrupt), measuring.compilers(1) as pool:
+        pool.submit(os.system, f"sleep 87 & echo $! > {begun}; wait")
+        waiting = pool.submit(os.getpid)
+        while not (begun.exists() and begun.read_text()):
+            sleep(0.05)
+        raise KeyboardInterrupt
+    assert waiting.cancelled() or isinstance(waiting.exception(10), BrokenExecutor)
+    assert _has_ended(int(begun.read_text()))
+
+
+@pytest.mark.slow
+def test_compilers_end_with_the_command(tmp_path) -> None:
+    begun = tmp_path / "begun"
+    source = f"""
+import os, time
+from attnplug_kit.tune.measuring import compilers
+if __name__ == "__main__":
+    with compilers(1) as pool:
+        pool.submit(os.system, "sleep 87 & echo $! > {begun}; wait")
+        while not (os.path.exists("{begun}") and os.path.getsize("{begun}")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), 9)
+"""
+    (tmp_path / "command.py").write_text(source)
+    subprocess.run([sys.executable, tmp_path / "command.py"], check=False, timeout=100)
+    assert _has_ended(int(begun.read_text()))
+
+
+def _has_ended(pid: int) -> bool:
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        sleep(0.05)
+    return False
+
+
+def _end(*given: object) -> None:
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_a_process_that_compiled_may_end(offer, order, capsys, monkeypatch) -> None:
+    offer("ample", 200e-6)
+    monkeypatch.setattr(measuring, "compile_one", _end)
+    code = run_order(order(jobs=2))
+    found = capsys.readouterr()
+    assert (code, json.loads(found.out)["measured"]) == (0, 2)
+    assert "a process that compiled ended" in found.err
 
 
 def test_serving_never_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,6 +669,7 @@ class TestGrid:
         (["--requirements", "{}", "--tp", "2"], "with options of a model's configuration"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "-1"], "--seconds -1"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--jobs", "-1"], "--jobs -1"),
+        (["--requirements", json.dumps(LAYER.to_dict()), "--backend", "torch+triton/unified"], "--backend torch+"),
         (["--requirements", json.dumps(LAYER.to_dict()), "--seconds", "nan"], "--seconds nan"),
         (["CONFIG", "--tp", "0"], "over 0 devices"),
     ],

@@ -590,3 +590,55 @@ def test_queries_beside_an_fp8_kv_cache_have_the_range_of_bfloat16(monkeypatch, 
 
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1])
+
+
+LARGEST = 2.0**127 * 255 / 128
+
+
+@pytest.mark.parametrize(
+    ("name", "lens"),
+    [("decode", ([2, 1], [65, 70])), ("prefill", ([40, 21], [65, 70])), ("cascade", ([1, 1], [1045, 1050]))],
+)
+@pytest.mark.parametrize("value", [2.0**40, LARGEST, torch.inf, torch.nan])
+def test_queries_beside_an_fp8_kv_cache_do_not_depend_on_others(name, lens, value):
+    """A tile has rows of several tokens and heads, and of all requests where these share a prefix."""
+    found = []
+    for is_changed in (False, True):
+        case = Requests(*lens, size=32, group=4, dtype=torch.bfloat16)
+        if is_changed:
+            case.queries[0][0, 1] = value
+            case.queries[0][-1, 3] = 0
+        step = Step(case, kv_cache_dtype="fp8_e5m2", decode_query_len=2, cascade=name == "cascade")
+        batch = step.batch()
+        step.cache = step.cache.to(torch.float8_e5m2)
+        if name == "cascade":
+            batch.block_table[:, :65] = batch.block_table[:1, :65].clone()
+            batch = evolve(batch, block_table_cpu=batch.block_table.cpu(), common_prefix_len=1040)
+        found.append(step.run(step.builder.build(batch)))
+
+    last = case.query_lens[0] - 1
+    is_other = torch.ones(found[0][1].shape, dtype=torch.bool)
+    is_other[0, 1] = is_other[last, 3] = False
+    assert all(torch.equal(one[is_other], other[is_other]) for one, other in zip(*found, strict=True))
+    assert found[1][0][is_other].isfinite().all()
+    assert found[1][0][last, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "latents"])
+@pytest.mark.parametrize("factor", [0.0, 2.0**-130, LARGEST])
+def test_extreme_queries_beside_keys_of_zero(name, factor):
+    case = Requests(
+        [1] if name == "decode" else [40], [65], dtype=torch.bfloat16,
+        **{"size": 32, **(FEATURES["latents"] if name == "latents" else {})},
+    )  # fmt: skip
+    case.put("queries", [torch.full_like(rows, factor) for rows in case.queries])
+    case.put("keys", [torch.zeros_like(rows) for rows in case.keys])
+    if name == "latents":
+        case.put("values", [torch.zeros_like(rows) for rows in case.values])
+    else:
+        case.put("values", [rows.to(torch.float8_e4m3fn).to(rows.dtype) for rows in case.values])
+    step = Step(case, kv_cache_dtype="fp8_e4m3")
+    batch = step.batch()
+    step.cache = step.cache.to(torch.float8_e4m3fn)
+
+    check(step.run(step.builder.build(batch)), case)

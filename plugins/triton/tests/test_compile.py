@@ -268,5 +268,11 @@ def test_measured_tiles_fit(key: TileKey, tiles: Tiles) -> None:
     check(phase, capability, key.size, cache, key.page, is_tall=tiles.rows >= 64, tiles=tiles, **forms)
 
 
-def test_records_fit() -> None:
-    check("prefill", 89, 64, "e4m3", 64, is_records=True, is_latent=True, size_v=512, kv_heads=1, group=128)
+@pytest.mark.parametrize(("is_records", "operands"), [(True, "bf16.bf16"), (False, "f16.f16")])
+def test_records_are_multiplied_as_bfloat16(is_records: bool, operands: str) -> None:
+    """They have scales, and exceed float16; codes are exact in it."""
+    latent = {"is_latent": True, "size_v": 512, "kv_heads": 1, "group": 128}
+    code = check("prefill", 89, 64, "e4m3", 64, is_records=is_records, **latent)
+
+    found = {line.partition(".f32.")[2].partition(".f32")[0] for line in code.splitlines() if "mma.sync" in line}
+    assert found == {operands}

@@ -71,6 +71,25 @@ def test_measured_tiles_are_those_of_their_key(
 
 @NEEDS_TRITON
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("other", "is_found"),
+    [
+        ({}, True),
+        ({"causal": False}, True),
+        ({"sliding_window": 1024}, False),
+        ({"attention_chunk": 8192}, False),
+        ({"mm_prefix": True}, False),
+        ({"custom_mask": True}, False),
+        ({"dcp_size": 2, "num_q_heads": 16}, False),
+    ],
+    ids=str,
+)
+def test_tiles_of_descriptors_are_those_of_rows_that_they_load(other: dict[str, Any], is_found: bool) -> None:
+    assert backend_for(block_size=64, **other).decode_tiles.descriptors == is_found
+
+
+@NEEDS_TRITON
+@pytest.mark.usefixtures("registered")
 def test_latents_have_rows_of_their_own(table: dict[TileKey, Tiles]) -> None:
     latent = {"head_size": 576, "head_size_v": 512, "latent": True, "num_kv_heads": 1, "return_lse": True}
     phases = ("latent decode", "selected", "latent prefill")

@@ -10,8 +10,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import statistics
+import threading
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from inspect import signature
 from time import perf_counter
@@ -34,7 +37,8 @@ from attnplug_kit.oracle import INT8_DTYPES, Case, Int8Rounding, assert_close, a
 from attnplug_kit.tune.deciding import LEAST_ROUNDS, steady_rounds, summary, survivors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
 
     from torch import Tensor
 
@@ -381,26 +385,62 @@ class Tuner:
         )
 
 
-def compilers(jobs: int) -> ProcessPoolExecutor:
-    """Return processes for `compile_one`, which share the processors: libraries that compile keep the code on disk."""
-    share = max(1, (os.cpu_count() or 1) // jobs)
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _use_processors, (share,))
+@contextmanager
+def compilers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """
+    Start processes for `compile_one`, which share the processors: libraries that compile keep the code on disk.
+
+    After an interrupt they are killed, with the compilers that they started: these may take minutes.
+    """
+    before, share = set(multiprocessing.active_children()), max(1, (os.cpu_count() or 1) // jobs)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_compiler, (share,))
+    try:
+        yield pool
+        pool.shutdown()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - before:
+            _kill_group(process)
 
 
-def compile_one(request: Requirements, device: Device, id_: str) -> None:
+def compile_one(request: Requirements, device: Device, id_: str) -> str:
     """
     Compile the kernels of a candidate, by a tiny decode and a tiny prefill, as far as they were requested.
 
-    Raises:
-        AttnplugError: It cannot be loaded. Other errors are those of its code.
+    Return why that failed; empty where it did not. Exceptions of its code cannot always be sent to another process.
     """
     lens = {"decode": 1, "prefill": 16}
-    load(request, device, backend=id_).warmup([GraphShape(1, lens[each], lens[each]) for each in request.phases])
+    with ForeignCode("it failed:") as code:
+        load(request, device, backend=id_).warmup([GraphShape(1, lens[each], lens[each]) for each in request.phases])
+    return code.problem
 
 
-def _use_processors(count: int) -> None:
-    """Let the compilers of this process, ninja's of FlashInfer among them, use so many processors."""
+def _start_compiler(count: int) -> None:
+    """
+    Let the compilers of this process, ninja's of FlashInfer among them, use so many processors.
+
+    They write to standard error, since standard output may be a JSON document, and end with the command.
+    """
     os.environ.setdefault("MAX_JOBS", str(count))
+    os.dup2(2, 1)
+    if hasattr(os, "setsid"):  # a group to kill, which an interrupt from a terminal does not reach
+        os.setsid()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+def _kill_group(process: BaseProcess) -> None:
+    """Kill a process of `compilers`, and those that it started."""
+    with suppress(ProcessLookupError, PermissionError):  # it has no group yet, or ended
+        if hasattr(os, "killpg") and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _sample(contestant: Contestant) -> float:

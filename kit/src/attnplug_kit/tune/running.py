@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -143,6 +144,13 @@ def run_order(order: Order) -> int:
     """
     if order.jobs is not None and order.jobs < 0:
         raise RequestError(f"--jobs {order.jobs} was given", "it is a number of processes", "write 0 for none")
+    for name in order.backend or ():
+        if names_of_pair(name) is not None:
+            raise RequestError(
+                f"--backend {name} was given",
+                "it names one backend or candidate: a routed pair is measured where it is expected to gain",
+                "repeat --backend for each of the two",
+            )
     if order.seconds is not None and not order.seconds > 0:  # NaN too
         raise RequestError(f"--seconds {order.seconds:g} was given", "it is a positive number", "leave it out")
     for entry in merged(entry for file in order.merge or () for entry in _read(Path(file))):
@@ -240,11 +248,14 @@ def _compile(order: Order, cells: Sequence[Cell], tuner: Tuner, jobs: int) -> No
     wanted = dict.fromkeys((cell.request(), id_) for cell in new for id_ in tuner.candidates(cell))
     if not jobs or not wanted:
         return
-    begin = perf_counter()
-    with compilers(jobs) as pool:
-        ends = [(id_, pool.submit(compile_one, request, tuner.device, id_)) for request, id_ in wanted]
-        for _, end in tracked(ends, lambda each: f"compiling {each[0]}", shown=not order.json):
-            end.exception()
+    begin, jobs = perf_counter(), min(jobs, len(wanted))
+    try:
+        with compilers(jobs) as pool:
+            ends = [(id_, pool.submit(compile_one, request, tuner.device, id_)) for request, id_ in wanted]
+            for _, end in tracked(ends, lambda each: f"compiling {each[0]}", shown=not order.json):
+                end.result()
+    except BrokenExecutor:  # a segmentation fault, or memory: the system ends the others of the pool too
+        complain("attnplug: warning: a process that compiled ended: what is left compiles where it is measured")
     if not order.json:
         say(f"compiled ahead in {jobs} processes: {perf_counter() - begin:.0f} s")
 

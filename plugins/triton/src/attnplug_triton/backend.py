@@ -77,12 +77,22 @@ class TritonBackend(Backend):
             self.decode_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=rows, arch=arch)
             is_described = dtype == requested.dtype and (agreement.block_size or 1) % DESCRIBED_KEYS == 0
             self.prefill_tiles = prefill_tiles(*sizes, arch=arch, descriptors=is_described)
-        self.decode_tiles = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
+        measured = measured_tiles().get(self.tile_key("decode"), self.decode_tiles)
+        if self.has_plain_rows or not measured.descriptors:  # with pointer loads it would have a stage too few
+            self.decode_tiles = measured
         self.prefill_tiles = measured_tiles().get(self.tile_key("prefill"), self.prefill_tiles)
         if requested.cascade:  # rows of all requests, which read a prefix together
             itemsize = torch_dtype(dtype).itemsize
             self.prefix_tiles = decode_tiles(*sizes, itemsize=itemsize, rows=MAX_ROWS, arch=arch)
         self._programs = requested.num_kv_heads * -(-rows // self.decode_tiles.rows)
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether the rows of short queries attend to all keys before them: tensor descriptors load their tiles."""
+        requested = self.agreement.requirements
+        is_limited = requested.sliding_window is not None or requested.attention_chunk is not None
+        has_ranges = is_limited or requested.mm_prefix or requested.custom_mask
+        return bool(requested.paged) and requested.topk is None and requested.dcp_size == 1 and not has_ranges
 
     def tile_key(self, kernel: str) -> TileKey:
         """Return what measured tile sizes of a kernel, ``"decode"`` or ``"prefill"``, depend on."""

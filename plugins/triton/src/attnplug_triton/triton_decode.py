@@ -171,8 +171,8 @@ def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile tim
     q_at = query + at * q_token + head * q_head
     has_codes: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and not is_records
     q, q_latent, power = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent, has_codes)
-    unit = load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
-    unit *= scale * 1.4426950408889634 * power
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
+    unit *= power
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
         slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634

@@ -159,10 +159,11 @@ def load_queries(
     has_codes: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """
-    Return queries twice, and what they are to be multiplied by; of latents their rotary elements, and those before.
+    Return queries twice, and what each row is to be multiplied by; of latents their rotary elements, and those before.
 
     Those before are as many as a value's. With `has_codes` the KV cache is FP8, and queries of bfloat16 become float16:
-    it holds all codes, and is one instruction away from two of them. A power of 2 brings the queries into its range.
+    it holds all codes, and is one instruction away from two of them. A power of 2 brings a row into its range: one per
+    row, so that a row does not depend on the others of its tile.
     """
     columns, mask = tl.arange(0, width)[None, :], row_mask[:, None]
     if is_latent:
@@ -172,21 +173,24 @@ def load_queries(
     else:
         q = tl.load(at[:, None] + columns, mask=mask & (columns < size), other=0.0)
         latent = q
-    power = tl.full((), 1.0, tl.float32)
+    power = tl.full((at.shape[0],), 1.0, tl.float32)
     if has_codes and q.dtype == tl.bfloat16:
-        largest = tl.maximum(_largest_finite(q), _largest_finite(latent))
-        bits = largest.to(tl.int32, bitcast=True) & 0x7F800000  # the exponent alone
-        power = tl.where(bits != 0, bits.to(tl.float32, bitcast=True), 1.0)
-        return (q.to(tl.float32) / power).to(tl.float16), (latent.to(tl.float32) / power).to(tl.float16), power
-    else:
-        return q, latent, power
+        largest = _largest_finite(q)
+        if is_latent:
+            largest = tl.maximum(largest, _largest_finite(latent))
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        # The largest element becomes 2^14 to 2^15, so that smaller ones keep their bits, and the power is finite.
+        bits = tl.maximum(exponent, 0x07800000) - 0x07000000
+        power, inverse = bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+        q, latent = (q.to(tl.float32) * inverse).to(tl.float16), (latent.to(tl.float32) * inverse).to(tl.float16)
+    return q, latent, power
 
 
 @triton.jit
 def _largest_finite(tile: tl.tensor) -> tl.tensor:
-    """Return the largest finite magnitude of a tile."""
+    """Return the largest finite magnitude of each row of a tile."""
     magnitude = tl.abs(tile.to(tl.float32))
-    return tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
 
 
 @triton.jit
@@ -234,7 +238,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     v_page: tl.int64,
     v_token: tl.int64,
     num_slots: tl.int32,
-    unit: tl.float32,
+    unit: tl.tensor,
     soft_cap: tl.float32,
     size: tl.constexpr,
     size_v: tl.constexpr,
@@ -269,6 +273,8 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
 
     With `is_latent`, a value is the first part of its key, and `size` and `key_base` are those of the rotary part. The
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
+
+    Products of queries and keys become scores to base 2 by `unit`, a factor of each row.
 
     With a `page_size` of 0, keys are contiguous rows from `key_base` and `value_base` on, and `pages` is not read.
 
@@ -326,10 +332,10 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             scores = multiply(q, tl.trans(k), scores, interpreted)
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
-            exponential = tl.math.exp2(scores * (unit * 2.0 / soft_cap))
+            exponential = tl.math.exp2(scores * (unit * 2.0 / soft_cap)[:, None])
             scores = (soft_cap * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + exponential))
         elif alibi > 0:
-            scores = scores * unit
+            scores = scores * unit[:, None]
         if alibi > 0:
             distance = tl.abs(position[:, None] - key_position[None, :]).to(tl.float32)
             if alibi == 2:
@@ -354,7 +360,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             probs = tl.math.exp2(scores - new_max[:, None])
         else:  # the factor is fused into the exponent
             new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
-            probs = tl.math.exp2(scores * unit - new_max[:, None])
+            probs = tl.math.exp2(scores * unit[:, None] - new_max[:, None])
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
