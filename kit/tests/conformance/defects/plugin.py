@@ -17,8 +17,11 @@ from kit.tests.conformance.defects import (  # noqa: F401 - each defines some of
 )
 from kit.tests.conformance.defects.defect import Defect, backend_of
 from kit.tests.conformance.minimal.least import LeastBackend
+from kit.tests.conformance.sparse.patterned import PatternedBackend
 
 HERE = Path(__file__).parents[1]
+BASES = {"mutants": TorchBackend, "sparse": PatternedBackend, "wrong": LeastBackend}
+"""The folders of mutants -> the backend that is right."""
 
 
 @hookimpl
@@ -28,9 +31,9 @@ def attnplug_backend(agreement):
 
 
 def mutant(name):
-    """Return the backend of a module in `mutants` or `wrong`, which has a whole class or one of these parts."""
-    folder, base = ("wrong", LeastBackend) if (HERE / "wrong" / f"{name}.py").exists() else ("mutants", TorchBackend)
+    """Return the backend of a mutant's module, which has the whole class or one of these parts."""
+    (folder,) = (each for each in BASES if (HERE / each / f"{name}.py").exists())
     found = vars(import_module(f"kit.tests.conformance.{folder}.{name}"))
     parts = {"impl_class": found.get("MutantImpl"), "builder_class": found.get("MutantBuilder")}
     wrong = {place: part for place, part in parts.items() if part is not None}
-    return found.get("MutantBackend") or type("MutantBackend", (base,), wrong)
+    return found.get("MutantBackend") or type("MutantBackend", (BASES[folder],), wrong)
