@@ -27,7 +27,6 @@ from attnplug.selection.selection import Selection
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from attnplug.negotiation.candidate import Candidate
     from attnplug.request.settings import BackendNames, Options, Settings
     from attnplug.request.torch_values import DeviceLike
 
