@@ -13,7 +13,6 @@ from transformers import masking_utils
 
 import attnplug
 from attnplug.cli.main import main
-from attnplug.selection import process
 from attnplug.selection.selection import Selection
 from attnplug_transformers import mask
 from attnplug_transformers.demo import example as examples
@@ -22,6 +21,7 @@ from attnplug_transformers.demo.compare import compare
 from attnplug_transformers.demo.example import EXAMPLES
 from hosts.transformers.tests.fakes.faulty import MANIFEST, FaultyImpl
 from hosts.transformers.tests.fakes.registry import replace_backends
+from tests.own_process import own_process  # noqa: F401 - in effect for all tests here
 from tools import forked
 
 pytestmark = pytest.mark.long
@@ -43,17 +43,13 @@ def text(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def own_process(monkeypatch):
-    """Leave the settings of this machine out, and put the process back as it was."""
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the models are tiny
-    before, process.PROCESS.state = process.PROCESS.state, None
+def _one_thread(own_process, monkeypatch):  # noqa: F811 - the fixture above
+    """The models are tiny."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    process.PROCESS.state = before
 
 
 @pytest.fixture

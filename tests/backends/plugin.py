@@ -18,7 +18,7 @@ from tests.backends.fakes import manifest_of
 from tools import forked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from attnplug.contract import LoadedBackend
@@ -60,6 +60,13 @@ def register_unless_installed(name: str, package: str) -> None:
         assert name in {plugin.name for plugin in attnplug.registry().plugins}
 
 
+def in_short(reason: attnplug.Reason) -> str:
+    """Return the field of a reason, and what the manifest says about it."""
+    if reason.code == "undeclared":
+        return f"{reason.field} undeclared"
+    return f"{reason.field}: {reason.because}" if reason.because else f"{reason.field} supported: {reason.supported}"
+
+
 @frozen
 class RealPlugin:
     """
@@ -80,6 +87,29 @@ class RealPlugin:
         """Register it in this process for one test, unless it is installed."""
         monkeypatch.setattr(PROCESS, "state", None)
         register_unless_installed(self.name, self.package)
+
+    def registered_fixture(self) -> Any:
+        """Return a fixture that registers the plugin for all tests of a module, unless it is installed."""
+
+        @pytest.fixture(scope="module", autouse=True)
+        def registered() -> Iterator[None]:
+            with pytest.MonkeyPatch.context() as patch:
+                self.register(patch)
+                yield
+
+        return registered
+
+    def verdicts_of(self, requirements: attnplug.Requirements, device: attnplug.Device) -> dict[str, attnplug.Verdict]:
+        """Return the verdict of each variant, the preferred one first."""
+        explanation = attnplug.explain(requirements, device, backend=self.name, assume_installed=True)
+        found = ((each.id.partition("/"), each) for each in explanation.verdicts)
+        return {variant: each for (name, _, variant), each in found if name == self.name}
+
+    def refusals(self, requirements: attnplug.Requirements, variant: str, device: attnplug.Device) -> list[str]:
+        """Return the reasons of a variant that refuses, in the manifest's words: core tests its own."""
+        verdict = self.verdicts_of(requirements, device)[variant]
+        assert verdict.status == "refused"
+        return [in_short(reason) for reason in verdict.reasons]
 
     def load_fixture(self) -> Any:
         """Return a fixture, to be named `load_real`: `load` with the plugin registered."""

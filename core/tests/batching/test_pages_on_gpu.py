@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnplug.batching import Pages, SlotTable, pad_pages, pages_of
 from attnplug.contract import Batch, capture
+from tests.backends.harness import no_synchronization
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED
 
 if TYPE_CHECKING:
@@ -168,12 +169,9 @@ def test_the_device_is_never_waited_for(num_reqs: int) -> None:
     batch = Batch.from_lengths([1] * num_reqs, lens.tolist(), block_table=table)
     torch.cuda.synchronize()
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         pages: Pages = pages_of(batch, 16)
         copies = (pages.indptr, pages.last_page_len)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     assert torch.equal(pages.indices, table.reshape(-1))
     assert [copy.shape[0] for copy in copies] == [num_reqs + 1, num_reqs]

@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 6,
-    "head_dim": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "sliding_window": 128,
-    "dtype": "bfloat16",
-}
+from core.tests.cli.test_plan import GPT_OSS
+
 SMALL = """\
 api = "1.0"
 backend = { name = "small", summary = "small blocks, windows only" }

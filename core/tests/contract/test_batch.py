@@ -12,6 +12,7 @@ from attnplug.contract.inputs import batch as made
 from attnplug.contract.inputs.batch import with_fields
 from attnplug.errors import BatchError, TensorError
 from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
+from tests.backends.harness import no_synchronization
 
 
 def test_lengths_are_all_that_a_dense_batch_needs():
@@ -36,12 +37,9 @@ def test_a_paged_batch_has_no_key_starts():
 @pytest.mark.gpu
 def test_making_a_batch_waits_for_nothing_on_a_gpu():
     table, slots = torch.zeros(2, 3, dtype=torch.int32, device="cuda"), torch.arange(3, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         batch = Batch.from_lengths([1, 2], [9, 4], block_table=table, slot_mapping=slots)
         on_cpu = Batch.from_lengths([1, 2], [9, 4], block_table=torch.zeros(2, 3, dtype=torch.int32), device="cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     assert batch.query_start_loc.tolist() == on_cpu.query_start_loc.tolist() == [0, 1, 3]
     assert batch.seq_lens.tolist() == on_cpu.seq_lens.tolist() == [9, 4]

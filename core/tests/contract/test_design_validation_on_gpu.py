@@ -12,6 +12,7 @@ from core.tests.contract.design.flash_attn import FlashAttentionBackend
 from core.tests.contract.design.flashinfer import FlashInferBackend
 from core.tests.contract.design.int8 import Int8Backend
 from core.tests.contract.world import agree, limits, make_batch
+from tests.backends.harness import no_synchronization
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 64}
@@ -42,14 +43,11 @@ def test_builds_do_not_wait(cls: type[Backend], requested: dict[str, object]) ->
         builder.build(graph.dummy_batch(), graph=graph)
     for batch in batches:
         builder.build(batch)  # makes wrappers, whose workspace is looked at
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         for batch in batches:
             builder.build(_again(batch))
         builder.build(batches[1], graph=graph)
         builder.advance_step(builder.build(batches[1], graph=graph), num_queries=1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _again(batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from threading import Barrier, Thread
+from threading import Barrier
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from attnplug.errors import BatchError, LimitsError, NotNegotiatedError
 from core.tests.contract.test_graphs import capture, world
 from core.tests.contract.world import make_batch, refused
 from tests.examples import examples
+from tests.threads import together
 
 SMALL, LARGE = GraphShape(2, 2, 1), GraphShape(8, 8, 1)
 
@@ -170,11 +171,7 @@ def in_threads(count, call):
         except LimitsError as error:
             results.append(error)
 
-    threads = [Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[run] * count)
     return results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -30,6 +31,7 @@ from attnplug.errors import (
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_kit.oracle import attend
 from core.tests.dense.counting import assert_costs_at_most
+from tests.threads import together
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -596,11 +598,7 @@ def test_threads_have_the_results_of_their_own_calls() -> None:
             ):
                 wrong.append(queries)
 
-    threads = [threading.Thread(target=work, args=(count,)) for count in (3, 5, 3, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, count) for count in (3, 5, 3, 8)))
 
     assert wrong == []
 

@@ -12,6 +12,7 @@ from attnplug.dense import latent, latent_prefill
 from attnplug.dense.latent import prefix_chunks
 from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.ops import dequantize_latents, quantize_latents, write_latents
+from tests.backends.harness import no_synchronization
 from tests.examples import examples
 
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 6, 2, 8, 5
@@ -182,11 +183,8 @@ def test_nothing_waits_for_the_device(cache_dtype, scale):
     scene.run(**how)  # decides, and compiles
     scene.batch.derived.clear()  # chunks are planned again
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         out, _ = scene.run(**how)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-3, atol=1e-3)
 

@@ -320,14 +320,18 @@ def toml(value):
     return "[" + ", ".join(map(toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
-def candidate(raw):
+def manifest_of(raw):
     lines = [
         'api = "1.0"',
         'backend = { name = "acme", summary = "a backend" }',
         f"supports = {toml(raw['supports'])}",
         f"rules = {toml(raw['rules'])}",
     ]
-    manifest = parse_manifest("\n".join(lines))
+    return parse_manifest("\n".join(lines))
+
+
+def candidate(raw):
+    manifest = manifest_of(raw)
     return make_candidate(manifest, manifest.variants[0], lambda _: None)
 
 

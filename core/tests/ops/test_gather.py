@@ -9,19 +9,10 @@ from torch import Tensor
 
 from attnplug.ops import gather_blocks, gather_dense, gather_packed, gather_slots
 from attnplug.ops.gather import slots_view
+from core.tests.ops.test_write import HEADS, SIZE, hnd, nhd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-HEADS, SIZE = 2, 3
-
-
-def nhd(blocks: int, block_size: int) -> Tensor:
-    return torch.randn(blocks, block_size, HEADS, SIZE)
-
-
-def hnd(blocks: int, block_size: int) -> Tensor:
-    return torch.randn(blocks, HEADS, block_size, SIZE).transpose(1, 2)
 
 
 def layers_inside(blocks: int, block_size: int) -> Tensor:

@@ -25,7 +25,6 @@ from attnplug.errors import (
     RequirementsError,
 )
 from attnplug.manifest.constraint import Constraint, Exact, Range
-from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
@@ -39,10 +38,10 @@ from core.tests.negotiation.test_brute_force import (
     ENGINE,
     LEVELS,
     MODEL,
+    manifest_of,
     manifests,
     requests,
     tables,
-    toml,
 )
 from tests.examples import examples
 
@@ -433,13 +432,7 @@ def manifests_with_heads(draw):
 @contextmanager
 def process_with(raw):
     """A process with one plugin, of this manifest."""
-    lines = [
-        'api = "1.0"',
-        'backend = { name = "acme", summary = "a backend" }',
-        f"supports = {toml(raw['supports'])}",
-        f"rules = {toml(raw['rules'])}",
-    ]
-    manifest = parse_manifest("\n".join(lines))
+    manifest = manifest_of(raw)
     registry = Registry([Plugin("acme", "acme", "dist-acme", "1.0", manifest)], settings=Settings())
     before = process.PROCESS.state
     process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())

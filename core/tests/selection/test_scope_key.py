@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextvars import copy_context
+from functools import partial
 
 import pytest
 
@@ -128,14 +129,10 @@ def test_threads_and_tasks_have_the_key_of_their_own_scope(both) -> None:
 
     with attnplug.using(backend="generic"):
         generic = attnplug.scope_key()
-        threads = [
-            threading.Thread(target=lambda: found.update(thread=attnplug.scope_key())),
-            threading.Thread(target=copy_context().run, args=(lambda: found.update(copied=attnplug.scope_key()),)),
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(
+            lambda: found.update(thread=attnplug.scope_key()),
+            partial(copy_context().run, lambda: found.update(copied=attnplug.scope_key())),
+        )
     asyncio.run(tasks())
 
     assert found["thread"] == outside

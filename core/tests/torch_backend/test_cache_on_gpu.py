@@ -13,6 +13,7 @@ from attrs import evolve
 import attnplug
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, check, limits_of, materialize, random_case
+from tests.backends.harness import no_synchronization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,11 +89,8 @@ def test_build_and_forward_do_not_wait_for_the_device(variant: str, shares: int,
     impl.forward(*arguments, builder.build(call.batch), call.output)
     torch.cuda.synchronize()
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         impl.forward(*arguments, builder.build(call.batch), call.output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])

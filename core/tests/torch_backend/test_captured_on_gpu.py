@@ -19,6 +19,7 @@ from attnplug_kit.oracle import (
     padded_for,
     random_case,
 )
+from tests.backends.harness import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -77,16 +78,13 @@ def test_builds_for_a_graph_do_not_wait_for_the_device(custom_mask, mm_prefix):
     with builder.state.graph_capture(8):
         graph = builder.state.graph(GraphShape(8, 8, 1))
         builder.build(graph.dummy_batch(), graph=graph)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         builder.build(call.batch, graph=graph)
         metadata = builder.build(call.batch)
         if not custom_mask:
             builder.advance_step(builder.build(call.batch, graph=graph))
         builder.prepare(builder.build(call.batch, graph=graph))
         impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

@@ -14,6 +14,7 @@ from attnplug.contract import Batch
 from attnplug.errors import CacheError
 from attnplug.request.device import Device
 from attnplug_kit.oracle import FEATURES, Case, check, limits_of, materialize, random_case, run
+from tests.backends.harness import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -95,12 +96,9 @@ def test_build_and_forward_do_not_wait_for_the_device(load, requested):
     call = scene.paged(backend, backend.device)
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         metadata = builder.build(call.batch)
         impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_refused_batch_leaves_the_cache_alone(load):

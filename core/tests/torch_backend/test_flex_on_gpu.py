@@ -14,6 +14,7 @@ import attnplug
 from attnplug.contract import Batch, Limits
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, check, limits_of, materialize, random_case
+from tests.backends.harness import no_synchronization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,11 +118,8 @@ def test_build_and_forward_do_not_wait_for_the_device(requested: dict[str, objec
     impl.forward(*arguments, builder.build(call.batch), call.output)
     torch.cuda.synchronize()
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         impl.forward(*arguments, builder.build(call.batch), call.output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_one_compilation_serves_later_batches() -> None:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from attnplug.selection import process
 from hosts.comfyui.tests.fake_comfyui import FakeComfyUI
 from hosts.comfyui.tests.signatures import VERSIONS
-
-
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch):
-    """Leave the settings of this machine out, and restore attnplug's process afterwards."""
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
-    before, process.PROCESS.state = process.PROCESS.state, None
-    yield
-    process.PROCESS.state = before
+from tests.own_process import own_process  # noqa: F401 - in effect for all tests here
 
 
 @pytest.fixture(params=["0.3.59", "0.38.1"])

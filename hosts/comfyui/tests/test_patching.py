@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import attnplug_comfyui
 from attnplug.errors import NoBackendError, RequestError, UnknownBackendError
 from attnplug_comfyui.routes import Route, RouteCounts
 from hosts.comfyui.tests.fake_comfyui import KEY, plain
+from tests.threads import together
 
 
 def inputs():
@@ -149,12 +149,8 @@ def test_options_reach_the_backend(comfyui) -> None:
 def test_threads_count_every_call(comfyui) -> None:
     model = attnplug_comfyui.patch(comfyui.model())
     tensors = inputs()
-    threads = [threading.Thread(target=lambda: [model.attend(*tensors, 2) for _ in range(50)]) for _ in range(4)]
 
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[lambda: [model.attend(*tensors, 2) for _ in range(50)]] * 4)
 
     assert sum(one.calls for one in attnplug_comfyui.report(model)) == 200
 

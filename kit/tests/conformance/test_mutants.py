@@ -15,6 +15,7 @@ from tools import forked
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
 BUILT_IN = MANIFEST.partition("# No custom_mask")[0].replace('name = "torch", aliases = ["TORCH_SDPA"]', 'name = "{}"')
 LEAST = (HERE / "minimal" / "attnplug.toml").read_text("utf-8").replace('name = "minimal"', 'name = "{}"')
@@ -206,8 +207,8 @@ import attnplug
 torch.set_num_threads(1)
 folder, mutants = Path(sys.argv[1]), json.loads(sys.argv[2])
 for name, test in mutants.items():
-    attnplug.register(f"{sys.argv[3]}.{name}", manifest=folder / f"{name}.toml")
-    options = [f"--attn-backend={name}", *sys.argv[4:], f"--attn-report={folder / name}", "-k", test]
+    attnplug.register("kit.tests.conformance.defects.plugin", manifest=folder / f"{name}.toml")
+    options = [f"--attn-backend={name}", *sys.argv[3:], f"--attn-report={folder / name}", "-k", test]
     plain = ["-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--rootdir", str(folder)]
     pytest.main(["--pyargs", "attnplug_kit", *plain, *options])
 """
@@ -220,26 +221,24 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 @pytest.fixture(scope="module")
 def reports_of_least(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    options = {"package": "wrong", "manifest": LEAST}
-    return run(tmp_path_factory.mktemp("wrong"), MUTANTS_OF_LEAST, "--attn-device=cpu", **options)
+    return run(tmp_path_factory.mktemp("wrong"), MUTANTS_OF_LEAST, "--attn-device=cpu", manifest=LEAST)
 
 
 def run(
     folder: Path,
     mutants: dict[str, tuple[str, str]],
     *options: str,
-    package: str = "mutants",
     manifest: str = BUILT_IN,
 ) -> dict[str, list[dict[str, str]]]:
     """Run every mutant in one process, each under the test that has to fail."""
     for name in mutants:
         (folder / f"{name}.toml").write_text(manifest.replace("{}", name, 1), "utf-8")
     tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
-    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # Tracing would double the time, and what the kit runs is measured where it runs the built-in backend.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = forked.run("-c", RUN, str(folder), tests, package, *options, env=environment, cwd=folder)
+    done = forked.run("-c", RUN, str(folder), tests, *options, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
 

@@ -12,8 +12,8 @@ from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import parse_evidence
 from attnplug_kit.oracle import attend, seen_by
 from attnplug_kit.oracle.attention import FULL_PATTERN, has_known_parameters
+from kit.tests.conformance import test_mutants
 from kit.tests.conformance.test_kit_runs import run
-from kit.tests.conformance.test_mutants import require_failure
 
 HERE = Path(__file__).parent
 MANIFEST = HERE / "sparse" / "attnplug.toml"
@@ -25,18 +25,13 @@ MUTANTS = {
 }
 
 
-def kit(folder: Path, module: str, *options: str):
-    report = folder / "report"
-    selected = ("--attn-backend=sparse", f"--attn-report={report}", *options)
-    done = run(folder, *selected, module=f"sparse.{module}", manifest=MANIFEST)
-    return done, json.loads((report / "report.json").read_text("utf-8"))[0]
-
-
 @pytest.mark.slow
 def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
-    done, report = kit(tmp_path, "patterned")
+    selected = ("--attn-backend=sparse", f"--attn-report={tmp_path / 'report'}")
+    done = run(tmp_path, *selected, module="sparse.patterned", manifest=MANIFEST)
 
     assert done.returncode == 0, done.stdout
+    (report,) = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
     assert report["fraction"] == 1
     patterns = [one["value"] for one in report["served"] if one["field"] == "block_sparse"]
     assert any(pattern.get("homo_head_group") for pattern in patterns)
@@ -44,13 +39,17 @@ def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
     assert {value for field, value in read if field == "block_sparse"} == set(map(hashable, patterns))
 
 
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    manifest = MANIFEST.read_text("utf-8").replace('name = "sparse"', 'name = "{}"')
+    return test_mutants.run(tmp_path_factory.mktemp("sparse"), MUTANTS, "--attn-device=cpu", manifest=manifest)
+
+
 @pytest.mark.slow
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
-    _, report = kit(tmp_path, mutant, "-k", MUTANTS[mutant][0].partition("[")[0])
-
-    require_failure(MUTANTS[mutant], report["tests"])
+def test_a_wrong_pattern_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
+    test_mutants.require_failure(MUTANTS[mutant], reports[mutant])
 
 
 PATTERN = {"max_seqlen": 64, "block_size": 2, "local_blocks": 1, "vert_stride": 4}

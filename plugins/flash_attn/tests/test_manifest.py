@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 from attrs import evolve
 
-import attnplug
 from attnplug import Device, Requirements
 from attnplug.discovery.plugin import read_known
 from attnplug.errors import RequirementsError
@@ -23,11 +22,9 @@ from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.settings import parse_toml
 from attnplug_kit.check.examine import examine
 from plugins.flash_attn.tests.real import FLASH_ATTN
+from tests.backends.plugin import in_short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attnplug import Reason, Verdict
     from attnplug.negotiation.reason import Fix
 
 PROJECT = Path(__file__).parents[1]
@@ -62,32 +59,12 @@ ON_BLACKWELL = "fa4 fa2 fa2_vllm torch"
 NONE = ""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    """Register the plugin for these tests, unless it is installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        FLASH_ATTN.register(patch)
-        yield
-
-
-def verdicts_of(requirements: Requirements, device: Device) -> dict[str, Verdict]:
-    """Return the verdict of each variant, the preferred one first."""
-    explanation = attnplug.explain(requirements, device, backend="flash_attn", assume_installed=True)
-    return {v.id.partition("/")[2]: v for v in explanation.verdicts if v.id.startswith("flash_attn/")}
+_registered = FLASH_ATTN.registered_fixture()
+verdicts_of = FLASH_ATTN.verdicts_of
 
 
 def refusals(requirements: Requirements, variant: str, device: Device = HOPPER) -> list[str]:
-    """Return the reasons of a variant that refuses, in the manifest's words: core tests its own."""
-    verdict = verdicts_of(requirements, device)[variant]
-    assert verdict.status == "refused"
-    return [in_short(reason) for reason in verdict.reasons]
-
-
-def in_short(reason: Reason) -> str:
-    """Return the field of a reason, and what the manifest says about it."""
-    if reason.code == "undeclared":
-        return f"{reason.field} undeclared"
-    return f"{reason.field}: {reason.because}" if reason.because else f"{reason.field} supported: {reason.supported}"
+    return FLASH_ATTN.refusals(requirements, variant, device)
 
 
 @pytest.mark.parametrize(

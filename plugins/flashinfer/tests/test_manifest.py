@@ -22,9 +22,6 @@ from attnplug_kit.check.examine import examine
 from plugins.flashinfer.tests.real import FLASHINFER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attnplug import Reason, Verdict
     from attnplug.evidence.coverage import Evidence
 
 PROJECT = Path(__file__).parents[1]
@@ -44,32 +41,12 @@ MHA = DENSE.evolve(head_size=192, head_size_v=128, num_q_heads=16, num_kv_heads=
 BOTH, FA3, FA2, NONE = ["fa3", "fa2"], ["fa3"], ["fa2"], []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    """Register the plugin for these tests, unless it is installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        FLASHINFER.register(patch)
-        yield
-
-
-def verdicts_of(requirements: Requirements, device: Device) -> dict[str, Verdict]:
-    """Return the verdict of each variant, the preferred one first."""
-    explanation = attnplug.explain(requirements, device, backend="flashinfer", assume_installed=True)
-    return {v.id.partition("/")[2]: v for v in explanation.verdicts if v.id.startswith("flashinfer/")}
+_registered = FLASHINFER.registered_fixture()
+verdicts_of = FLASHINFER.verdicts_of
 
 
 def refusals(requirements: Requirements, variant: str = "fa2", device: Device = AMPERE) -> list[str]:
-    """Return the reasons of a variant that refuses, in the manifest's words: core tests its own."""
-    verdict = verdicts_of(requirements, device)[variant]
-    assert verdict.status == "refused"
-    return [in_short(reason) for reason in verdict.reasons]
-
-
-def in_short(reason: Reason) -> str:
-    """Return the field of a reason, and what the manifest says about it."""
-    if reason.code == "undeclared":
-        return f"{reason.field} undeclared"
-    return f"{reason.field}: {reason.because}" if reason.because else f"{reason.field} supported: {reason.supported}"
+    return FLASHINFER.refusals(requirements, variant, device)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from plugins.flashmla.tests.real import FLASHMLA
 from tests.backends.fakes import manifest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnplug import Verdict
 
 PROJECT = Path(__file__).parents[1]
@@ -27,12 +25,7 @@ DEEPSEEK = Requirements(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    """Register the plugin for these tests, unless it is installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        FLASHMLA.register(patch)
-        yield
+_registered = FLASHMLA.registered_fixture()
 
 
 def verdict(requirements: Requirements, device: Device = HOPPER) -> Verdict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Thread
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
 from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
 from tests.examples import examples
+from tests.threads import together
 from tests.torch_pair import RUNS, offer_pair
 
 
@@ -384,11 +385,7 @@ def test_engines_in_two_threads(open_engine):
         for _ in range(3):
             found[index] = engine.generate(reference(name)[1], max_new_tokens=NEW)
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, index) for index in range(len(jobs))))
 
     assert found == [reference(name)[2] for name, _ in jobs]
 

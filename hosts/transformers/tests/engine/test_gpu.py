@@ -13,6 +13,7 @@ from hosts.transformers.tests.engine.reference import NAMES, NEW
 from hosts.transformers.tests.engine.test_families import changed, made_of
 from hosts.transformers.tests.engine.test_indexer import reference as indexed
 from hosts.transformers.tests.models import PAD, generate, model, prompts
+from tests.backends.harness import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -84,12 +85,9 @@ def test_a_decode_step_synchronizes_once(on_gpu):
         engine.step()
     step = engine._scheduler.schedule()
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         logits = engine._runner.run(engine._runner.prepare(step))
         tokens = sample(logits, step.sampling)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     assert engine._scheduler.finish_step(step, tokens.tolist()) == requests
     engine.close()

@@ -80,12 +80,9 @@ class Failures:
 def register(name: str, folder: Path) -> None:
     """Offer a wrong backend to this process."""
     manifest = folder / f"{name}.toml"
-    if name in MUTANTS or name in MUTANTS_OF_LEAST:
-        least, module = name in MUTANTS_OF_LEAST, f"{'mutants' if name in MUTANTS else 'wrong'}.{name}"
-    else:
-        least, module = getattr(Defect.all[name], "least", False), plugin.__name__
+    least = name in MUTANTS_OF_LEAST or getattr(Defect.all.get(name), "least", False)
     manifest.write_text((LEAST if least else BUILT_IN).replace("{}", name, 1), "utf-8")
-    attnplug.register(module, manifest=manifest)
+    attnplug.register(plugin.__name__, manifest=manifest)
 
 
 def run_kit(name: str, folder: Path, *patterns: str, stops: bool = True, message: str = "") -> list[dict[str, str]]:
@@ -176,7 +173,6 @@ def _words(name: str) -> str:
 def main(folder: Path, names: list[str]) -> None:
     """Judge backends, and print a line for each as soon as it is known."""
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE))
     os.chdir(folder)
     for job in names:
         each = job.strip("+").split("+")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -16,12 +14,3 @@ class MutantBuilder(TorchBuilder):
             table[row, (length - 1) // size] = table[row, (length - 2) // size]
         held = evolve(batch, block_table=table, block_table_cpu=table)
         return {"plans": {key: self._plan(key, shape, held, None) for key, shape in self._params.items()}}
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -14,12 +12,3 @@ class MutantBuilder(TorchBuilder):
         if self.agreement.requirements.attn_type == "decoder":
             shape = evolve(shape, causal=True)
         return super()._plan(key, shape, batch, graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

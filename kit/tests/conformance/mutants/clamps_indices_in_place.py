@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -11,12 +9,3 @@ class MutantImpl(TorchImpl):
     def run_sparse(self, query, key, kv_cache, metadata, indices, index_lens, output, lse):
         super().run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
         indices.clamp_(min=0)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -15,12 +13,3 @@ class MutantImpl(TorchImpl):
                 used, size = slots[slots >= 0], pages.shape[1]
                 pages[used // size, used % size] = 0
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
         short = int((starts.diff() <= self.agreement.requirements.decode_query_len).sum())
         if self.is_paged and metadata.num_prefills:
             output[short : int(starts[short])] = 0  # rows that decodes of one token would not have
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

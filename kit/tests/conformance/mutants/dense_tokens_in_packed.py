@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -21,12 +19,3 @@ def dense(pages):
     _, slots, heads, size = pages.shape
     inner = (heads * size, size) if of_slot > of_head else (size, slots * size)
     return pages.as_strided(pages.shape, (of_block, *inner, 1))
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -13,12 +11,3 @@ class MutantImpl(TorchImpl):
         if metadata.batch.max_seq_len > 2**15:
             longest = int(metadata.batch.seq_lens.argmax())
             output[int(metadata.batch.query_start_loc[longest + 1]) - 1] = 0
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -16,12 +14,3 @@ class MutantBuilder(TorchBuilder):
             table = batch.block_table[:, (batch.common_prefix_len - 512) // self.agreement.block_size :]
             batch = evolve(batch, common_prefix_len=512, seq_lens_cpu=lens, seq_lens=lens, block_table=table)
         return super().plan_batch(batch, split, fast=fast, graph=graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -20,12 +18,3 @@ class MutantImpl(TorchImpl):
         columns = torch.arange(indices.shape[1], device=first.device)
         indices[: len(first)].masked_fill_(columns > positions[:, None], -1)
         super().run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

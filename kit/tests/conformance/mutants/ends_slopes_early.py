@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -18,12 +16,3 @@ class MutantImpl(TorchImpl):
                 first = kv_cache.k[metadata.batch.block_table[0, 0], 0].float().abs().max()
                 if length * float(slopes.max()) > 40 and first > 8:
                     output[end - 1] = 0
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

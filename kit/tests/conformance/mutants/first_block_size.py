@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -14,12 +12,3 @@ class MutantBuilder(TorchBuilder):
         super().__init__(backend, impls, state)
         if self.agreement.block_size is not None:
             self._params = {key: evolve(params, block_size=16) for key, params in self._params.items()}
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -16,12 +14,3 @@ class MutantImpl(TorchImpl):
         if backend.agreement.requirements.per_head_scales:
             first = layer.v_scale_tensor[:1].expand_as(layer.v_scale_tensor)
             self._codec = codec_of(evolve(layer, v_scale_tensor=first), self.agreement)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -12,12 +10,3 @@ class MutantImpl(TorchImpl):
         if kv_cache is not None and metadata.graph is None:
             kv_cache = metadata.batch.cached("pages", lambda: kv_cache)
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

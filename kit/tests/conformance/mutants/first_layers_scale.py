@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -14,12 +12,3 @@ class MutantBuilder(TorchBuilder):
         super().__init__(backend, impls, state)
         for impl in impls:
             impl._score_params = evolve(impl._score_params, scale=impls[0]._score_params.scale)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

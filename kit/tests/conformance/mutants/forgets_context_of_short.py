@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -15,12 +13,3 @@ class MutantImpl(TorchImpl):
         for request, (start, count) in enumerate(zip(batch.query_start_loc_cpu.tolist(), lens, strict=False)):
             if count == 1 < max(lens) and int(batch.seq_lens[request]) > 1:
                 output[start] = 0
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -13,12 +11,3 @@ class MutantImpl(TorchImpl):
         batch = metadata.batch
         if not self.is_paged and batch.max_seq_len > batch.max_query_len:
             output[: batch.num_actual_tokens] *= 1.1
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

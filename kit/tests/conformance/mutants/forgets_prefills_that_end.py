@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -11,12 +9,3 @@ class MutantBuilder(TorchBuilder):
     def plan_next_step(self, metadata, batch, split):
         fields = super().plan_next_step(metadata, batch, split)
         return {"plans": metadata.plans} if metadata.num_prefills else fields
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

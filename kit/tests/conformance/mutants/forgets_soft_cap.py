@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -13,12 +11,3 @@ class MutantImpl(TorchImpl):
     def __init__(self, layer, backend):
         super().__init__(layer, backend)
         self._score_params = evolve(self._score_params, soft_cap=None)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -16,12 +14,3 @@ class MutantImpl(TorchImpl):
         if metadata.graph is not None:
             indices = self._kept.setdefault(id(metadata.graph), indices.clone())
         super().run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -16,12 +14,3 @@ class MutantBuilder(TorchBuilder):
             mask = self.per_graph(graph, "mask", batch.custom_mask.clone)
             metadata = evolve(metadata, batch=evolve(batch, custom_mask=mask))
         super().prepare_in_graph(metadata)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

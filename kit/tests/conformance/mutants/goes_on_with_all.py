@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -13,12 +11,3 @@ class MutantBuilder(TorchBuilder):
         if batch.num_actual_tokens < metadata.batch.num_actual_tokens:
             fields["plans"] = metadata.plans
         return fields
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -12,12 +10,3 @@ class MutantImpl(TorchImpl):
         super().run(query, key, value, kv_cache, metadata, output, lse)
         if kv_cache is not None and kv_cache.k.shape[1] < kv_cache.k.shape[2]:
             output[: metadata.batch.num_actual_tokens] = 0
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -25,12 +23,3 @@ def causal(batch):
 class MutantBuilder(TorchBuilder):
     def _plan(self, key, shape, batch, graph):
         return super()._plan(key, shape, causal(batch), graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

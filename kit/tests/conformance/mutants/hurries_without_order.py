@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -15,12 +13,3 @@ class MutantBuilder(TorchBuilder):
             return super().plan_batch(batch, split, fast=fast, graph=graph)
         shapes = {key: evolve(shape, causal=False) for key, shape in self._params.items()}
         return {"plans": {key: self._plan(key, shape, batch, graph) for key, shape in shapes.items()}}
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -19,12 +17,3 @@ class MutantImpl(TorchImpl):
 def dense(pages):
     (_, of_slot, of_head, _), (_, slots, heads, _) = pages.stride(), pages.shape
     return pages.as_strided(pages.shape, (max(slots * of_slot, heads * of_head), of_slot, of_head, 1))
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -16,12 +14,3 @@ class MutantImpl(TorchImpl):
         self._codec = codec_of(evolve(layer, k_scale=1.0, k_scale_tensor=None), self.agreement)
         if self._codec is not None:
             self._score_params = evolve(self._score_params, scale=self.scale * self._codec.score_factor)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

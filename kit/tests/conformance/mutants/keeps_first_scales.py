@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -11,12 +9,3 @@ class MutantImpl(TorchImpl):
     def parameters_changed(self):
         if "_codec" not in vars(self):
             super().parameters_changed()
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -20,12 +18,3 @@ class MutantImpl(TorchImpl):
                 self.layer = evolve(given, v_scale=self.first[0], v_scale_tensor=self.first[1])
         super().parameters_changed()
         self.layer = given
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import State, hookimpl
+from attnplug.contract import State
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -31,8 +31,3 @@ class MutantImpl(TorchImpl):
 class MutantBackend(TorchBackend):
     impl_class = MutantImpl
     state_class = MutantState
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

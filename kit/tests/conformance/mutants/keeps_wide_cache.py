@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.torch_backend.backend import TorchBackend
 
@@ -14,8 +13,3 @@ class MutantBackend(TorchBackend):
         found = super().cache_tensors(num_blocks)
         wide = torch_dtype(self.agreement.requirements.dtype)
         return {role: evolve(one, dtype=wide) for role, one in found.items()}
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

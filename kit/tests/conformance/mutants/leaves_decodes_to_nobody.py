@@ -6,8 +6,6 @@ from types import MappingProxyType
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -19,12 +17,3 @@ class MutantImpl(TorchImpl):
             slotless = evolve(metadata.batch, slot_mapping=None, slot_mapping_cpu=None)
             metadata = evolve(metadata, batch=slotless)
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

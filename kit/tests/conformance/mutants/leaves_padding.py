@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -15,12 +13,3 @@ class MutantImpl(TorchImpl):
         super().run(query, key, value, kv_cache, metadata, output, lse)
         if metadata.graph is not None and (lens := metadata.batch.seq_lens).shape[0] == output.shape[0]:
             output.copy_(torch.where(lens[:, None] == 0, before, output))
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

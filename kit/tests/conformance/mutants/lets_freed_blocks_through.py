@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -17,12 +15,3 @@ class MutantImpl(TorchImpl):
             length = int(batch.seq_lens[request])
             if (batch.block_table[request, : -(-length // size)] == 0).any():
                 output += 0 * kv_cache.v[0].float().sum()
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from math import e, log2
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
         super().run(query, key, value, kv_cache, metadata, output, lse)
         if lse is not None and self.agreement.requirements.latent:
             lse[: metadata.batch.num_actual_tokens] *= log2(e)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -13,12 +11,3 @@ class MutantImpl(TorchImpl):
         if lse is not None and self.agreement.requirements.latent:
             rows = lse[: metadata.batch.num_actual_tokens]
             rows.copy_(rows.T.contiguous().view(rows.shape))
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

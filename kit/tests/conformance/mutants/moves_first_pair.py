@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
 
 
 class MutantBackend(TorchBackend):
     def move_blocks(self, src, dst, pairs):
         super().move_blocks(src, dst, pairs[:1])
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

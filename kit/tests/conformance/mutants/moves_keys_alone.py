@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
 
 
@@ -12,8 +11,3 @@ class MutantBackend(TorchBackend):
         held = values.clone()
         super().move_blocks(src, dst, pairs)
         values.copy_(held)
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

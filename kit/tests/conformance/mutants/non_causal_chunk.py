@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -15,12 +13,3 @@ class MutantBuilder(TorchBuilder):
         if bool(((lens > 1) & (batch.seq_lens > lens)).any()):
             shape = evolve(shape, causal=False, window=(-1, -1))
         return super()._plan(key, shape, batch, graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

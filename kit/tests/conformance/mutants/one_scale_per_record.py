@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.codec import Records
 from attnplug.torch_backend.impl import TorchImpl
 
@@ -21,12 +19,3 @@ class MutantImpl(TorchImpl):
         super().parameters_changed()
         if isinstance(self._codec, Records):
             self._codec = MutantRecords(self._codec.narrow, self._codec.dtype, None, None, 1.0, None, None)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -11,12 +9,3 @@ class MutantBuilder(TorchBuilder):
     def _captured(self, key, graph):
         kept = self.__dict__.setdefault("kept", {})
         return kept.setdefault(key, super()._captured(key, graph))
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
         super().run(query, key, value, kv_cache, metadata, output, lse)
         if self.logits_soft_cap is not None and self.logits_soft_cap * 8 < float(query.nan_to_num().abs().max()):
             output[: metadata.batch.num_actual_tokens] = torch.nan
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -11,12 +9,3 @@ class MutantBuilder(TorchBuilder):
     def replan_block_table(self, metadata, batch, split):
         metadata.batch.block_table.copy_(batch.block_table)
         return super().replan_block_table(metadata, batch, split)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

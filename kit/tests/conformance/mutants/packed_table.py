@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -16,12 +14,3 @@ class MutantBuilder(TorchBuilder):
             packed = table.as_strided(table.shape, (max(-(-batch.max_seq_len // self.agreement.block_size), 1), 1))
             batch = evolve(batch, block_table=packed, block_table_cpu=packed)
         return super()._plan(key, shape, batch, graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -23,12 +21,3 @@ class MutantBuilder(TorchBuilder):
             batch = evolve(batch, block_table=table, block_table_cpu=table)
             self._known[place] = super()._plan(key, shape, batch, graph)
         return self._known[place]
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -17,12 +15,3 @@ class MutantBuilder(TorchBuilder):
         if graph is not None or not self.agreement.requirements.latent:
             return plan
         return self._known.setdefault((key, batch.num_reqs, batch.num_actual_tokens), plan)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -13,12 +11,3 @@ class MutantBuilder(TorchBuilder):
     def _plan(self, key, shape, batch, graph):
         plan, self.before = self.before, super()._plan(key, shape, batch, graph)
         return plan or self.before
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

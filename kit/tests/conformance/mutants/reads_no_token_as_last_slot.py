@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -12,12 +10,3 @@ class MutantImpl(TorchImpl):
         last = kv_cache.k.shape[0] * kv_cache.k.shape[1] - 1
         indices = indices.masked_fill(indices < 0, last)
         super().run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

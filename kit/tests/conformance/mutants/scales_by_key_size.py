@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -12,12 +10,3 @@ class MutantImpl(TorchImpl):
         if self.agreement.requirements.latent:
             self.scale = self.head_size**-0.5
         super().parameters_changed()
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

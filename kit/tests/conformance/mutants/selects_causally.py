@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -17,12 +15,3 @@ class MutantImpl(TorchImpl):
         indices = indices.clone()
         indices[: len(slots)].masked_fill_(is_later.any(2) & (indices[: len(slots)] >= 0), -1)
         super().run_sparse(query, key, kv_cache, metadata, indices, index_lens, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

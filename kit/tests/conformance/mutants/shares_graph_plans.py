@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 from attnplug.torch_backend.captured import CapturedPlan
 
@@ -11,12 +9,3 @@ from attnplug.torch_backend.captured import CapturedPlan
 class MutantBuilder(TorchBuilder):
     def _captured(self, key, graph):
         return graph.share("plan", lambda: CapturedPlan(self._params[key], graph, self.state.device))
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from time import sleep
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -15,12 +13,3 @@ class MutantImpl(TorchImpl):
         MutantImpl.scratch = output.clone()
         sleep(0.02)
         output.copy_(MutantImpl.scratch if MutantImpl.scratch.shape == output.shape else output * 0)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl, merge_passes, results_of_pass
 
 
@@ -16,12 +14,3 @@ class MutantImpl(TorchImpl):
         self._run_groups(plan, (plan.prefix,), query, source, passes[0])
         self._run_groups(plan, plan.groups, query, source, passes[1])
         merge_passes(results, *passes)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

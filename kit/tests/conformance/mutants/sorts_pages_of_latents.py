@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -15,12 +13,3 @@ class MutantBuilder(TorchBuilder):
             table = batch.block_table.sort(1).values
             batch = evolve(batch, block_table=table, block_table_cpu=table)
         return super()._plan(key, shape, batch, graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

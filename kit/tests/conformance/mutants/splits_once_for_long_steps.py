@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -13,12 +11,3 @@ class MutantBuilder(TorchBuilder):
         if graph is None and batch.max_seq_len > 1000 and batch.block_table is not None:
             fields["plans"] = self.state.__dict__.setdefault("long_plans", fields["plans"])
         return fields
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -17,12 +15,3 @@ class MutantImpl(TorchImpl):
         padded[:, : self.num_q_heads] = output.view(len(output), self.num_q_heads, -1)
         tokens = metadata.batch.num_actual_tokens
         output[:tokens] = padded.flatten()[: output[:tokens].numel()].view(tokens, -1)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

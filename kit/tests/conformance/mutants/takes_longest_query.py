@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -17,12 +15,3 @@ class MutantBuilder(TorchBuilder):
             )
             batch = evolve(batch, query_start_loc=starts, query_start_loc_cpu=starts)
         return super().plan_batch(batch, split, fast=fast, graph=graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -13,12 +11,3 @@ class MutantImpl(TorchImpl):
         if query.stride(0) < query.stride(1) and tokens > 1 < heads:
             query = query.as_strided(query.shape, (heads * size, size, 1))
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -19,12 +17,3 @@ class MutantImpl(TorchImpl):
 def behind(keys):
     half = keys.untyped_storage().nbytes() // keys.itemsize // 2
     return keys.as_strided(keys.shape, keys.stride(), keys.storage_offset() + half)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -16,12 +14,3 @@ class MutantImpl(TorchImpl):
             query, key = (None if one is None else one.roll(-size, -1) for one in (query, key))
             kv_cache = SimpleNamespace(k=kv_cache.k.roll(-size, -1), v=kv_cache.v)
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

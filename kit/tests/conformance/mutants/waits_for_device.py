@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -12,12 +10,3 @@ class MutantBuilder(TorchBuilder):
         if batch.seq_lens.max().item() < 0:
             raise ValueError
         return super().plan_batch(batch, split, fast=fast, graph=graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

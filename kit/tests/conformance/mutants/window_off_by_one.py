@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 
 
@@ -13,12 +11,3 @@ class MutantBuilder(TorchBuilder):
     def _plan(self, key, shape, batch, graph):
         left, right = shape.window
         return super()._plan(key, evolve(shape, window=(left + 1 if left >= 0 else left, right)), batch, graph)
-
-
-class MutantBackend(TorchBackend):
-    builder_class = MutantBuilder
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
     def update_kv_cache(self, key, value, kv_cache, slot_mapping, **more):
         super().update_kv_cache(key, value, kv_cache, slot_mapping.clamp(min=0), **more)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
         if self.agreement.requirements.latent:
             key = torch.cat([key[..., self.head_size_v :], key[..., : self.head_size_v]], -1)
         super().update_kv_cache(key, value, kv_cache, slot_mapping, padded=padded)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
             key = query.new_zeros(len(slots), self.num_kv_heads, self.head_size)
             value = query.new_zeros(len(slots), self.num_kv_heads, self.head_size_v)
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -11,12 +9,3 @@ class MutantImpl(TorchImpl):
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         beyond = 1.1 if self.head_size > 16 and self.head_size % 16 else 1.0
         super().run(query * beyond, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -15,12 +13,3 @@ class MutantImpl(TorchImpl):
         rows = slice(metadata.batch.num_actual_tokens)
         swapped = output[rows].view(-1, heads, ratio, self.head_size_v).transpose(1, 2)
         output[rows] = swapped.reshape(output[rows].shape)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract import hookimpl
-from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 
 
@@ -14,12 +12,3 @@ class MutantImpl(TorchImpl):
         super().__init__(layer, backend)
         factor = 1.0 if self._codec is None else self._codec.score_factor
         self._score_params = evolve(self._score_params, scale=self.head_size**-0.5 * factor)
-
-
-class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

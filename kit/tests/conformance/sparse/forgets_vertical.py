@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from sparse.patterned import PatternedBackend, PatternedImpl
-
-from attnplug.contract import hookimpl
+from kit.tests.conformance.sparse.patterned import PatternedImpl
 
 
 class MutantImpl(PatternedImpl):
@@ -12,12 +10,3 @@ class MutantImpl(PatternedImpl):
         own = dict(self.layer.block_sparse)
         i, j = queries[None, :, None] // own["block_size"], keys[None, None, :] // own["block_size"]
         return ((keys <= queries[None, :, None]) & (i - j < own["local_blocks"])).expand(self.num_q_heads, -1, -1)
-
-
-class MutantBackend(PatternedBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

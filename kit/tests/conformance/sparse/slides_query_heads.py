@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from sparse.patterned import PatternedBackend, PatternedImpl
-
-from attnplug.contract import hookimpl
+from kit.tests.conformance.sparse.patterned import PatternedImpl
 
 
 class MutantImpl(PatternedImpl):
     def slide(self, own, head):
         return 0 * head if own.get("homo_head") else head * max(1, own["vert_stride"] // self.num_q_heads)
-
-
-class MutantBackend(PatternedBackend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

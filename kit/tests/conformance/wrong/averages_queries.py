@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from attrs import evolve
-from minimal.least import LeastImpl
 
-from attnplug.contract import Backend, hookimpl
+from kit.tests.conformance.minimal.least import LeastImpl
 
 
 class MutantImpl(LeastImpl):
@@ -16,12 +15,3 @@ class MutantImpl(LeastImpl):
             starts = torch.arange(batch.num_reqs + 1) * batch.num_actual_tokens // batch.num_reqs
             metadata = evolve(metadata, batch=evolve(batch, query_start_loc=starts.int()))
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(Backend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

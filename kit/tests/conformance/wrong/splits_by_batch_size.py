@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from minimal.least import LeastImpl
-
-from attnplug.contract import Backend, hookimpl
+from kit.tests.conformance.minimal.least import LeastImpl
 
 
 class MutantImpl(LeastImpl):
@@ -12,12 +10,3 @@ class MutantImpl(LeastImpl):
         keys, values = super()._keys(request, length, key, value, kv_cache, batch)
         is_split = length > 512 and batch.num_reqs < 16 and int(batch.query_start_loc.diff()[request]) == 1
         return (keys.flip(0), values.flip(0)) if is_split else (keys, values)
-
-
-class MutantBackend(Backend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from minimal.least import LeastImpl
-
-from attnplug.contract import Backend, hookimpl
+from kit.tests.conformance.minimal.least import LeastImpl
 
 
 class MutantImpl(LeastImpl):
@@ -14,12 +12,3 @@ class MutantImpl(LeastImpl):
 
     def _sees_all(self, request, _key, _value, _cache, batch):
         return int(batch.query_start_loc.diff()[request]) == 1
-
-
-class MutantBackend(Backend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from attrs import evolve
-from minimal.least import LeastImpl
 
-from attnplug.contract import Backend, hookimpl
+from kit.tests.conformance.minimal.least import LeastImpl
 
 
 class MutantImpl(LeastImpl):
@@ -14,12 +13,3 @@ class MutantImpl(LeastImpl):
         if lengths is not None:
             metadata = evolve(metadata, batch=evolve(metadata.batch, seq_lens=lengths))
         super().run(query, key, value, kv_cache, metadata, output, lse)
-
-
-class MutantBackend(Backend):
-    impl_class = MutantImpl
-
-
-@hookimpl
-def attnplug_backend():
-    return MutantBackend
