@@ -161,6 +161,16 @@ def test_fields_that_change_no_result_are_tags() -> None:
     assert {"attnplug:cudagraph=uniform_batch", "attnplug:return_lse=True"} <= set(found[0].tags)
 
 
+def test_layers_of_one_definition_are_one_file_with_all_tags(command) -> None:
+    layers = [Requirements(**LAYER, cudagraph=level) for level in ("never", "uniform_batch")]
+
+    folder = command("--requirements", json.dumps([layer.to_dict() for layer in layers]))
+
+    (definition,) = {definitions_of(layer)[0].path for layer in layers}
+    tags = json.loads((folder / definition).read_text())["tags"]
+    assert set(tags) == {tag for layer in layers for tag in definitions_of(layer)[0].tags}
+
+
 def test_steps_are_workloads_whose_tensors_the_reference_takes(command, tmp_path: Path) -> None:
     text = json.dumps({**LAYER, "sinks": True})
     batches = ("decode:3x9", "mixed:2x8+1x5", "decode:3x9")
