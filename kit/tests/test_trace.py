@@ -161,6 +161,16 @@ def test_fields_that_change_no_result_are_tags() -> None:
     assert {"attnplug:cudagraph=uniform_batch", "attnplug:return_lse=True"} <= set(found[0].tags)
 
 
+def test_layers_of_one_definition_are_one_file_with_all_tags(command) -> None:
+    layers = [Requirements(**LAYER, cudagraph=level) for level in ("never", "uniform_batch")]
+
+    folder = command("--requirements", json.dumps([layer.to_dict() for layer in layers]))
+
+    (definition,) = {definitions_of(layer)[0].path for layer in layers}
+    tags = json.loads((folder / definition).read_text())["tags"]
+    assert set(tags) == {tag for layer in layers for tag in definitions_of(layer)[0].tags}
+
+
 def test_steps_are_workloads_whose_tensors_the_reference_takes(command, tmp_path: Path) -> None:
     text = json.dumps({**LAYER, "sinks": True})
     batches = ("decode:3x9", "mixed:2x8+1x5", "decode:3x9")
@@ -351,6 +361,7 @@ def test_a_wrong_solution_is_found(judged, old: str, new: str, parts: str, messa
     [
         ({"path": "../main.py", "entry_point": "../main.py::run"}, "a source is a text file inside"),
         ({"path": "/tmp/main.py", "entry_point": "/tmp/main.py::run"}, "a source is a text file inside"),  # noqa: S108
+        ({"path": "//main.py", "entry_point": "//main.py::run"}, "a source is a text file inside"),
         ({"path": "plugin.py", "entry_point": "plugin.py::run"}, "and none of definition.json"),
         ({"entry_point": "main.py::walk"}, "name a function at the top level"),
         ({"entry_point": "other.py::run"}, "the sources are main.py"),
@@ -367,6 +378,23 @@ def test_a_solution_that_cannot_be_judged_is_refused(command, changes: dict[str,
 
     with pytest.raises(RequestError, match=message):
         check("--solution", str(path), "--trust", "--device", "cpu")
+
+
+def test_two_sources_with_one_path_are_refused(command) -> None:
+    folder = command("--requirements", json.dumps(LAYER))
+    definition = definitions_of(Requirements(**LAYER))[-1]
+    path = write_solution(folder, definition, definition.reference)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "sources": data["sources"] * 2}))
+
+    with pytest.raises(RequestError, match=r"the source 'main\.py'"):
+        check("--solution", str(path), "--trust")
+
+
+@pytest.mark.parametrize("words", [("elsewhere",), ("--evidence", "torch")])
+def test_a_solution_is_judged_alone(words: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError, match="--solution was given with a path or --evidence"):
+        check("--solution", "mine.json", *words)
 
 
 def test_no_code_of_a_solution_runs_without_trust(command, tmp_path: Path) -> None:

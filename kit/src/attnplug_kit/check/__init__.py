@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check a path, or run the kit and write its evidence."""
-    if arguments.evidence is not None:
-        return _write_evidence(arguments)
     if arguments.solution is not None:
         return _judge(arguments)
+    if arguments.evidence is not None:
+        return _write_evidence(arguments)
     from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help does without
 
     report = examine(arguments.path or ".", shown=not arguments.json)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from attnplug.commands import OK, complain, say, say_json
+from attnplug.commands import complain
 from attnplug.errors import RequestError
+from attnplug_kit.tune import declare_layers
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
 
     from attnplug.request import Requirements
-
-    Step: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # new tokens and keys of each request
+    from attnplug_kit.trace.workload import Step
 
 SUMMARY: Final = "layers and steps of a model, as definitions and workloads of FlashInfer Trace"
 
@@ -43,15 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "attnplug trace [CONFIG] [options]"
     parser.description = "Write the layers of a model, and steps, as definitions and workloads of FlashInfer Trace."
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a model's config.json, its folder, or a model id in the Hugging Face cache",
-    )
-    parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
-    parser.add_argument("--steps", metavar="FILE", help="layers and steps of a recording instead, see ATTNPLUG_RECORD")
-    parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
+    declare_layers(parser)
     parser.add_argument(
         "--block-size", type=int, metavar="N", help="tokens per page where a layer names none; default 16"
     )
@@ -67,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write definitions and workloads."""
-    from attnplug_kit.tune.grid import layers_of_json, layers_of_model, parse_batch  # noqa: PLC0415 - help does without
+    from attnplug_kit.trace.workload import export  # noqa: PLC0415 - help does without
+    from attnplug_kit.tune.grid import layers_of_json, layers_of_model, parse_batch  # noqa: PLC0415 - likewise
 
     given = (arguments.config, arguments.requirements, arguments.steps)
     if sum(each is not None for each in given) != 1:
@@ -81,17 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError("--steps was given with --batch or --tp", "a recording has its steps", "leave them out")
         found = _recorded(arguments.steps)
     else:
-        texts = arguments.config, arguments.requirements
-        layers = (
-            layers_of_json(texts[1])
-            if texts[0] is None
-            else layers_of_model(texts[0], 1 if arguments.tp is None else arguments.tp)
-        )
+        if arguments.config is None:
+            layers = layers_of_json(arguments.requirements)
+        else:
+            layers = layers_of_model(arguments.config, 1 if arguments.tp is None else arguments.tp)
         parsed = [parse_batch(text) for text in arguments.batch]
         steps = [(new, tuple(map(sum, zip(new, old, strict=True)))) for _, new, old, _ in parsed]
         found = dict.fromkeys(layers, steps)
     pages = [(_with_pages(layer, arguments.block_size), steps) for layer, steps in found.items()]
-    return _write(pages, Path(arguments.out), arguments.scale, as_json=arguments.json)
+    return export(pages, Path(arguments.out), arguments.scale, as_json=arguments.json)
 
 
 def _recorded(path: str) -> dict[Requirements, list[Step]]:
@@ -116,58 +104,3 @@ def _with_pages(layer: Requirements, block_size: int | None) -> Requirements:
     if block_size is None or not layer.paged or layer.block_size is not None:
         return layer
     return layer.evolve(block_size=block_size)
-
-
-def _write(
-    layers: Sequence[tuple[Requirements, Sequence[Step]]], folder: Path, scale: float | None, *, as_json: bool
-) -> int:
-    """Write everything, after all of it was made: a refused layer leaves nothing behind."""
-    files: dict[str, list[dict[str, Any]]] = {}
-    blobs: dict[str, Any] = {}
-    times: Counter[str] = Counter()
-    for layer, steps in layers:
-        for path, content, tensors in _files_of(layer, steps, scale):
-            each = files.setdefault(path, [])
-            if content not in each:
-                each.append(content)
-            if tensors is not None:
-                times[content["workload"]["uuid"]] += 1
-                blobs[tensors[0]] = tensors[1]
-    from attnplug_kit.trace.workload import write_blob  # noqa: PLC0415 - help does without
-
-    for path, contents in files.items():
-        place = folder / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(content, indent=2 if path.endswith(".json") else None) for content in contents]
-        place.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for path, tensors in blobs.items():
-        write_blob(folder / path, tensors)
-    if as_json:
-        say_json({"files": {path: len(contents) for path, contents in files.items()}, "times": dict(times)})
-    for path, contents in () if as_json else files.items():
-        count = sum(times[each["workload"]["uuid"]] for each in contents if "workload" in each)
-        say(f"{folder / path}" + (f": {len(contents)} different of {count} steps" if count else ""))
-    return OK
-
-
-def _files_of(
-    layer: Requirements, steps: Sequence[Step], scale: float | None
-) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Yield the path and content of each definition and workload, and the path and tensors of a workload's blob."""
-    from attnplug_kit.trace.definition import definitions_of  # noqa: PLC0415 - help does without
-    from attnplug_kit.trace.workload import blob_path, serves, workload_of  # noqa: PLC0415 - likewise
-
-    for definition in definitions_of(layer):
-        yield definition.path, definition.to_dict(), None
-        own = [step for step in steps if serves(definition, step[0])]
-        if own and layer.latent and scale is None:
-            raise RequestError(
-                "a layer of latents was given without a scale",
-                "it is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, and no requirement",
-                "pass --scale, 0.07217 for DeepSeek-V3 without YaRN",
-            )
-        scalars = {"sm_scale": scale or layer.head_size**-0.5, "logits_soft_cap": layer.logits_soft_cap or 0.0}
-        for query_lens, seq_lens in own:
-            workload = workload_of(definition, query_lens, seq_lens, scalars)
-            path = definition.path.replace("definitions/", "workloads/", 1) + "l"
-            yield path, workload.to_dict(definition), (blob_path(definition, workload), workload.indices)

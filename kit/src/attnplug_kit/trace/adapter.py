@@ -105,28 +105,28 @@ class SolutionImpl(AttentionImpl):
 
     def _inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Any) -> dict[str, Any]:
         """Return the inputs but for indices, contiguous: shapes alone are in a definition."""
-        found: dict[str, Any] = {"sm_scale": self.scale, "logits_soft_cap": self.logits_soft_cap or 0.0}
         # A head without a sink has a large negative one, see `Layer.sinks`.
         none = torch.full((self.num_q_heads,), -1e4, device=query.device)
-        found["sinks"] = none if self.layer.sinks is None else self.layer.sinks.float()
-        size = self.head_size_v
+        found: dict[str, Any] = {"sinks": none if self.layer.sinks is None else self.layer.sinks.float()}
         if self.agreement.requirements.latent:
-            pages = kv_cache.k[:, :, 0]
-            found |= {"q_nope": query[..., :size], "q_pe": query[..., size:]}
-            found |= {"ckv_cache": pages[..., :size], "kpe_cache": pages[..., size:]}
+            for names, rows in ((("q_nope", "q_pe"), query), (("ckv_cache", "kpe_cache"), kv_cache.k[:, :, 0])):
+                found |= zip(names, rows.tensor_split([self.head_size_v], -1), strict=True)
         elif kv_cache is not None:
             found |= {"q": query, "k_cache": kv_cache.k, "v_cache": kv_cache.v}
         else:
             found |= {"q": query, "k": key, "v": value}
-        return {name: each.contiguous() if isinstance(each, torch.Tensor) else each for name, each in found.items()}
+        scalars = {"sm_scale": self.scale, "logits_soft_cap": self.logits_soft_cap or 0.0}
+        return scalars | {name: tensor.contiguous() for name, tensor in found.items()}
 
     def _call(self, inputs: Mapping[str, Any], query: Tensor) -> dict[str, Tensor]:
         """Call the solution with inputs, and outputs where it takes those, in the order of the definition."""
-        rows = {"output": (*query.shape[:2], self.head_size_v), "lse": tuple(query.shape[:2])}
-        dtypes = {"output": query.dtype, "lse": torch.float32}
         names = tuple(self.definition.outputs)
+        wanted = {
+            "output": ((*query.shape[:2], self.head_size_v), query.dtype),
+            "lse": (query.shape[:2], torch.float32),
+        }
         if self.solution.takes_outputs:
-            results: Any = tuple(torch.empty(rows[n], dtype=dtypes[n], device=query.device) for n in names)
+            results: Any = tuple(query.new_empty(wanted[n][0], dtype=wanted[n][1]) for n in names)
             self.function(*inputs.values(), *results)
         else:
             results = self.function(*inputs.values())
@@ -142,11 +142,11 @@ class SolutionImpl(AttentionImpl):
             )
         found = dict(zip(names, results, strict=True))
         for name, each in found.items():
-            shape = tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
-            if shape != rows[name] or each.dtype != dtypes[name]:
+            given = (each.shape, each.dtype) if isinstance(each, torch.Tensor) else type(each).__name__
+            if given != wanted[name]:
                 raise PluginContractError(
-                    f"{self.solution.entry_point} returned {name} as {shape}, {getattr(each, 'dtype', None)}",
-                    f"{rows[name]}, {dtypes[name]}",
+                    f"{self.solution.entry_point} returned {name} as {given}",
+                    f"the definition has {wanted[name]}",
                     "return what the definition says",
                 )
         return found

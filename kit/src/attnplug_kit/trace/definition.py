@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from attrs import field, frozen
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.request import Requirements
+
+    Tensor: TypeAlias = tuple[tuple[str, ...] | None, str]  # axes, None for a scalar, and dtype
 
 DEFAULT_BLOCK_SIZE: Final = 16
 """The page size of a definition whose layer leaves it open; the built-in backend agrees to it."""
@@ -28,6 +30,13 @@ _TAGGED: Final = frozenset(
 """The fields that change no result: a definition has them as tags."""
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
+_SHORT: Final = {
+    "num_qo_heads": "h",
+    "num_kv_heads": "kv",
+    "head_dim": "d",
+    "head_dim_v": "vd",
+    "head_dim_ckv": "ckv",
+} | {"head_dim_kpe": "kpe", "page_size": "ps", "sliding_window": "w"}
 
 
 @frozen
@@ -48,8 +57,8 @@ class Definition:
     name: str
     op_type: str
     axes: Mapping[str, int | None]
-    inputs: Mapping[str, tuple[tuple[str, ...] | None, str]]
-    outputs: Mapping[str, tuple[tuple[str, ...] | None, str]]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
     tags: tuple[str, ...] = ()
     reference: str = field(default="", repr=False)
 
@@ -65,32 +74,28 @@ class Definition:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, as the format has them."""
-        axes = {n: {"type": "var"} if v is None else {"type": "const", "value": v} for n, v in self.axes.items()}
+        keys = "total_kv" if self.op_type == "gqa_ragged" else "num_kv_indices"
+        constraints = ["len_indptr == batch_size + 1"] if "batch_size" in self.axes else []
+        constraints += [] if self.is_decode else ["total_q == qo_indptr[-1].item()"]
+        inputs, outputs = (
+            {
+                name: {"shape": None if axes is None else list(axes), "dtype": dtype}
+                for name, (axes, dtype) in each.items()
+            }
+            for each in (self.inputs, self.outputs)
+        )
         return {
             "name": self.name,
             "op_type": self.op_type,
             "description": "Exported by attnplug. The LSE is to base 2"
             + (", and includes the sink." if "sinks" in self.inputs else "."),
             "tags": list(self.tags),
-            "axes": axes,
-            "constraints": [text for text in _constraints(self) if text],
-            "inputs": _specs(self.inputs),
-            "outputs": _specs(self.outputs),
+            "axes": {n: {"type": "var"} if v is None else {"type": "const", "value": v} for n, v in self.axes.items()},
+            "constraints": [*constraints, f"{keys} == kv_indptr[-1].item()"],
+            "inputs": inputs,
+            "outputs": outputs,
             "reference": self.reference,
         }
-
-
-def _specs(tensors: Mapping[str, tuple[tuple[str, ...] | None, str]]) -> dict[str, Any]:
-    return {n: {"shape": None if a is None else list(a), "dtype": dtype} for n, (a, dtype) in tensors.items()}
-
-
-def _constraints(definition: Definition) -> tuple[str, ...]:
-    keys = "total_kv" if definition.op_type == "gqa_ragged" else "num_kv_indices"
-    return (
-        "len_indptr == batch_size + 1" if "batch_size" in definition.axes else "",
-        "" if definition.is_decode else "total_q == qo_indptr[-1].item()",
-        f"{keys} == kv_indptr[-1].item()",
-    )
 
 
 def definitions_of(layer: Requirements) -> tuple[Definition, ...]:
@@ -104,9 +109,8 @@ def definitions_of(layer: Requirements) -> tuple[Definition, ...]:
         RequestError: The format cannot express a field.
     """
     _refuse(layer)
-    paged = bool(layer.paged)
-    stages = [stage for stage in ("decode", "prefill") if stage in layer.phases] if paged else ["prefill"]
-    return tuple(_definition(layer, stage) for stage in stages)
+    stages = [stage for stage in ("decode", "prefill") if stage in layer.phases] if layer.paged else ["prefill"]
+    return tuple(_definition(layer, is_decode=stage == "decode") for stage in stages)
 
 
 def _refuse(layer: Requirements) -> None:
@@ -130,73 +134,48 @@ def _refuse(layer: Requirements) -> None:
         )
 
 
-def _definition(layer: Requirements, stage: str) -> Definition:
-    op_type = "mla_paged" if layer.latent else "gqa_paged" if layer.paged else "gqa_ragged"
-    axes = _axes(layer, op_type, stage)
-    inputs, outputs = _tensors(layer, op_type, stage)
-    tags = [f"stage:{stage}", *(f"attnplug:{n}={v}" for n, v in layer.to_dict().items() if n in _TAGGED)]
-    name = "_".join([op_type, "decode" if stage == "decode" else "prefill_causal", *_name_parts(layer, axes)])
-    reference = reference_text(op_type, tuple(inputs), layer.sliding_window)
-    return Definition(name, op_type, axes, inputs, outputs, tuple(tags), reference)
-
-
-def _axes(layer: Requirements, op_type: str, stage: str) -> dict[str, int | None]:
-    size_v = layer.head_size_v or layer.head_size
+def _definition(layer: Requirements, *, is_decode: bool) -> Definition:
+    size, size_v = layer.head_size, layer.head_size_v or layer.head_size
     axes: dict[str, int | None] = {"num_qo_heads": layer.num_q_heads}
+    rows = ("batch_size" if is_decode else "total_q", "num_qo_heads")
+    pages = ("num_pages", "page_size")
     if layer.latent:
-        axes |= {"head_dim_ckv": size_v, "head_dim_kpe": layer.head_size - size_v}
+        op_type, value = "mla_paged", "head_dim_ckv"
+        axes |= {value: size_v, "head_dim_kpe": size - size_v}
+        shapes = {"q_nope": (*rows, value), "q_pe": (*rows, "head_dim_kpe")}
+        shapes |= {"ckv_cache": (*pages, value), "kpe_cache": (*pages, "head_dim_kpe")}
     else:
-        axes |= {"num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_size}
-        axes |= {} if size_v == layer.head_size else {"head_dim_v": size_v}
+        op_type, suffix, first = ("gqa_paged", "_cache", pages) if layer.paged else ("gqa_ragged", "", ("total_kv",))
+        value = "head_dim" if size_v == size else "head_dim_v"
+        axes |= {"num_kv_heads": layer.num_kv_heads, "head_dim": size, value: size_v}
+        shapes = {"q": (*rows, "head_dim"), f"k{suffix}": (*first, "num_kv_heads", "head_dim")}
+        shapes |= {f"v{suffix}": (*first, "num_kv_heads", value)}
     if layer.paged:
         axes["page_size"] = layer.block_size or DEFAULT_BLOCK_SIZE
     if layer.sliding_window is not None:
         axes["sliding_window"] = layer.sliding_window
-    variable = [] if stage == "decode" else ["total_q"]
-    variable += ["total_kv"] if op_type == "gqa_ragged" else ["batch_size", "num_pages", "num_kv_indices"]
-    return axes | dict.fromkeys([*variable, "len_indptr"])
-
-
-def _tensors(layer: Requirements, op_type: str, stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    dtype, rows = layer.dtype, "batch_size" if stage == "decode" else "total_q"
-    size_v = "head_dim" if layer.head_size_v in (None, layer.head_size) else "head_dim_v"
-    if op_type == "mla_paged":
-        size_v = "head_dim_ckv"
-        inputs: dict[str, Any] = {
-            "q_nope": ((rows, "num_qo_heads", "head_dim_ckv"), dtype),
-            "q_pe": ((rows, "num_qo_heads", "head_dim_kpe"), dtype),
-            "ckv_cache": (("num_pages", "page_size", "head_dim_ckv"), dtype),
-            "kpe_cache": (("num_pages", "page_size", "head_dim_kpe"), dtype),
-        }
-    else:
-        names, first = (("k", "v"), ("total_kv",)) if op_type == "gqa_ragged" else _PAGES
-        inputs = {"q": ((rows, "num_qo_heads", "head_dim"), dtype)}
-        inputs |= {
-            name: ((*first, "num_kv_heads", size), dtype)
-            for name, size in zip(names, ("head_dim", size_v), strict=True)
-        }
-    if stage != "decode":
-        inputs["qo_indptr"] = (("len_indptr",), "int32")
-    inputs["kv_indptr"] = (("len_indptr",), "int32")
-    if op_type != "gqa_ragged":
-        inputs["kv_indices"] = (("num_kv_indices",), "int32")
-        inputs["kv_last_page_len"] = (("batch_size",), "int32")
-    inputs["sm_scale"] = (None, "float32")
-    if layer.logits_soft_cap is not None:
-        inputs["logits_soft_cap"] = (None, "float32")
-    if layer.sinks:
-        inputs["sinks"] = (("num_qo_heads",), "float32")
-    outputs = {"output": ((rows, "num_qo_heads", size_v), dtype), "lse": ((rows, "num_qo_heads"), "float32")}
-    return inputs, outputs
-
-
-_PAGES: Final = (("k_cache", "v_cache"), ("num_pages", "page_size"))
-
-
-def _name_parts(layer: Requirements, axes: Mapping[str, int | None]) -> list[str]:
-    short = {"num_qo_heads": "h", "num_kv_heads": "kv", "head_dim": "d", "head_dim_v": "vd", "head_dim_ckv": "ckv"}
-    short |= {"head_dim_kpe": "kpe", "page_size": "ps", "sliding_window": "w"}
-    parts = [f"{short[name]}{value}" for name, value in axes.items() if value is not None]
+    parts = [op_type, "decode" if is_decode else "prefill_causal", *(f"{_SHORT[n]}{v}" for n, v in axes.items())]
     parts += ["cap"] if layer.logits_soft_cap is not None else []
     parts += ["sinks"] if layer.sinks else []
-    return parts if layer.dtype == "bfloat16" else [*parts, layer.dtype]
+    parts += [] if layer.dtype == "bfloat16" else [layer.dtype]
+    variable = [] if is_decode else ["total_q"]
+    variable += ["batch_size", "num_pages", "num_kv_indices"] if layer.paged else ["total_kv"]
+    axes |= dict.fromkeys([*variable, "len_indptr"])
+    inputs = {name: (shape, layer.dtype) for name, shape in shapes.items()} | _other_inputs(layer, is_decode=is_decode)
+    outputs = {"output": ((*rows, value), layer.dtype), "lse": (rows, "float32")}
+    tags = [f"stage:{'decode' if is_decode else 'prefill'}"]
+    tags += [f"attnplug:{name}={value}" for name, value in layer.to_dict().items() if name in _TAGGED]
+    reference = reference_text(op_type, tuple(inputs), layer.sliding_window)
+    return Definition("_".join(parts), op_type, axes, inputs, outputs, tuple(tags), reference)
+
+
+def _other_inputs(layer: Requirements, *, is_decode: bool) -> dict[str, Tensor]:
+    """Return the offsets, pages and scalars."""
+    found: dict[str, Tensor] = {} if is_decode else {"qo_indptr": (("len_indptr",), "int32")}
+    found["kv_indptr"] = (("len_indptr",), "int32")
+    if layer.paged:
+        found |= {"kv_indices": (("num_kv_indices",), "int32"), "kv_last_page_len": (("batch_size",), "int32")}
+    found["sm_scale"] = (None, "float32")
+    if layer.logits_soft_cap is not None:
+        found["logits_soft_cap"] = (None, "float32")
+    return found | ({"sinks": (("num_qo_heads",), "float32")} if layer.sinks else {})

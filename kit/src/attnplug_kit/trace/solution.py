@@ -17,7 +17,7 @@ from attnplug.request import Device, Requirements
 from attnplug_kit.trace.definition import Definition, definitions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 NAME: Final = "trace_solution"
 """The name of the backend, and of the package that has it."""
@@ -80,15 +80,12 @@ class Solution:
                 no source.
         """
         try:
-            spec = data["spec"]
-            found = cls(
-                name=str(data["name"]),
-                definition=str(data["definition"]),
-                language=str(spec["language"]),
-                entry_point=str(spec["entry_point"]),
-                takes_outputs=bool(spec.get("destination_passing_style", True)),
-                sources=_by_path(data["sources"]),
-            )
+            spec, sources = data["spec"], {each["path"]: each["content"] for each in data["sources"]}
+            name, definition = str(data["name"]), str(data["definition"])
+            language, entry_point = str(spec["language"]), str(spec["entry_point"])
+            takes_outputs = bool(spec.get("destination_passing_style", True))
+            found = cls(name, definition, language, entry_point, takes_outputs, sources)
+            paths = [each["path"] for each in data["sources"]]
         except (KeyError, TypeError, AttributeError) as error:
             raise RequestError(
                 f"the solution cannot be read: {error!r}",
@@ -101,41 +98,28 @@ class Solution:
                 f"solutions in {' and '.join(_LANGUAGES)} can be judged: nothing is compiled by a C++ compiler",
                 "judge another solution, or write a plugin around its library",
             )
-        _check_sources(found)
+        for path, text in sources.items():
+            if not _is_inside(path) or paths.count(path) > 1 or not isinstance(text, str):
+                raise RequestError(
+                    f"the solution has the source {path!r}",
+                    f"a source is a text file inside of the solution's folder, once, and none of {', '.join(_OWN)}",
+                    "do not run this solution, or rename the file",
+                )
+        place, _, function = entry_point.partition("::")
+        if not place.endswith(".py") or function not in _names_in(sources.get(place, "")):
+            raise RequestError(
+                f"the solution has the entry point {found.entry_point!r}",
+                f"it is FILE.py::FUNCTION, and the sources are {', '.join(sources)}",
+                "name a function at the top level of a source",
+            )
         return found
 
 
-def _by_path(sources: Any) -> dict[str, str]:
-    found = {each["path"]: each["content"] for each in sources}
-    if len(found) != len(sources):
-        raise TypeError("two sources have one path")
-    return found
-
-
-def _check_sources(solution: Solution) -> None:
-    for path, text in solution.sources.items():
-        parts = PurePosixPath(path).parts
-        is_inside = isinstance(path, str) and parts and not path.startswith("/") and ".." not in parts
-        if (
-            not is_inside
-            or "\\" in path
-            or ":" in path
-            or str(PurePosixPath(path)) in _OWN
-            or not isinstance(text, str)
-        ):
-            raise RequestError(
-                f"the solution has the source {path!r}",
-                f"a source is a text file inside of the solution's folder, and none of {', '.join(_OWN)}",
-                "do not run this solution, or rename the file",
-            )
-    place, _, name = solution.entry_point.partition("::")
-    text = solution.sources.get(place, "")
-    if not place.endswith(".py") or name not in _names_in(text):
-        raise RequestError(
-            f"the solution has the entry point {solution.entry_point!r}",
-            f"it is FILE.py::FUNCTION, and the sources are {', '.join(solution.sources)}",
-            "name a function at the top level of a source",
-        )
+def _is_inside(path: Any) -> bool:
+    """Whether a path names a file in the folder on each operating system, and no file of the plugin."""
+    if not isinstance(path, str) or path.startswith("/") or {"\\", ":"} & set(path):
+        return False
+    return bool(parts := PurePosixPath(path).parts) and ".." not in parts and str(PurePosixPath(path)) not in _OWN
 
 
 def _names_in(text: str) -> set[str]:
@@ -144,11 +128,10 @@ def _names_in(text: str) -> set[str]:
         body = ast.parse(text).body
     except SyntaxError:
         return set()
-    found = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    found |= {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return found | {
-        t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
-    }
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    imports = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return functions | imports | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def read_definition(path: Path) -> Definition:
@@ -161,14 +144,11 @@ def read_definition(path: Path) -> Definition:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         axes = {name: axis.get("value") for name, axis in data["axes"].items()}
-        tensors = {
-            part: {
-                name: (None if each["shape"] is None else tuple(each["shape"]), each["dtype"])
-                for name, each in data[part].items()
-            }
-            for part in ("inputs", "outputs")
-        }
-        found = Definition(data["name"], data["op_type"], axes, tensors["inputs"], tensors["outputs"])
+        inputs, outputs = (
+            {n: (None if (shape := each["shape"]) is None else tuple(shape), each["dtype"]) for n, each in part.items()}
+            for part in (data["inputs"], data["outputs"])
+        )
+        found = Definition(data["name"], data["op_type"], axes, inputs, outputs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
             f"the definition {str(path)!r} cannot be read: {error!r}",
@@ -181,20 +161,18 @@ def read_definition(path: Path) -> Definition:
 
 def _check_definition(definition: Definition) -> None:
     """Compare a definition with that of its layer: each input and output is known, and none is missing."""
-    wrong = [] if definition.op_type in ("gqa_paged", "mla_paged", "gqa_ragged") else [f"op_type={definition.op_type}"]
-    if not wrong:
-        try:
-            (ours,) = definitions_of(layer_of(definition))
-        except (RequestError, KeyError, TypeError) as error:
-            wrong = [str(error)]
-        else:
-            optional = {"kv_last_page_len"} if definition.axes.get("page_size") == 1 else set()
-            wrong = sorted(definition.inputs.keys() ^ ours.inputs.keys() - optional)
-            wrong += sorted(definition.outputs.keys() - ours.outputs.keys() | {"output"} - definition.outputs.keys())
-            constant = {name for name, value in definition.axes.items() if value is not None}
-            wrong += sorted(constant ^ {name for name, value in ours.axes.items() if value is not None})
-            names = definition.inputs.keys() & ours.inputs.keys()
-            wrong += [name for name in sorted(names) if definition.inputs[name][1] != ours.inputs[name][1]]
+    try:
+        (ours,) = definitions_of(layer_of(definition))
+    except (RequestError, KeyError, TypeError) as error:
+        wrong = [str(error)]
+    else:
+        optional = {"kv_last_page_len"} if definition.axes.get("page_size") == 1 else set()
+        wrong = sorted(definition.inputs.keys() ^ ours.inputs.keys() - optional)
+        wrong += sorted(definition.outputs.keys() - ours.outputs.keys() | {"output"} - definition.outputs.keys())
+        ours_constant, constant = ({n for n, v in each.axes.items() if v is not None} for each in (ours, definition))
+        wrong += sorted(constant ^ ours_constant)
+        names = sorted(definition.inputs.keys() & ours.inputs.keys())
+        wrong += [name for name in names if definition.inputs[name][1] != ours.inputs[name][1]]
     if wrong:
         raise RequestError(
             f"the definition {definition.name!r} cannot be judged: {', '.join(dict.fromkeys(wrong))}",
@@ -205,23 +183,21 @@ def _check_definition(definition: Definition) -> None:
 
 def layer_of(definition: Definition) -> Requirements:
     """Return the layer of a definition, in the one stage that it has."""
-    known: dict[str, Any] = {
-        _AXES[name]: value for name, value in definition.axes.items() if name in _AXES and value is not None
-    }
-    is_latent = definition.op_type == "mla_paged"
+    if definition.op_type not in ("gqa_paged", "mla_paged", "gqa_ragged"):
+        raise TypeError(f"op_type={definition.op_type}")
+    axes, inputs, is_latent = definition.axes, definition.inputs, definition.op_type == "mla_paged"
+    known: dict[str, Any] = {field: axes[name] for name, field in _AXES.items() if axes.get(name) is not None}
     if is_latent:
-        size = int(definition.axes["head_dim_ckv"] or 0)
-        known |= {"head_size": size + int(definition.axes["head_dim_kpe"] or 0), "head_size_v": size}
-        known |= {"num_kv_heads": 1}
+        size = int(axes["head_dim_ckv"] or 0)
+        known |= {"head_size": size + int(axes["head_dim_kpe"] or 0), "head_size_v": size, "num_kv_heads": 1}
     paged = definition.op_type != "gqa_ragged"
-    stages = ("decode",) if definition.is_decode else ("prefill",)
     return Requirements(
-        dtype=definition.inputs["q_nope" if is_latent else "q"][1],
+        dtype=inputs["q_nope" if is_latent else "q"][1],
         latent=is_latent,
         paged=paged,
-        sinks="sinks" in definition.inputs,
-        logits_soft_cap=1.0 if "logits_soft_cap" in definition.inputs else None,
-        phases=stages if paged else ("prefill", "decode"),
+        sinks="sinks" in inputs,
+        logits_soft_cap=1.0 if "logits_soft_cap" in inputs else None,
+        phases=("prefill", "decode") if not paged else ("decode",) if definition.is_decode else ("prefill",),
         **known,
     )
 
@@ -231,31 +207,30 @@ def manifest_of(definition: Definition, language: str) -> str:
     layer = layer_of(definition)
     features = ["return_lse"] if "lse" in definition.outputs else []
     features += [name for name in ("paged", "sinks", "latent") if getattr(layer, name)]
-    lines = [
-        f"device_type = {json.dumps(['cuda'] if language == 'triton' else ['cpu', 'cuda'])}",
-        f"dtype = [{json.dumps(layer.dtype)}]",
-        *(f"{name} = [{getattr(layer, name)}]" for name in ("head_size", "num_q_heads", "num_kv_heads")),
-        *([f"block_size = [{layer.block_size}]"] if layer.paged else []),
-        *([f"head_size_v = [{layer.head_size_v}]"] if layer.head_size_v != layer.head_size else []),
-        *(["logits_soft_cap = { min = 0.5 }"] if layer.logits_soft_cap is not None else []),
-        f"features = {json.dumps(features)}",
-    ]
-    without = [name for name in ("paged", "latent") if getattr(layer, name)]
-    rules = [f'[[rules]]\nwhen = {{ {n} = false }}\nbecause = "the definition is of {n} attention"' for n in without]
-    head = f'api = "1.0"\nbackend = {{ name = "{NAME}", summary = "A solution of FlashInfer Trace" }}\n[supports]\n'
-    return "\n".join([head + "\n".join(lines), *rules, "[variants.plain]"]) + "\n"
+    fields = ["head_size", "num_q_heads", "num_kv_heads", *(["block_size"] if layer.paged else [])]
+    fields += ["head_size_v"] if layer.head_size_v != layer.head_size else []
+    rules = "".join(
+        f'[[rules]]\nwhen = {{ {name} = false }}\nbecause = "the definition is of {name} attention"\n'
+        for name in ("paged", "latent")
+        if getattr(layer, name)
+    )
+    return f"""\
+api = "1.0"
+backend = {{ name = "{NAME}", summary = "A solution of FlashInfer Trace" }}
+[supports]
+device_type = {json.dumps(["cuda"] if language == "triton" else ["cpu", "cuda"])}
+dtype = [{json.dumps(layer.dtype)}]
+features = {json.dumps(features)}
+{"" if layer.logits_soft_cap is None else "logits_soft_cap = { min = 0.5 }"}
+{chr(10).join(f"{name} = [{getattr(layer, name)}]" for name in fields)}
+{rules}[variants.plain]
+"""
 
 
-def find_definition(path: Path, name: str) -> Path:
-    """
-    Return the file of a definition in the data set that has a solution.
-
-    Raises:
-        RequestError: No folder above has it.
-    """
-    for folder in path.resolve().parents:
-        found = sorted(folder.glob(f"definitions/*/{name}.json")) if not {"/", "\\"} & set(name) else []
-        if found:
+def _find_definition(path: Path, name: str) -> Path:
+    """Return the file of a definition in the data set that has a solution: it is in a folder above."""
+    for folder in path.resolve().parents if not {"/", "\\"} & set(name) else ():
+        if found := sorted(folder.glob(f"definitions/*/{name}.json")):
             return found[0]
     raise RequestError(
         f"the definition {name!r} of {str(path)!r} is not found",
@@ -286,7 +261,7 @@ def judge(file: str, definition: str | None, device: str | None, *, trusted: boo
         solution = Solution.from_dict(data := json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise RequestError(f"--solution {file!r} cannot be read: {error}", "it is a JSON file", "correct it") from None
-    place = Path(definition) if definition else find_definition(path, solution.definition)
+    place = Path(definition) if definition else _find_definition(path, solution.definition)
     found = read_definition(place)
     if found.name != solution.definition:
         raise RequestError(
@@ -311,12 +286,14 @@ def judge(file: str, definition: str | None, device: str | None, *, trusted: boo
         paths = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
         command = command_of_kit(f"{NAME}/plain", str(report), device=device)
         run = run_kit(command, report, {**others, "PYTHONPATH": paths})
+    kit_tests = run.evidence["kit_tests"] if run.evidence else {"ran": 0, "of": 0}
     if as_json:
-        kit_tests = run.evidence["kit_tests"] if run.evidence else {"ran": 0, "of": 0}
         say_json({"solution": solution.name, "passed": run.passed, "kit_tests": kit_tests, "failed": list(run.failed)})
+    elif run.passed:
+        say(f"{solution.name} passed all {kit_tests['ran']} tests of the conformance kit that its definition has")
     else:
-        for line in _lines(solution, run):
-            (say if run.passed else complain)(line)
+        more = [f"and {len(run.failed) - _SHOWN} more"] if len(run.failed) > _SHOWN else []
+        complain("\n".join([f"{solution.name} failed the conformance kit: {run.last}", *run.failed[:_SHOWN], *more]))
     return OK if run.passed else NO
 
 
@@ -331,14 +308,3 @@ def _install(site: Path, solution: Solution, data: Any, definition: Definition, 
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
-
-
-def _lines(solution: Solution, run: Any) -> Iterator[str]:
-    if run.passed:
-        ran = run.evidence["kit_tests"]["ran"]
-        yield f"{solution.name} passed all {ran} tests of the conformance kit that its definition has"
-        return
-    yield f"{solution.name} failed the conformance kit: {run.last}"
-    yield from run.failed[:_SHOWN]
-    if len(run.failed) > _SHOWN:
-        yield f"and {len(run.failed) - _SHOWN} more"

@@ -55,15 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "attnplug tune [CONFIG] [options]"
     parser.description = "Measure the candidates of a model's layers on this machine, and keep the times as a profile."
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a model's config.json, its folder, or a model id in the Hugging Face cache",
-    )
-    parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
-    parser.add_argument("--steps", metavar="FILE", help="layers and batches of a file of ATTNPLUG_RECORD instead")
-    parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
+    declare_layers(parser)
     parser.add_argument("--dtype", metavar="NAME", help="dtype of the model; default: its configuration's")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache; default: the model's dtype")
     parser.add_argument("--draft", type=int, metavar="N", help="new tokens of a verification; default: no drafts")
@@ -86,6 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print where two profiles choose differently; nothing is measured",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def declare_layers(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that name layers; `attnplug trace` has them too."""
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a model's config.json, its folder, or a model id in the Hugging Face cache",
+    )
+    parser.add_argument("--requirements", metavar="JSON", help="layers instead: a JSON object, a list, or @FILE")
+    parser.add_argument("--steps", metavar="FILE", help="layers and batches of a file of ATTNPLUG_RECORD instead")
+    parser.add_argument("--tp", type=int, metavar="N", help="devices of the tensor-parallel group; default 1")
 
 
 def run(arguments: argparse.Namespace) -> int:
