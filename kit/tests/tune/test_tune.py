@@ -478,13 +478,12 @@ class TestBlockSparse:
     PATTERN: ClassVar = {"max_seqlen": 1024, "block_size": 64, "local_blocks": 6, "vert_stride": 4}
 
     @pytest.fixture
-    def sparse(self, offer, monkeypatch, tmp_path):
+    def sparse(self, offer, tmp_path):
         """Register backends of block-sparse patterns: a right one and one without vertical blocks."""
-        monkeypatch.syspath_prepend(SPARSE.parent)
-        for module in ("patterned", "forgets_vertical"):
-            text = (SPARSE / "attnplug.toml").read_text("utf-8").replace('"sparse"', f'"{module}"')
-            (tmp_path / f"{module}.toml").write_text(text)
-            attnplug.register(f"sparse.{module}", manifest=tmp_path / f"{module}.toml")
+        for name, module in (("patterned", "sparse.patterned"), ("forgets_vertical", "defects.plugin")):
+            text = (SPARSE / "attnplug.toml").read_text("utf-8").replace('"sparse"', f'"{name}"')
+            (tmp_path / f"{name}.toml").write_text(text)
+            attnplug.register(f"kit.tests.conformance.{module}", manifest=tmp_path / f"{name}.toml")
 
     def test_a_pattern_is_judged_by_the_oracle(self, sparse, order, capsys) -> None:
         layer = LAYER.evolve(block_sparse=self.PATTERN)
