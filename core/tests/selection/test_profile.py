@@ -97,6 +97,17 @@ class TestLocal:
         times = {id_: attrs.evolve(time, spread=0.05) for id_, time in noisy.times.items()}
         assert decide([attrs.evolve(noisy, times=times)]).chosen.id == "flash/hopper"
 
+    def test_a_layer_has_its_share_of_the_build(self, decide) -> None:
+        made = entry({"flash/hopper": 259.0, "flash/new": 240.0})
+        plan = {"flash/hopper": 160.0, "flash/new": 1600.0}  # of which a layer has a 32nd: 264 and 290 us
+        times = {id_: attrs.evolve(time, build_us=plan[id_]) for id_, time in made.times.items()}
+
+        found = decide([attrs.evolve(made, times=times)])
+
+        assert found.chosen.id == "flash/hopper"
+        assert found.measured.startswith("264 us (64 x 4k decode")
+        assert "against 290 us of flash/new" in found.measured
+
     @pytest.mark.parametrize(
         ("changes", "why"),
         [
@@ -178,11 +189,28 @@ class TestShipped:
 
         assert (found.chosen.id, found.chosen.decided_by) == ("flash/new", "shipped profile")
         assert "flash-new 4.0.7) against 259 us of flash/hopper, shipped profile" in found.measured
-        assert ship([attrs.evolve(base, times=minor)]).chosen.id == "flash/hopper"
+        assert ship([attrs.evolve(base, times=minor)]).chosen.id == "flash/hopper"  # the default's time is left alone
         assert ship([base], attrs.evolve(H200, num_multiprocessors=114)).chosen.id == "flash/hopper"
         assert ship([base], attrs.evolve(H200, name="NVIDIA H20")).chosen.id == "flash/hopper"
         assert ship([base], Device.cuda("9.0")).profile_notes == ()
         assert ship([base], Device.parse("h200")).chosen.id == "flash/new"  # a product that is not here
+
+    @pytest.mark.parametrize(
+        ("other", "chosen", "note"),
+        [
+            ("flash/new", "flash/old", "1 time of the profile is not used: measured with flash-new 9.1"),
+            ("flash/hopper", "flash/hopper", "1 entry of the profile is not used: measured with flash-hopper 9.1"),
+        ],
+    )
+    def test_another_minor_version_is_without_its_time(self, ship, other: str, chosen: str, note: str) -> None:
+        base = entry({"flash/hopper": 259.0, "flash/old": 250.0, "flash/new": 240.0})
+        library = {next(iter(LIBRARIES[other])): "9.1"}
+        times = {**base.times, other: attrs.evolve(base.times[other], libraries=library)}
+
+        found = ship([attrs.evolve(base, times=times)])
+
+        assert found.chosen.id == chosen
+        assert found.profile_notes[0].startswith(note)
 
     def test_a_file_of_a_product_is_found_by_the_name_of_the_device(self, ship, tmp_path) -> None:
         h100 = attrs.evolve(H200, name="NVIDIA H100 80GB HBM3")

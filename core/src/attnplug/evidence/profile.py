@@ -36,6 +36,9 @@ The kinds of batches: one new token per request; 2 to 8, as drafts are verified;
 cached ones; decodes and prefills together.
 """
 
+BUILT_FOR: Final = 32
+"""Layers that share the build of a step, where a time decides: those of an 8B model. Larger models have more."""
+
 _HEADS: Final = ("num_q_heads", "num_kv_heads")
 _OF_ENGINE: Final = ("paged", "kv_cache_dtype", "dcp_size", "batch_invariant", "per_head_scales")
 _KEYS: Final = tuple(
@@ -56,7 +59,7 @@ class MeasuredTime:
     The time of one candidate.
 
     Attributes:
-        microseconds: The median time of a layer's call.
+        microseconds: The median time of a layer's call, without `build_us`.
         spread: Half the distance between the quartiles, relative to the median.
         rounds: The rounds that the median is from. Few of them: the candidate was dropped after the screening.
         in_graph: Whether it ran as a replay of a CUDA graph.
@@ -74,6 +77,11 @@ class MeasuredTime:
     compile_s: float = 0.0
     libraries: Mapping[str, str] = field(factory=dict, hash=False)
     samples: tuple[float, ...] = ()
+
+    @property
+    def layer_us(self) -> float:
+        """What decides: microseconds of the call, and the share of a layer in the build that `BUILT_FOR` layers use."""
+        return self.microseconds + self.build_us / BUILT_FOR
 
 
 @frozen(eq=False)

@@ -12,7 +12,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.evidence.profile import layer_key
 from attnplug.request.settings import names_of_pair
@@ -20,7 +20,7 @@ from attnplug.request.settings import names_of_pair
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-    from attnplug.evidence.profile import ProfileEntry
+    from attnplug.evidence.profile import MeasuredTime, ProfileEntry
     from attnplug.manifest.installed import VersionOf
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
@@ -94,8 +94,8 @@ class Measured:
         kernels = {name: it for name, it in time.libraries.items() if not name.startswith("attnplug-")}
         libraries = "".join(f", {name} {version}" for name, version in sorted((kernels or time.libraries).items()))
         where = f"{entry.shape}, {entry.device.name or entry.device.type}, {entry.measured_on}{libraries}"
-        against = f" against {_us(other.microseconds)} of {rival}" if other is not None else ""
-        return f"{_us(time.microseconds)} ({where}){against}"
+        against = f" against {_us(other.layer_us)} of {rival}" if other is not None else ""
+        return f"{_us(time.layer_us)} ({where}){against}"
 
 
 def _us(microseconds: float) -> str:
@@ -104,7 +104,7 @@ def _us(microseconds: float) -> str:
 
 def _gain(entry: ProfileEntry, chosen: str, rival: str) -> float:
     other = entry.times.get(rival)
-    return 0.0 if other is None else other.microseconds / entry.times[chosen].microseconds - 1
+    return 0.0 if other is None else other.layer_us / entry.times[chosen].layer_us - 1
 
 
 class TimeTable:
@@ -113,7 +113,8 @@ class TimeTable:
 
     Args:
         entries: The entries.
-        level: ``local``: versions have to be equal; ``shipped``: the minor versions of kernel libraries alone.
+        level: ``local``: versions have to be equal, or an entry does not count; ``shipped``: the minor versions of
+            kernel libraries alone, or a time does not count, and of the default's library the whole entry.
         version_of: The installed version of a distribution, or None.
         notes: What is wrong with files of the level, which are left out; a sentence each.
     """
@@ -149,22 +150,28 @@ class TimeTable:
         kept = self._of_device.get(device)
         if kept is None:
             table: dict[Hashable, list[ProfileEntry]] = {}
-            reasons: Counter[str] = Counter()
+            reasons: Counter[tuple[str, str]] = Counter()
             check = _local_objection if self._level == "local" else _shipped_objection
             here = current_versions(device, self._version_of) if self._level == "local" else {}
             for entry in self._entries:
                 reason = check(entry, device, here, self._version_of)
-                if reason:
-                    reasons[reason] += 1
-                else:
-                    table.setdefault(layer_key(entry.requirements), []).append(entry)
-            notes = tuple(f"{_count(number)} not used: {reason}" for reason, number in sorted(reasons.items()))
+                lost = _lost_times(entry, self._version_of) if self._level == "shipped" and not reason else {}
+                if reason or (lost and len(entry.times) - len(lost) < 2):  # one time is no comparison
+                    reasons["entry", reason or min(lost.values())] += 1
+                    continue
+                reasons.update(("time", each) for each in lost.values())
+                if lost:
+                    times = {id_: time for id_, time in entry.times.items() if id_ not in lost}
+                    entry = evolve(entry, times=times)  # noqa: PLW2901 - what of it counts
+                table.setdefault(layer_key(entry.requirements), []).append(entry)
+            notes = tuple(f"{_count(key[0], number)} not used: {key[1]}" for key, number in sorted(reasons.items()))
             kept = self._of_device.setdefault(device, (table, notes))
         return kept
 
 
-def _count(number: int) -> str:
-    return "1 entry of the profile is" if number == 1 else f"{number} entries of the profile are"
+def _count(what: str, number: int) -> str:
+    plural = {"entry": "entries", "time": "times"}[what]
+    return f"1 {what} of the profile is" if number == 1 else f"{number} {plural} of the profile are"
 
 
 def current_versions(device: Device, version_of: VersionOf) -> dict[str, str]:
@@ -198,7 +205,7 @@ def _local_objection(entry: ProfileEntry, device: Device, here: Mapping[str, str
     for name in sorted({*entry.versions, *here}):
         if entry.versions.get(name) != here.get(name):
             return f"measured with {name} {entry.versions.get(name, 'absent')}; here it is {here.get(name, 'absent')}"
-    return _library_objection(entry, version_of, lambda version: version)
+    return _library_objection(entry.times.values(), version_of, lambda version: version)
 
 
 def _shipped_objection(entry: ProfileEntry, device: Device, _: object, version_of: VersionOf) -> str:
@@ -207,12 +214,20 @@ def _shipped_objection(entry: ProfileEntry, device: Device, _: object, version_o
     named = device.name == theirs.name or (count is None and (theirs.name or "").startswith(f"{device.name} "))
     if device.name is None or not named or count not in (None, theirs.num_multiprocessors):
         return f"measured on {_where(theirs)}; this is {_where(device)}"
-    return _library_objection(entry, version_of, _minor)
+    # Without the time of the default, nothing says that another candidate is faster than it.
+    default = entry.times.get(entry.default)
+    return _library_objection(() if default is None else (default,), version_of, _minor)
 
 
-def _library_objection(entry: ProfileEntry, version_of: VersionOf, part: Callable[[str], str]) -> str:
+def _lost_times(entry: ProfileEntry, version_of: VersionOf) -> dict[str, str]:
+    """Return the candidates whose libraries are here in another minor version than measured, with the reason."""
+    found = {id_: _library_objection((time,), version_of, _minor) for id_, time in entry.times.items()}
+    return {id_: reason for id_, reason in found.items() if reason}
+
+
+def _library_objection(times: Iterable[MeasuredTime], version_of: VersionOf, part: Callable[[str], str]) -> str:
     """Return the first library that is here in another version than measured; one that is not here cannot be chosen."""
-    libraries = {item for time in entry.times.values() for item in time.libraries.items()}
+    libraries = {item for time in times for item in time.libraries.items()}
     for name, version in sorted(libraries):
         here = version_of(name)
         if here is not None and part(here) != part(version):
@@ -300,12 +315,12 @@ def phases_of(requirements: Requirements) -> list[str]:
 def relative_times(entry: ProfileEntry) -> dict[str, float]:
     """Return each candidate's time relative to the fastest; 1.0 within the margin, `MARGIN` or twice the spread."""
     times = entry.times
-    fastest = min(times, key=lambda id_: (times[id_].microseconds, id_))
-    least, spread = times[fastest].microseconds, times[fastest].spread
+    fastest = min(times, key=lambda id_: (times[id_].layer_us, id_))
+    least, spread = times[fastest].layer_us, times[fastest].spread
     found = {}
     for id_, time in times.items():
         margin = max(MARGIN, 2 * spread, 2 * time.spread)
-        found[id_] = 1.0 if time.microseconds < least * (1 + margin) else time.microseconds / least
+        found[id_] = 1.0 if time.layer_us < least * (1 + margin) else time.layer_us / least
     return found
 
 

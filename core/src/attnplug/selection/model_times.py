@@ -134,11 +134,11 @@ def _of_entries(measured: Measured) -> _Table:
 
 
 def _batch(entry: ProfileEntry) -> _Batch:
-    least = min(time.microseconds for time in entry.times.values())
+    least = min(time.layer_us for time in entry.times.values())
     return _Batch(
         entry.phase,
         entry.shape,
-        {id_: time.microseconds for id_, time in entry.times.items()},
+        {id_: time.layer_us for id_, time in entry.times.items()},
         {id_: ratio * least for id_, ratio in relative_times(entry).items()},
         {id_: time.in_graph for id_, time in entry.times.items()},
         tuple(entry.rejected),

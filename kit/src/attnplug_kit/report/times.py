@@ -69,7 +69,7 @@ def _of_entries(entries: Iterable[ProfileEntry]) -> Iterator[Timed]:
     for entry in entries:
         for candidate, time in entry.times.items():
             libraries = "".join(f", {name} {version}" for name, version in sorted(time.libraries.items()))
-            yield Timed(_chart_of(entry), candidate, time.microseconds, f"{entry.measured_on}{libraries}")
+            yield Timed(_chart_of(entry), candidate, time.layer_us, f"{entry.measured_on}{libraries}")
 
 
 def _chart_of(entry: ProfileEntry) -> str:

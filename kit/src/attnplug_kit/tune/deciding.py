@@ -175,5 +175,5 @@ def winner(entry: ProfileEntry) -> tuple[str, bool]:
     equal = [id_ for id_, time in relative.items() if time == 1.0]
     if entry.default in equal:
         return entry.default, len(equal) == 1 and len(relative) > 1
-    fastest = min(equal, key=lambda id_: (entry.times[id_].microseconds, id_))
+    fastest = min(equal, key=lambda id_: (entry.times[id_].layer_us, id_))
     return fastest, True
