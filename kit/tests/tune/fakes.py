@@ -77,7 +77,7 @@ class CostClock:
 
 def fake_clocks() -> Clocks:
     clock = CostClock()
-    return Clocks(clock, clock, lambda: None)
+    return Clocks(clock, clock, lambda: None, clock)
 
 
 def write_backend(

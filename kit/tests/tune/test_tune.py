@@ -190,6 +190,17 @@ def test_a_candidate_that_failed_once_is_judged_again(offer, order, capsys) -> N
     assert [entry["rejected"]["flaky/sdpa"][:10] for entry in found["entries"]] == ["it failed:", "it compute"]
 
 
+def test_a_candidate_that_refuses_a_batch_is_not_rejected(offer, order, capsys) -> None:
+    offer("ample", 300e-6)
+    refuses = """from attnplug.errors import BatchError
+        if query.shape[0] == 40: raise BatchError("40 tokens", "39 at most", "split them")"""
+    offer("small", 1e-6, extra=refuses)
+    code, found = tuned(order(), capsys)
+    assert code == 0
+    assert [sorted(entry["times"]) for entry in found["entries"]] == [["ample/sdpa", "small/sdpa"], ["ample/sdpa"]]
+    assert found["entries"][1]["refused"] == {"small/sdpa": "40 tokens"}
+
+
 def test_a_cell_without_a_right_result_has_no_entry(offer, order, capsys) -> None:
     offer("clumsy", 1e-6, factor=1.5)
     code, found = tuned(order(batch=BATCHES[:1]), capsys)
@@ -529,6 +540,23 @@ def test_kernels_are_compiled_before_the_first_measurement(offer, order, capsys,
     assert processes == [3]
 
 
+def test_one_layer_of_each_kind_is_compiled_first(offer, order, monkeypatch) -> None:
+    """Layers that differ in their numbers of heads share kernels: the others would wait for it."""
+    offer("ample", 200e-6)
+    done: list[tuple[int, int]] = []
+
+    def compile_one(request: Requirements, device: Device, id_: str) -> str:
+        done.append((request.num_kv_heads, request.head_size))
+        return ""
+
+    monkeypatch.setattr(measuring, "compile_one", compile_one)
+    monkeypatch.setattr(measuring, "compilers", ThreadPoolExecutor)
+    monkeypatch.setattr(Tuner, "measure", lambda tuner, cell, pair="": measuring.Measured({}, {}, {}))
+    layers = (LAYER, LAYER.evolve(num_kv_heads=1), LAYER.evolve(num_kv_heads=4), LAYER.evolve(head_size=32))
+    run_order(attrs.evolve(order(jobs=1, batch=BATCHES[:1]), layers=layers))
+    assert done == [(2, 16), (2, 32), (1, 16), (4, 16)]
+
+
 @pytest.mark.slow
 def test_processes_compile(capfd) -> None:
     with measuring.compilers(1) as pool:
@@ -643,6 +671,14 @@ class TestGrid:
         assert [cell.layer for cell in make_grid((LAYER, drafts), ["verify:2x4@36"])] == [drafts]
         contiguous = LAYER.evolve(paged=False, phases=("prefill",))
         assert [cell.phase for cell in make_grid((contiguous,), BATCHES)] == ["prefill"]
+
+    def test_latents_have_no_long_queries(self) -> None:
+        """Engines expand latents to keys and values for these."""
+        latent = Requirements(
+            head_size=576, head_size_v=512, num_q_heads=16, num_kv_heads=1, dtype="bfloat16", latent=True
+        )
+        batches = ["decode:2x40", "prefill:1x129", "prefill:1x128", "chunk:2x200@64", "mixed:2x40+1x200"]
+        assert [cell.step.what for cell in make_grid((latent,), batches)] == ["decode, 2 x 40", "prefill, 1 x 128"]
 
     def test_layers_of_a_model_are_those_of_a_rank(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -22,8 +22,9 @@ the conformance kit's oracle: one with a wrong result is rejected, and named; on
 Candidates are measured in turn, in 7 rounds at least; rounds in which the clock of the device moved do not count. An
 advantage of less than 2 %, or less than twice the spread, changes nothing: the default order decides.
 
-Kernels are compiled first, on a GPU in eight processes (--jobs), and --seconds counts from then on. What a candidate
-takes until its first result after that is not part of a time, and is listed.
+A time is that of a layer's call, and a 32nd of the build of a step, which all layers share. Kernels are compiled first,
+on a GPU in eight processes (--jobs), and --seconds counts from then on. What a candidate takes until its first result
+after that is not part of a time, and is listed.
 
 The grid and its estimated seconds are printed first. Each measured batch of a layer is a separate file, written as a
 whole: an interrupted command goes on where it was. Files are read in the first selection of later processes. A process

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 MOST_DRAFTED: Final = 8
 """New tokens per request of a verification at most; more are a chunk."""
 
+MOST_ABSORBED: Final = 128
+"""
+New tokens per request that attend to latents at most. Of more, engines expand the latents to keys and values per head:
+with DeepSeek-V3's sizes that takes fewer operations from 171 new tokens on.
+"""
+
 DEFAULT_BATCHES: Final = {
     "cuda": (
         "decode:64x4096",
@@ -182,7 +188,8 @@ def parse_batch(text: str) -> tuple[str, tuple[int, ...], tuple[int, ...], str]:
 def make_grid(layers: Sequence[Requirements], batches: Iterable[str]) -> tuple[Cell, ...]:
     """
     Return the cells: each batch for all layers, then the next. A layer has the phases that it requests, drafts where
-    its decodes have several tokens, and without a KV cache first prefills alone.
+    its decodes have several tokens, and without a KV cache first prefills alone. Over latents it has batches of at most
+    `MOST_ABSORBED` new tokens per request.
 
     Args:
         layers: The layers.
@@ -196,7 +203,7 @@ def make_grid(layers: Sequence[Requirements], batches: Iterable[str]) -> tuple[C
         _cell(layer, phase, query_lens, cached_lens, what)
         for phase, query_lens, cached_lens, what in parsed
         for layer in layers
-        if _has_phase(layer, phase)
+        if _has_phase(layer, phase) and not (layer.latent and max(query_lens) > MOST_ABSORBED)
     ]
     if not found:
         raise RequestError("no batch is for any of the layers", "", "name batches of the phases that they have")

@@ -245,9 +245,13 @@ def _compile(order: Order, cells: Sequence[Cell], tuner: Tuner, jobs: int) -> No
     from attnplug_kit.tune.measuring import compile_one, compilers  # noqa: PLC0415 - imports torch
 
     new = [cell for cell in cells if order.again or _present(order.folder, cell, tuner) is None]
-    wanted = dict.fromkeys((cell.request(), id_) for cell in new for id_ in tuner.candidates(cell))
-    if not jobs or not wanted:
+    pairs = dict.fromkeys((cell.request(), id_) for cell in new for id_ in tuner.candidates(cell))
+    if not jobs or not pairs:
         return
+    # Layers that differ in their numbers of heads often share kernels, which one process compiles while others wait:
+    # first one of each kind.
+    kinds = {(each[0].evolve(num_q_heads=1, num_kv_heads=1), each[1]): each for each in reversed(pairs)}
+    wanted = dict.fromkeys((*reversed(kinds.values()), *pairs))
     begin, jobs = perf_counter(), min(jobs, len(wanted))
     try:
         with compilers(jobs) as pool:
@@ -500,8 +504,8 @@ def _show(found: Tuned, pinned: str) -> None:
 def _result(entry: ProfileEntry) -> str:
     first, wins = winner(entry)
     relative = relative_times(entry)
-    times = sorted(entry.times, key=lambda id_: (id_ != first, entry.times[id_].microseconds))
-    shown = ", ".join(f"{id_} {entry.times[id_].microseconds:.4g} us" for id_ in times)
+    times = sorted(entry.times, key=lambda id_: (id_ != first, entry.times[id_].layer_us))
+    shown = ", ".join(f"{id_} {entry.times[id_].layer_us:.4g} us" for id_ in times)
     equal = sum(1 for id_, each in relative.items() if each == 1.0 and names_of_pair(id_) is None)
     note = "" if wins or len(times) == 1 else f" ({equal} within the margin: the default order decides)"
     return f"{shown}{note}"
