@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -181,6 +182,7 @@ def entry_name(
     return f"{phase}-{_digest(_canonical(parts))[:_DIGEST]}.json"
 
 
+@lru_cache(maxsize=1024)  # the entries of a file share a few layers
 def layer_key(requirements: Requirements) -> Hashable:
     """
     Return the fields of a layer that change its kernels, without the numbers of heads. Lengths, such as a window's, are
@@ -212,16 +214,17 @@ def _digest(content: bytes) -> str:
 
 
 def merged(entries: Iterable[ProfileEntry]) -> tuple[ProfileEntry, ...]:
-    """Return the entries of several files, by name: of the same measurement the newest."""
-    found: dict[str, ProfileEntry] = {}
-    for entry in entries:
-        kept = found.get(entry.name)
+    """Return the entries of several files, as they come: of the same measurement the newest."""
+    found: dict[Hashable, ProfileEntry] = {}
+    for entry in entries:  # what the name has, which takes longer to make
+        key = entry.device, tuple(sorted(entry.versions.items())), entry.requirements, entry.phase, entry.bucket
+        kept = found.get(key)
         if kept is None or (kept.measured_on, _canonical(kept.to_dict())) < (
             entry.measured_on,
             _canonical(entry.to_dict()),
         ):
-            found[entry.name] = entry
-    return tuple(found[name] for name in sorted(found))
+            found[key] = entry
+    return tuple(found.values())
 
 
 def dump_entries(entries: Iterable[ProfileEntry]) -> str:
