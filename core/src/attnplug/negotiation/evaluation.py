@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from attnplug.negotiation.candidate import CACHE_TERMS, LENGTHS
 from attnplug.negotiation.fix import find_fix
-from attnplug.negotiation.matching import Request, agree, negotiate, open_block_size, passing_terms
+from attnplug.negotiation.matching import Request, agree, negotiate, open_block_size, passes, passing_terms
 from attnplug.negotiation.reason import Fix
 from attnplug.negotiation.verdict import Verdict
 
@@ -159,6 +159,11 @@ class Evaluation:
         return tuple(
             terms for terms in passing if terms not in doubtful or self.with_cache_terms(terms).refusal is None
         )
+
+    def accepts(self, terms: CacheTerms) -> bool:
+        """Whether terms are among the `accepted_terms`."""
+        passing = passes(self.candidate, self.request, self.terms or {}, terms)
+        return passing and (not self.candidate.refusals or self.with_cache_terms(terms).refusal is None)
 
     def verdict(self, *, chosen: bool = False) -> Verdict:
         """Return what selection reports of it."""

@@ -407,6 +407,18 @@ def passing_terms(candidate: Candidate, request: Request, terms: Mapping[str, An
     return tuple(values for values in every if tuple(values[place] for place in places) in accepted)
 
 
+def passes(candidate: Candidate, request: Request, terms: Mapping[str, Any], values: CacheTerms) -> bool:
+    """Return whether one (block size, layout, form) is among the `passing_terms`: of thousands, without making them."""
+    wanted = dict(zip(CACHE_TERMS, values, strict=True))
+    for name, value in wanted.items():
+        given = request.cache_terms
+        if value != given[name] if name in given else value not in candidate.choices[name]:
+            return False
+    facts, requested = request.under(request.requirements.cudagraph, reads_lengths=terms["reads_lengths"])
+    live = live_rules(candidate, request, facts, requested)
+    return next(_refusing(live, candidate, {**facts, **wanted}, requested), None) is None
+
+
 @lru_cache(maxsize=32)
 def _combined(choices: tuple[tuple[Any, ...], ...]) -> tuple[CacheTerms, ...]:
     """Return all combinations of choices: thousands, and the same ones for many candidates."""

@@ -9,7 +9,7 @@ terms of the KV cache, and the dtype that queries are quantized to.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MARGIN: Final = 0.02
 """A measured pair is chosen where it takes less time than each single candidate by more than this part of it."""
 
+_FIRST: Final = 16  # terms that are tried one by one
 _ROLES: Final = ("pure decodes", "all other batches")
 _QUERIES: Final = "unquantized_queries"
 
@@ -103,7 +104,11 @@ class PairEvaluation(Evaluation):
 
     def accepted_terms(self) -> tuple[CacheTerms, ...]:
         """Return the terms of the KV cache that both accept, in the order of the candidate of pure decodes."""
-        return _shared_terms(self.decode, self.rest)
+        return _shared_terms(self.decode, self.rest, every=True)
+
+    def accepts(self, terms: CacheTerms) -> bool:
+        """Whether both accept terms of the KV cache."""
+        return self.decode.accepts(terms) and self.rest.accepts(terms)
 
     def with_cache_terms(self, terms: CacheTerms, common: tuple[CacheTerms, ...] = ()) -> PairEvaluation:
         """Return it with other terms of the KV cache that both accept."""
@@ -195,13 +200,14 @@ def measured_pairs(times: Mapping[str, float]) -> tuple[str, ...]:
 def _evaluate(request: Request, decode: Evaluation, rest: Evaluation) -> PairEvaluation:
     candidate = _candidate(decode.candidate, rest.candidate)
     serving = decode.serves and rest.serves
-    objections = tuple(_objections(request, decode, rest, shared := _shared_terms(decode, rest) if serving else ()))
+    is_late = "block_size" in request.requirements.late
+    shared = _shared_terms(decode, rest, every=is_late) if serving else ()
+    objections = tuple(_objections(request, decode, rest, shared))
     found = PairEvaluation(
         candidate=candidate, request=request, objections=objections, decode=decode, rest=rest, evidence=rest.evidence
     )
     if objections or not serving:
         return found
-    is_late = "block_size" in request.requirements.late
     return found.with_cache_terms(shared[0], shared if is_late else ())
 
 
@@ -271,9 +277,14 @@ def _no_common(name: str, decode: Evaluation, rest: Evaluation, one: str, other:
     return Reason("pair", name, None, f"no common {name} of one KV cache: {ids[0]} has {one}; {ids[1]} has {other}")
 
 
-def _shared_terms(decode: Evaluation, rest: Evaluation) -> tuple[CacheTerms, ...]:
+def _shared_terms(decode: Evaluation, rest: Evaluation, *, every: bool) -> tuple[CacheTerms, ...]:
+    """Return the terms that both accept, or the first alone: there may be thousands, and one of the first is enough."""
+    accepted = decode.accepted_terms()
+    first = () if every else tuple(islice(filter(rest.accepts, accepted[:_FIRST]), 1))
+    if first:
+        return first
     common = set(rest.accepted_terms())
-    return tuple(terms for terms in decode.accepted_terms() if terms in common)
+    return tuple(terms for terms in accepted if terms in common)
 
 
 def _quantizes_queries(evaluation: Evaluation) -> bool:

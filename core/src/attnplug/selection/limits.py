@@ -116,7 +116,7 @@ def _changes(decided: Decided, index: int, others: Sequence[Kind], free: Assigne
     own = decided.picks[index]
     kept = [pick for pick in decided.picks if pick is not own]
     now, then = _terms(kept), _terms(free.picks)
-    if now is not None and then is not None and own.request.requirements.paged and then not in own.accepted_terms():
+    if now is not None and then is not None and own.request.requirements.paged and not own.accepts(then):
         for name, value, without in zip(CACHE_TERMS, now, then, strict=True):
             if value != without:
                 yield Change(name, (), value, without)
