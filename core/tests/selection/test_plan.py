@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attnplug
@@ -15,7 +16,7 @@ from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import CACHE_TERMS, make_candidate
 from attnplug.negotiation.common_cache import share_terms
 from attnplug.negotiation.evaluation import evaluate
-from attnplug.negotiation.matching import Request, negotiate, passing_terms
+from attnplug.negotiation.matching import Request, negotiate, passes, passing_terms
 from attnplug.request.device import Device
 from attnplug.selection.plan import Plan
 
@@ -150,11 +151,14 @@ SIZES = [
 LAYOUTS = ['"NHD"', '["HND", "NHD"]', '"HND"']
 
 
-def candidate(name, size, layout):
+RULES = ["", '[[rules]]\nwhen = { kv_layout = "HND" }\nneed = { block_size = { min = 64 } }\nbecause = "tiles"\n']
+
+
+def candidate(name, size, layout, rule=""):
     manifest = parse_manifest(
         f'api = "1.0"\nbackend = {{ name = "{name}", summary = "s" }}\n'
         '[supports]\ndevice_type = "cpu"\ndtype = "float32"\n'
-        f'head_size = 64\nfeatures = ["paged"]\nblock_size = {size}\nkv_layout = {layout}\n'
+        f'head_size = 64\nfeatures = ["paged"]\nblock_size = {size}\nkv_layout = {layout}\n{rule}'
     )
     return make_candidate(manifest, manifest.variants[0], lambda _: None)
 
@@ -179,6 +183,25 @@ def test_shared_terms_pass_everywhere_or_none_exist(groups):
             )
             assert not negotiate(picked.candidate, pinned).objections
         assert len({tuple(map(picked.terms.get, CACHE_TERMS)) for picked in shared}) == 1
+
+
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(RULES),
+    st.fixed_dictionaries({}, optional={"block_size": st.sampled_from([16, 64]), "kv_layout": st.just("HND")}),
+)
+def test_terms_pass_alone_where_they_are_among_all(size, layout, rule, given_terms):
+    layer = attnplug.Requirements(head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32", **given_terms)
+    one, request = candidate("b", size, layout, rule), Request(layer, Device.cpu())
+    outcome = negotiate(one, request)
+    assume(not outcome.objections)
+    every = set(passing_terms(one, request, outcome.terms))
+    sizes, forms = (1, 7, 16, 32, 48, 64, 96, 128, 240, 256), {form for _, _, form in every} | {"split"}
+
+    passing = {each for each in product(sizes, ("NHD", "HND"), forms) if passes(one, request, outcome.terms, each)}
+
+    assert passing == {each for each in every if each[0] in sizes}
 
 
 def accepted_terms(candidate, request):

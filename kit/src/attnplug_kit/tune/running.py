@@ -250,7 +250,7 @@ def _compile(order: Order, cells: Sequence[Cell], tuner: Tuner, jobs: int) -> No
         return
     # Layers that differ in their numbers of heads often share kernels, which one process compiles while others wait:
     # first one of each kind.
-    kinds = {(each[0].evolve(num_q_heads=1, num_kv_heads=1), each[1]): each for each in reversed(pairs)}
+    kinds = {(_without_heads(request), id_): (request, id_) for request, id_ in reversed(pairs)}
     wanted = dict.fromkeys((*reversed(kinds.values()), *pairs))
     begin, jobs = perf_counter(), min(jobs, len(wanted))
     try:
@@ -262,6 +262,10 @@ def _compile(order: Order, cells: Sequence[Cell], tuner: Tuner, jobs: int) -> No
         complain("attnplug: warning: a process that compiled ended: what is left compiles where it is measured")
     if not order.json:
         say(f"compiled ahead in {jobs} processes: {perf_counter() - begin:.0f} s")
+
+
+def _without_heads(request: Requirements) -> str:
+    return str({**request.to_dict(), "num_q_heads": None, "num_kv_heads": None})
 
 
 def _run_cells(order: Order, cells: Sequence[Cell], tuner: Tuner, begin: float) -> Tuned:
