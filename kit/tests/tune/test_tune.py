@@ -99,6 +99,8 @@ def test_slow_and_wrong_candidates_are_found_out(offer, order, capsys, monkeypat
     code, found = tuned(order(), capsys)
 
     assert code == 1  # a candidate was rejected
+    (tmp_path / "usual").touch()
+    assert {file.stat().st_mode for file in (tmp_path / "profiles").iterdir()} == {(tmp_path / "usual").stat().st_mode}
     assert [entry["phase"] for entry in found["entries"]] == ["decode", "prefill"]
     for entry in found["entries"]:
         assert (entry["default"], entry["fastest"]) == ("ample/sdpa", "brisk/sdpa")

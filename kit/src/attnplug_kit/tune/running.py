@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from attrs import evolve, field, frozen
 
@@ -413,12 +413,12 @@ def _new_file(folder: Path) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
-        os.close(descriptor)
+        path = folder / f".{uuid4().hex}.part"
+        path.touch(exist_ok=False)  # with the usual mode: another user may serve
         try:
-            yield Path(name)
+            yield path
         finally:
-            Path(name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise RequestError(
             f"the folder {str(folder)!r} cannot be written: {error.strerror}", "", "name another with --out"
