@@ -50,7 +50,10 @@ FORMS = {
     "kv_heads": 8,
     "group": 4,
 }
-CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
+CACHES = {
+    **{"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)},
+    **{"int8 by token": ("i8", 1), "e4m3 by token": ("fp8e4nv", 1), "e4m3 by token and bits": ("u8", 1)},
+}
 
 
 AMD = read_manifest(manifest_of("attnplug_triton")).variants[0].supports["arch"].choices()
@@ -91,7 +94,9 @@ def compiled(
         "page_size": page,
         "width_v": value_width_of(size_v),
     }
-    scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
+    is_by_token = "by token" in cache
+    scales = {"is_scaled": kind != "bf16" and not is_by_token, "by_bits": kind == "u8", "is_split": True}
+    scales["is_by_token"] = is_by_token
     sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
     sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}
     kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
@@ -156,6 +161,12 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
         ("gfx950", 256, "e4m3", 128),
         ("gfx1100", 64, "e4m3 by bits", 16),
         ("gfx1201", 256, "e4m3", 16),
+        *((kind, 128, "int8 by token", 16) for kind in (80, 89, 90, 100, 120, *AMD)),
+        *((kind, 256, "int8 by token", 64) for kind in (80, 89, 90, "gfx942", "gfx1201")),
+        (89, 512, "int8 by token", 1),
+        (80, 256, "e4m3 by token and bits", 16),
+        (90, 128, "e4m3 by token", 64),
+        ("gfx950", 256, "e4m3 by token", 128),
     ],
 )
 def test_it_fits(phase: str, capability: int | str, size: int, cache: str, page: int) -> None:
