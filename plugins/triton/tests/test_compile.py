@@ -21,7 +21,7 @@ from attnplug_triton.tiles import (
     width_of,
 )
 from tests.backends.fakes import manifest_of
-from tests.backends.triton_on_cpu import NEEDS_TRITON, RELEASE, compile_kernel
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, RELEASE, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
 
@@ -50,10 +50,8 @@ FORMS = {
     "kv_heads": 8,
     "group": 4,
 }
-CACHES = {
-    **{"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)},
-    **{"int8 by token": ("i8", 1), "e4m3 by token": ("fp8e4nv", 1), "e4m3 by token and bits": ("u8", 1)},
-}
+CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
+CACHES |= {"int8 by token": ("i8", 1), "e4m3 by token": ("fp8e4nv", 1), "e4m3 by token and bits": ("u8", 1)}
 
 
 AMD = read_manifest(manifest_of("attnplug_triton")).variants[0].supports["arch"].choices()
@@ -287,3 +285,17 @@ def test_records_are_multiplied_as_bfloat16(is_records: bool, operands: str) -> 
 
     found = {line.partition(".f32.")[2].partition(".f32")[0] for line in code.splitlines() if "mma.sync" in line}
     assert found == {operands}
+
+
+@pytest.mark.parametrize("capability", [80, 90, "gfx942", "gfx1201"])
+@pytest.mark.parametrize("kind", ["i8", "u8"])
+def test_rows_are_written_on_every_device(capability: int | str, kind: str) -> None:
+    from attnplug_triton.triton_write import _write  # noqa: PLC0415 - needs Triton
+
+    kinds = dict.fromkeys(("key", "value"), "*bf16") | dict.fromkeys(("key_pages", "value_pages"), f"*{kind}")
+    kinds |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {"slots": "*i64"}
+    sizes = {"heads": 8, "size": 80, "size_v": 512, "width": 128, "width_v": 512, "page_size": 16}
+    kernel = compile_kernel(_write, kinds, sizes, capability=capability, num_warps=1)
+
+    if isinstance(capability, int):
+        assert DIVISION in str(kernel.asm["ptx"])

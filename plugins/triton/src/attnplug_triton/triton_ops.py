@@ -123,6 +123,8 @@ def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr, interpreted: 
         # 1024 + u has u in its low bits: a conversion instruction would take the bytes one by one, at a lower rate.
         biased = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16)  # x + 128
         return (biased | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    elif tile.dtype == tl.float8e5 and interpreted:  # the interpreter makes subnormal numbers smaller
+        return (tile.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(like.dtype)
     elif tile.dtype == tl.int8 and interpreted:  # the interpreter would return the integer as bits of bfloat16
         return tile.to(tl.float32).to(like.dtype)
     else:
