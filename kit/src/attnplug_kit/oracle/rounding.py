@@ -14,7 +14,6 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.contract import is_narrow_float, torch_dtype
-from attnplug.request.domains import PER_TOKEN_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
 INT8_DTYPES: Final = ("int8", "int8_k")
 """The int8 cache dtypes: with values in int8 too, and with values of the layer's dtype."""
+
+PER_TOKEN_HEAD: Final = ("int8_per_token_head", "fp8_per_token_head")
+"""The cache dtypes of codes with a scale per token and head, of keys and of values."""
 
 ROW_DTYPES: Final = (*INT8_DTYPES, *PER_TOKEN_HEAD)
 """The cache dtypes whose keys have a scale per token and head, which follows from the key."""

@@ -156,10 +156,10 @@ def run(
     mask = (lens, lens)
     if batch.custom_mask is not None:
         mask = batch.custom_mask.view(torch.uint8), cast("Tensor", plan.mask_starts)
-    of_layer, scale_strides = params.tensors, (0, 0, 0, 0)
+    of_layer, scale_strides = params.tensors, [0] * 4
     if params.cache_forms[-1] and not isinstance(kv, tuple):
         k_scale, v_scale = kv["k_scale"], kv["v_scale"]
-        of_layer, scale_strides = (*of_layer[:2], k_scale, v_scale), (*k_scale.stride()[:2], *v_scale.stride()[:2])
+        of_layer, scale_strides = (*of_layer[:2], k_scale, v_scale), [*k_scale.stride()[:2], *v_scale.stride()[:2]]
     tensors = (
         query, keys, values, out,
         *[query if tensor is None else tensor for tensor in (lse, *of_layer)],  # such an argument is not read
