@@ -54,7 +54,7 @@ def test_vllm_makes_room_for_level_1_under_its_own_name():
 
 @pytest.mark.parametrize("given", ["int8_per_token_head", "fp8_per_token_head"])
 def test_bytes_of_vllms_own_kernels_are_refused(given, monkeypatch):
-    """vLLM allocates the scales behind each key and value: attnplug's dtypes of these names have them elsewhere."""
+    """Scales are behind each key and value in pages of vLLM, and elsewhere in KV caches of these dtypes here."""
     monkeypatch.setattr(facts, "current_config", lambda: config_of(cache_dtype=given))
 
     with pytest.raises(RequirementsError, match=f"{given} is a format of other kernels"):
