@@ -85,6 +85,25 @@ def test_a_scale_without_effect_is_refused(scale):
         make_layer(make_backend(kv_cache_dtype="fp8_e4m3"), **scale)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "codes"), [("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.float8_e4m3fn)]
+)
+def test_scales_per_token_are_of_the_kv_cache(dtype, codes):
+    backend = make_backend(ScalingBackend, kv_cache_dtype=dtype)
+    requested = backend.agreement.requirements
+
+    cache = backend.make_cache(3)
+
+    shape = (3, requested.num_kv_heads, backend.agreement.block_size)
+    assert (cache.k.dtype, cache.v.dtype) == (codes, codes)
+    for role in ("k_scale", "v_scale"):
+        assert (cache[role].dtype, tuple(cache[role].shape)) == (torch.float32, shape)
+        assert cache.spec.tensors[role].block_axis == 0
+    assert make_layer(backend).layer.k_scale_tensor is None
+    with refused(NotNegotiatedError, problem="k_scale=0.5", expected="each cache write computes", fix="leave k_scale"):
+        make_layer(backend, k_scale=0.5)
+
+
 def test_scales_without_values_pass_as_they_are():
     tensor, heads = torch.ones(1, device="meta"), torch.ones(2, device="meta")
 

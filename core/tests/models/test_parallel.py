@@ -98,6 +98,8 @@ def test_what_has_no_cache_has_no_bytes() -> None:
 
 def test_sizes_of_packed_and_unknown_dtypes() -> None:
     assert cache_bytes(layer(kv_cache_dtype="int4")) == 512
+    for dtype in ("int8_per_token_head", "fp8_per_token_head"):  # with two float32 scales
+        assert cache_bytes(layer(kv_cache_dtype=dtype)) == 8 * (2 * 64 + 8)
     assert cache_bytes(layer(kv_cache_dtype="int8_k")) is None
     assert cache_bytes(layer(kv_cache_dtype="acme.packed")) is None
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnplug.errors import SettingsError
-from attnplug_vllm import int8
+from attnplug.errors import RequirementsError, SettingsError
+from attnplug_vllm import facts, int8
 from hosts.vllm.tests.engine.harness import ENVIRONMENT
 from tests.backends.triton_on_cpu import run_interpreted
 
@@ -50,6 +50,15 @@ def test_the_section_names_the_format(named):
 
 def test_vllm_makes_room_for_level_1_under_its_own_name():
     assert int8.cache_dtype("int8_per_token_head", config_of("int8", "int8_per_token_head")) == "int8"
+
+
+@pytest.mark.parametrize("given", ["int8_per_token_head", "fp8_per_token_head"])
+def test_bytes_of_vllms_own_kernels_are_refused(given, monkeypatch):
+    """Scales are behind each key and value in pages of vLLM, and elsewhere in KV caches of these dtypes here."""
+    monkeypatch.setattr(facts, "current_config", lambda: config_of(cache_dtype=given))
+
+    with pytest.raises(RequirementsError, match=f"{given} is a format of other kernels"):
+        facts.cache_dtype(given)
 
 
 @pytest.mark.parametrize("given", ["int8_per_token_head", "int8"])

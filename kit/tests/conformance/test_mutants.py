@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import attnplug.torch_backend
+from attnplug.request.domains import PER_TOKEN_HEAD
 from attnplug_kit.fields import ROWS
 from tools import forked
 
@@ -19,6 +20,7 @@ ROOT = HERE.parents[2]
 MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
 BUILT_IN = MANIFEST.partition("# No custom_mask")[0].replace('name = "torch", aliases = ["TORCH_SDPA"]', 'name = "{}"')
 LEAST = (HERE / "minimal" / "attnplug.toml").read_text("utf-8").replace('name = "minimal"', 'name = "{}"')
+LEAST = LEAST.replace("features =", f"kv_cache_dtype = {['auto', *PER_TOKEN_HEAD]}\nfeatures =")
 
 MUTANTS: dict[str, tuple[str, str]] = {
     "ignores_sinks": ("test_feature_is_used[*sinks=True]", "sinks=True was requested*without it: ignored"),
@@ -194,6 +196,12 @@ MUTANTS_OF_LEAST: dict[str, tuple[str, str]] = {
     ),
     "averages_queries": ("test_query_lens_cpu_kind[*-paged]", "query_lens_cpu_kind=absent*: output: "),
     "takes_longest_length": ("test_seq_lens_cpu_kind[*=absent]", "is out of bounds"),
+    "value_scales_of_keys": ("test_capability[*=int8_per_token_head]", "output: * elements differ"),
+    "scales_of_next_head": ("test_capability[*=fp8_per_token_head]", "output: * elements differ"),
+    "scales_heads_together": (
+        "test_written_slots[*=int8_per_token_head]",
+        "numbers of new keys are not in their slots",
+    ),
 }
 MUTANTS_ON_GPU: dict[str, tuple[str, str]] = {
     "waits_for_device": ("test_build_never_synchronizes[*]", "build or forward waits for the device"),

@@ -10,9 +10,12 @@ from attrs import evolve, field, frozen
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import Batch, GraphShape, Layer, Limits, split_kv
+from attnplug.contract import Batch, CacheTensor, GraphShape, KVCache, Layer, Limits, split_kv, torch_dtype
+from attnplug.contract.inputs.kv_cache import CacheSpec
 from attnplug.ops import Kernel
-from attnplug_kit.oracle import attend
+from attnplug.request.domains import PER_TOKEN_HEAD
+from attnplug_kit.oracle import Case, SceneRunner, attend, materialize
+from attnplug_kit.oracle.rounding import by_row
 from attnplug_triton import launch
 from attnplug_triton.backend import TritonBackend
 from tests.backends import requests
@@ -642,3 +645,46 @@ def test_extreme_queries_beside_keys_of_zero(name, factor):
     step.cache = step.cache.to(torch.float8_e4m3fn)
 
     check(step.run(step.builder.build(batch)), case)
+
+
+@pytest.mark.parametrize("cache", PER_TOKEN_HEAD)
+@pytest.mark.parametrize(("dtype", "factor"), [("float16", 2.0**-10), ("bfloat16", 2.0**20), ("bfloat16", 2.0**-60)])
+@pytest.mark.parametrize("lens", [((1, 2), (300, 61)), ((20, 40), (50, 0))])
+def test_values_of_all_magnitudes_beside_scales_per_token_head(cache, dtype, factor, lens):
+    """Neither weights times scales nor values leave the range of their dtype."""
+    sizes = {"head_size": 32, "head_size_v": 48, "num_q_heads": 4, "num_kv_heads": 2, "block_size": 16}
+    case = Case(query_lens=lens[0], context_lens=lens[1], dtype=dtype, kv_cache_dtype=cache, **sizes)
+    scene = materialize(case)
+    scene = evolve(scene, values=tuple(rows * factor for rows in scene.values))
+    backend = attnplug.select(case.requirements(), Device.parse(DEVICE), backend="triton").load()
+    runner = SceneRunner(backend, scene)
+
+    runner.compare(runner.run(scene).call, scene, f"values times {factor}")
+
+
+@pytest.mark.parametrize("cache", PER_TOKEN_HEAD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_written_with_scales_per_token_head(cache, dtype):
+    generator = torch.Generator().manual_seed(3)
+    narrow = torch_dtype(cache)
+    pages = CacheTensor((3, 4, 2, 24), narrow, 0)
+    specs = {"k": pages, "v": evolve(pages, shape=(3, 4, 2, 40), stride_order=(0, 1, 2, 3))}
+    specs |= dict.fromkeys(("k_scale", "v_scale"), CacheTensor((3, 2, 4), torch.float32, 0))
+    tensors = {role: spec.allocate(DEVICE) for role, spec in specs.items()}
+    rows = [torch.randn(7, 2, size, generator=generator).to(dtype) for size in (24, 40)]
+    for each in rows:
+        each[0, 0], each[1, 1, 5], each[2] = 0, torch.nan, each[2] * 2.0**-12
+    slots = torch.tensor([11, 0, 5, -1, 7, 6, 10])
+
+    given = [each.transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE) for each in rows]  # of any strides
+    launch.write_rows(*given, KVCache(tensors, 3, CacheSpec("independent", "NHD", specs)), slots.to(DEVICE))
+
+    kept = slots >= 0
+    for role, each in zip("kv", rows, strict=True):
+        codes, scales = by_row(each[kept], narrow)
+        held, own = tensors[role].cpu().flatten(0, 1), tensors[f"{role}_scale"].cpu().transpose(1, 2).flatten(0, 1)
+        is_nan = each[kept].isnan().any(-1)
+        assert torch.equal(own[slots[kept]][~is_nan], scales[~is_nan])
+        assert torch.equal(held.double()[slots[kept]][~is_nan], codes[~is_nan])
+        assert torch.equal(own[slots[kept]].isinf(), is_nan)  # 0 times infinity is NaN
+        assert not own[[1, 2, 3, 4, 8, 9]].any()

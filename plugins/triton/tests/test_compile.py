@@ -21,7 +21,7 @@ from attnplug_triton.tiles import (
     width_of,
 )
 from tests.backends.fakes import manifest_of
-from tests.backends.triton_on_cpu import NEEDS_TRITON, RELEASE, compile_kernel
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, RELEASE, compile_kernel
 
 pytestmark = [NEEDS_TRITON, pytest.mark.slow]
 
@@ -51,6 +51,7 @@ FORMS = {
     "group": 4,
 }
 CACHES = {"bf16": ("bf16", 2), "e4m3": ("fp8e4nv", 1), "e4m3 by bits": ("u8", 1), "e5m2": ("fp8e5", 1)}
+CACHES |= {"int8 by token": ("i8", 1), "e4m3 by token": ("fp8e4nv", 1), "e4m3 by token and bits": ("u8", 1)}
 
 
 AMD = read_manifest(manifest_of("attnplug_triton")).variants[0].supports["arch"].choices()
@@ -91,7 +92,9 @@ def compiled(
         "page_size": page,
         "width_v": value_width_of(size_v),
     }
-    scales = {"is_scaled": kind != "bf16", "by_bits": kind == "u8", "is_split": True}
+    is_by_token = "by token" in cache
+    scales = {"is_scaled": kind != "bf16" and not is_by_token, "by_bits": kind == "u8", "is_split": True}
+    scales["is_by_token"] = is_by_token
     sizes |= {"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages}
     sizes |= {"joins_diagonal": tiles.joins_diagonal, "by_descriptor": tiles.descriptors}
     kinds = {"key": "*bf16" if forms.get("is_records") else f"*{kind}", "value": f"*{kind}"}
@@ -156,6 +159,12 @@ def check(phase: str, capability: int | str, *given: Any, is_tall: bool = False,
         ("gfx950", 256, "e4m3", 128),
         ("gfx1100", 64, "e4m3 by bits", 16),
         ("gfx1201", 256, "e4m3", 16),
+        *((kind, 128, "int8 by token", 16) for kind in (80, 89, 90, 100, 120, *AMD)),
+        *((kind, 256, "int8 by token", 64) for kind in (80, 89, 90, "gfx942", "gfx1201")),
+        (89, 512, "int8 by token", 1),
+        (80, 256, "e4m3 by token and bits", 16),
+        (90, 128, "e4m3 by token", 64),
+        ("gfx950", 256, "e4m3 by token", 128),
     ],
 )
 def test_it_fits(phase: str, capability: int | str, size: int, cache: str, page: int) -> None:
@@ -276,3 +285,17 @@ def test_records_are_multiplied_as_bfloat16(is_records: bool, operands: str) -> 
 
     found = {line.partition(".f32.")[2].partition(".f32")[0] for line in code.splitlines() if "mma.sync" in line}
     assert found == {operands}
+
+
+@pytest.mark.parametrize("capability", [80, 90, "gfx942", "gfx1201"])
+@pytest.mark.parametrize("kind", ["i8", "u8"])
+def test_rows_are_written_on_every_device(capability: int | str, kind: str) -> None:
+    from attnplug_triton.triton_write import _write  # noqa: PLC0415 - needs Triton
+
+    kinds = dict.fromkeys(("key", "value"), "*bf16") | dict.fromkeys(("key_pages", "value_pages"), f"*{kind}")
+    kinds |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {"slots": "*i64"}
+    sizes = {"heads": 8, "size": 80, "size_v": 512, "width": 128, "width_v": 512, "page_size": 16}
+    kernel = compile_kernel(_write, kinds, sizes, capability=capability, num_warps=1)
+
+    if isinstance(capability, int):
+        assert DIVISION in str(kernel.asm["ptx"])

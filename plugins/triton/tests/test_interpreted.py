@@ -24,6 +24,12 @@ def test_the_basic_tier():
     run_interpreted(FOLDER / "interpreted_conformance.py", "-k", "TestBasic")
 
 
+def test_scales_per_token_and_head():
+    few = "per_token_head and (test_capability or test_written_slots or test_slots_written_by_the_host)"
+    run_interpreted(FOLDER / "interpreted_conformance.py", "-k", f"TestAll and {few}")
+    run_interpreted(FOLDER / "test_backend_on_gpu.py", "-k", "per_token_head")
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_gpu_tests():

@@ -42,6 +42,10 @@ def verdict(requirements: Requirements, device: Device = ADA) -> Verdict:
         pytest.param({"alibi": "sqrt", "dtype": "float16"}, id="square root of ALiBi"),
         pytest.param({"block_size": 1, "kv_layout": "NHD"}, id="pages of one token"),
         pytest.param({"kv_cache_dtype": "fp8", "per_head_scales": True}, id="an FP8 KV cache"),
+        pytest.param({"kv_cache_dtype": "int8_per_token_head", "cudagraph": "always"}, id="an int8 KV cache"),
+        pytest.param(
+            {"kv_cache_dtype": "fp8_per_token_head", "dcp_size": 2, "kv_in_cache": True}, id="FP8 with scales by token"
+        ),
         pytest.param({"head_size": 192, "head_size_v": 128}, id="unequal sizes"),
         pytest.param({"head_size": 512, "num_kv_heads": 4}, id="Gemma 4"),
         pytest.param({"cudagraph": "always", "seq_lens_cpu_kind": "absent"}, id="graphs without lengths on the CPU"),
@@ -82,6 +86,9 @@ def test_supported(fields: dict[str, Any], capability: str) -> None:
         ({**LATENT, "head_size": 576, "head_size_v": 128}, "small GPUs"),
         ({"causal": False, "attention_chunk": 64}, "no right bound"),
         ({"per_head_scales": True}, "only an FP8 KV cache has scales"),
+        ({"per_head_scales": True, "kv_cache_dtype": "int8_per_token_head"}, "only an FP8 KV cache has scales"),
+        ({"kv_cache_dtype": "int8"}, "wanted='int8'"),
+        ({**LATENT, "head_size": 576, "head_size_v": 512, "kv_cache_dtype": "int8_per_token_head"}, "one scale for"),
         ({"cascade": True, "sliding_window": 8}, "without a mask"),
         ({"cascade": True, "mm_prefix": True}, "parts of it"),
         ({"cascade": True, "batch_invariant": True}, "other requests of the batch"),
@@ -138,9 +145,13 @@ def test_turing_is_refused_with_the_reason() -> None:
 
 
 def test_fnuz_encodings_are_refused() -> None:
-    for dtype in ("fp8_e4m3", "fp8_e5m2"):
+    for dtype in ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"):
         found = verdict(LLAMA.evolve(kv_cache_dtype=dtype), Device.parse("mi300x"))
         assert "e4m3fnuz" in str(found.reasons)
+
+
+def test_int8_has_one_encoding() -> None:
+    assert verdict(LLAMA.evolve(kv_cache_dtype="int8_per_token_head"), Device.parse("mi300x")).status == "chosen"
 
 
 def test_it_ranks_between_kernel_libraries_and_gathered_pages() -> None:

@@ -25,7 +25,7 @@ from attnplug.contract.inputs.kv_cache import CacheTensor, outside_inference_mod
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.contract.inputs.phase import BatchSplit
 from attnplug.errors import LayerError, NotNegotiatedError, PluginContractError
-from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES
+from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES, PER_TOKEN_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -90,8 +90,9 @@ class Backend(ABC):
         ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
         the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says: the values of a latent
         cache are the first elements of its keys. A key of fp8_ds_mla is a record of 656 bytes, and its value the 512
-        codes at its beginning. Further roles are in memory as described. Dense agreements have no
-        cache.
+        codes at its beginning. The dtypes of `attnplug.request.domains.PER_TOKEN_HEAD` have the roles ``"k_scale"`` and
+        ``"v_scale"`` as well, ``(num_blocks, num_kv_heads, block_size)`` float32. Further roles are in memory as
+        described. Dense agreements have no cache.
 
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
@@ -105,10 +106,14 @@ class Backend(ABC):
         widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
         if self.agreement.kv_cache_dtype == FP8_DS_MLA:
             widths["k"] = FP8_DS_MLA_BYTES
-        return {
+        found = {
             role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order, alignment=self.cache_alignment)
             for role, width in widths.items()
         }
+        if self.agreement.kv_cache_dtype in PER_TOKEN_HEAD:
+            scales = CacheTensor((num_blocks, heads, size), torch.float32, 0)
+            found |= {"k_scale": scales, "v_scale": scales}
+        return found
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the workspace that batches within these limits need. The default is 0."""

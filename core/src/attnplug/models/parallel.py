@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from attrs import frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES
+from attnplug.request.domains import FP8_DS_MLA, FP8_DS_MLA_BYTES, PER_TOKEN_HEAD
 
 if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
@@ -19,11 +19,15 @@ _BITS: Final = {
     "float16": 16,
     "fp8_e4m3": 8,
     "fp8_e5m2": 8,
+    **dict.fromkeys(PER_TOKEN_HEAD, 8),
     "int8": 8,
     "int4": 4,
     "nvfp4": 4,
 }
-"""Bits of one value. Scales, which some plugins keep beside the values, come on top."""
+"""Bits of one value, without scales."""
+
+_SCALE_BYTES: Final = 8
+"""Bytes of the float32 scales of a key and a value, where each token and KV head has its own."""
 
 Sharing = Literal["whole", "split", "replicated"]
 
@@ -82,8 +86,8 @@ def shard(requirements: Requirements, size: int) -> Shard:
 
 def cache_bytes(requirements: Requirements) -> int | None:
     """
-    Return the bytes of a token in a layer's KV cache: keys and values, without scales that a plugin keeps as well. The
-    values of latents are parts of their keys.
+    Return the bytes of a token in a layer's KV cache: keys and values, and the scales of each token and KV head
+    if the dtype says so; without those that a plugin keeps besides. The values of latents are parts of their keys.
 
     0 for a layer that has no KV cache of its own: it has contiguous K/V, or reads that of an earlier layer. None for a
     dtype whose layout is the plugin's.
@@ -99,7 +103,8 @@ def cache_bytes(requirements: Requirements) -> int | None:
     if bits is None:
         return None
     size_v = 0 if requirements.latent else requirements.head_size_v or requirements.head_size
-    return requirements.num_kv_heads * (requirements.head_size + size_v) * bits // 8
+    scales = _SCALE_BYTES if requirements.kv_cache_dtype in PER_TOKEN_HEAD else 0
+    return requirements.num_kv_heads * ((requirements.head_size + size_v) * bits // 8 + scales)
 
 
 def kept_tokens(requirements: Requirements) -> int | None:

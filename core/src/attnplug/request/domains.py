@@ -316,8 +316,25 @@ them, then 64 bfloat16 rotary elements.
 FP8_DS_MLA_BYTES: Final = 656
 """Bytes of a record."""
 
+PER_TOKEN_HEAD: Final = ("int8_per_token_head", "fp8_per_token_head")
+"""
+The dtypes of KV caches of int8 or float8_e4m3 codes, with a float32 scale of each token and KV head for its key, and
+one for its value. Cache writes compute them: the largest magnitude is 127 or 448 steps.
+"""
+
 CACHE_DTYPE: Final = Name(
-    values=("auto", *DTYPE.values, "fp8_e4m3", "fp8_e5m2", FP8_DS_MLA, "int8", "int8_k", "int4", "nvfp4"),
+    values=(
+        "auto",
+        *DTYPE.values,
+        "fp8_e4m3",
+        "fp8_e5m2",
+        FP8_DS_MLA,
+        *PER_TOKEN_HEAD,
+        "int8",
+        "int8_k",
+        "int4",
+        "nvfp4",
+    ),
     aliases=_FLOAT_ALIASES,
     open=True,
 )

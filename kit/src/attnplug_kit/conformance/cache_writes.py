@@ -221,7 +221,7 @@ class CacheWrites(Tier):
         kept = torch.arange(tokens) % 3 > 0
         places = slots[kept] // scene.case.block_size, slots[kept] % scene.case.block_size
         for pages in paged_tensors(call.cache).values():
-            _as_integers(pages)[places] = -1  # NaN, for every float; int8 keys have a scale of NaN then
+            _as_integers(pages)[places] = -1  # NaN, for every float; int8 codes have a scale of NaN then
         mapping = torch.cat([slots.where(kept, PAD_SLOT_ID), call.batch.slot_mapping[tokens:].cpu()])  # type: ignore[index]
         mapping = mapping.to(runner.backend.device)
         on_cpu = mapping if runner.backend.device.type == "cpu" else None
@@ -290,7 +290,7 @@ def _require_no_strays(changed: Tensor, new: Tensor, block_size: int, what: str)
 
 def _rtol(name: str, dtype: torch.dtype) -> float:
     """Return a tolerance: a number between two others may be rounded to either, and a scale is a quotient."""
-    return 2**-3 if is_narrow_float(dtype) else 2**-20 if name == "key scale" else 0.0
+    return 2**-3 if is_narrow_float(dtype) else 2**-20 if name.endswith(" scale") else 0.0
 
 
 def _slots(pages: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug_kit.conformance.field_values import field_values_of, is_served
 from attnplug_kit.conformance.pairwise import kernel_of, needs_no_other_kernel
 from attnplug_kit.conformance.request_spec import FP8_DTYPES
+from attnplug_kit.oracle.rounding import ROW_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -92,7 +93,8 @@ class Draw:
     @staticmethod
     def _have(pair: tuple[int, int], spec: RequestSpec) -> bool:
         """Whether the heads of a pair are those that the request fixes; other ratios come with few heads."""
-        if spec.fields.get("per_head_scales") and pair[0] == 1:  # whose scale would be that of all heads
+        has_scales = spec.fields.get("per_head_scales") or spec.fields.get("kv_cache_dtype") in ROW_DTYPES
+        if has_scales and pair[0] == 1:  # whose scale would be that of all heads
             return False
         if "gqa_ratio" in spec.fixed and "num_kv_heads" not in spec.fixed:
             return bool(pair[0] * spec.fields["gqa_ratio"] <= _MOST_HEADS)

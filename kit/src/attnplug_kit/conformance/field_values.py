@@ -12,7 +12,7 @@ from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
 from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
 from attnplug_kit.fields import OF_RECORDS, ROWS
 from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
-from attnplug_kit.oracle.rounding import INT8_DTYPES, RECORD
+from attnplug_kit.oracle.rounding import RECORD, ROW_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -180,8 +180,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
         return f"the kit requests sizes up to {_LARGEST}: the float64 oracle takes too long for larger ones"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit has no tolerance for {value}"
-    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, RECORD, *INT8_DTYPES):
-        return f"the oracle rounds to {', '.join((*FP8_DTYPES, RECORD, *INT8_DTYPES))} only"
+    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, RECORD, *ROW_DTYPES):
+        return f"the oracle rounds to {', '.join((*FP8_DTYPES, RECORD, *ROW_DTYPES))} only"
     if name == "block_sparse" and not has_known_parameters(dict(value)):
         return f"the oracle has patterns of {', '.join(REQUIRED)}, homo_head and homo_head_group only"
     return ROWS[name].unreachable

@@ -12,7 +12,7 @@ from attnplug.request import FIELDS, Requirements
 from attnplug_kit.fields import ROWS
 from attnplug_kit.oracle import Case
 from attnplug_kit.oracle.case import OF_LAYER, STRIDES
-from attnplug_kit.oracle.rounding import INT8_DTYPES
+from attnplug_kit.oracle.rounding import ROW_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -126,7 +126,7 @@ def _drawn(spec: RequestSpec, source: random.Random, fixed: Mapping[str, Any]) -
     found["strides"] = source.choice(STRIDES)
     found["shared_blocks"] = source.choice((0, 1)) if fields.get("paged", True) else 0
     shift = source.choice((0.0, 0.0, 100.0, -100.0))
-    own = any(ROWS[name].absolute for name in fields) or fields.get("kv_cache_dtype") in INT8_DTYPES
+    own = any(ROWS[name].absolute for name in fields) or fields.get("kv_cache_dtype") in ROW_DTYPES
     found["score_shift"] = 0.0 if own or size < _SHIFTED_SIZE else shift
     if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
         found |= dict(zip(("k_scale", "v_scale"), source.choice(_FP8_SCALES[fields["kv_cache_dtype"]]), strict=True))

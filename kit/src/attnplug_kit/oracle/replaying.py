@@ -352,7 +352,7 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
             mine.copy_(theirs)
     for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
         mine[: theirs.shape[0]].copy_(theirs)
-    if "v_scale" in static.cache:
+    if "v_scale" in static.cache and "value scale" not in paged_tensors(static.cache):  # those of a calibration
         static.cache["v_scale"].copy_(call.cache["v_scale"])
 
 

@@ -2,7 +2,7 @@
 What a quantized KV cache makes of queries, keys and values, short enough to be verified by reading.
 
 FP8: to the nearest number of the dtype. Records of latents: to FP8 too, with a scale per 128 elements. Int8:
-symmetric, with a scale per row or per channel.
+symmetric, with a scale per row or per channel. Per token and head: int8 or FP8, with a scale per row.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 INT8_DTYPES: Final = ("int8", "int8_k")
 """The int8 cache dtypes: with values in int8 too, and with values of the layer's dtype."""
+
+PER_TOKEN_HEAD: Final = ("int8_per_token_head", "fp8_per_token_head")
+"""The cache dtypes of codes with a scale per token and head, of keys and of values."""
+
+ROW_DTYPES: Final = (*INT8_DTYPES, *PER_TOKEN_HEAD)
+"""The cache dtypes whose keys have a scale per token and head, which follows from the key."""
 
 RECORD: Final = "fp8_ds_mla"
 """The cache dtype of records of latents."""
@@ -136,7 +142,7 @@ def representable(case: Case, queries: Tensor) -> Tensor:
 
 
 def _fp8_dtype(case: Case) -> torch.dtype | None:
-    if case.kv_cache_dtype in INT8_DTYPES:
+    if case.kv_cache_dtype in ROW_DTYPES:
         return None
     dtype = torch_dtype(case.requirements().kv_cache_dtype)  # the canonical name
     return dtype if is_narrow_float(dtype) else None
@@ -208,8 +214,17 @@ class Int8Rounding:
 
     value_scales: Tensor | None
 
-    def rows(self, rows: Tensor) -> Tensor:
-        """Return what attention reads of queries or keys ``(tokens, heads, size)``, in float64."""
+    @property
+    def has_byte_weights(self) -> bool:
+        """Whether kernels may round the softmax weights to int8 too."""
+        return self.value_scales is not None
+
+    def queries(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of queries ``(tokens, num_q_heads, size)``."""
+        return self.keys(rows)
+
+    def keys(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of keys ``(tokens, num_kv_heads, size)``, in float64."""
         quantized, scales = by_row(rows)
         return quantized * scales[..., None].double()
 
@@ -236,8 +251,47 @@ class Int8Rounding:
             cache["v_scale"].copy_(self.value_scales)
 
 
+@frozen(eq=False)
+class RowRounding(Int8Rounding):
+    """
+    Int8 or float8_e4m3 with a scale per token and head, which follows from the row, of keys and of values.
+
+    Queries are not rounded, and softmax weights neither. The cache has the roles ``"k_scale"`` and ``"v_scale"``,
+    ``(num_blocks, num_kv_heads, block_size)`` float32.
+
+    Attributes:
+        dtype: int8 or float8_e4m3fn.
+    """
+
+    dtype: torch.dtype
+
+    def queries(self, rows: Tensor) -> Tensor:
+        """Return the queries themselves."""
+        return rows
+
+    def keys(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of keys or values ``(tokens, num_kv_heads, size)``, in float64."""
+        quantized, scales = by_row(rows, self.dtype)
+        return quantized * scales[..., None].double()
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of values, as of keys."""
+        return self.keys(rows)
+
+    def fill(self, cache: KVCache, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """Write rows and their scales into a cache, as `Int8Rounding.fill`."""
+        tensors = paged_tensors(cache)
+        for name, rows in (("key", keys), ("value", values)):
+            quantized, scales = by_row(rows, self.dtype)
+            codes, held = quantized.to(self.dtype), tensors[name]
+            held.view(torch.int8)[places] = codes.view(torch.int8).to(held.device)  # torch places no narrow floats
+            tensors[f"{name} scale"][places] = scales.to(held.device)
+
+
 def int8_rounding(kv_cache_dtype: str, values: tuple[Tensor, ...]) -> Int8Rounding | None:
-    """Return the rounding of an int8 cache dtype, with scales for the values; None for other dtypes."""
+    """Return the rounding of a cache dtype with scales per row, and scales for the values; None for other dtypes."""
+    if kv_cache_dtype in PER_TOKEN_HEAD:
+        return RowRounding(None, torch_dtype(kv_cache_dtype))
     if kv_cache_dtype not in INT8_DTYPES:
         return None
     if kv_cache_dtype == "int8_k":
@@ -245,11 +299,16 @@ def int8_rounding(kv_cache_dtype: str, values: tuple[Tensor, ...]) -> Int8Roundi
     return Int8Rounding(torch.cat(values).float().abs().amax(0).clamp(min=1e-3) * _CALIBRATED / 127)
 
 
-def by_row(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers in float64, and scales ``(tokens, heads)`` float32. Both are computed in float32."""
-    largest = rows.float().abs().amax(-1)
-    scales = torch.where(largest > 0, largest, 1.0) / 127
-    return (rows.float() / scales[..., None]).round().clamp(-127, 127).double(), scales
+def by_row(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """
+    Return numbers of int8 or float8_e4m3fn in float64, and scales ``(tokens, heads)`` float32.
+
+    Both are computed in float32.
+    """
+    largest, most = rows.float().abs().amax(-1), 127 if dtype == torch.int8 else 448
+    scales = torch.where(largest > 0, largest, 1.0) / most
+    scaled = rows.float() / scales[..., None]
+    return scaled.round().clamp(-127, 127).double() if most == 127 else nearest(scaled.double(), dtype), scales
 
 
 def by_channel(rows: Tensor, scales: Tensor) -> Tensor:
@@ -262,6 +321,8 @@ def paged_tensors(cache: KVCache) -> dict[str, Tensor]:
     found = {"key": cache.k, "value": cache.v}
     if "k_scale" in cache:
         found["key scale"] = cache["k_scale"].transpose(1, 2)
+    if "v_scale" in cache and cache["v_scale"].ndim == 3:  # calibrated ones are of no token
+        found["value scale"] = cache["v_scale"].transpose(1, 2)
     return found
 
 

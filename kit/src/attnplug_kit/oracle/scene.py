@@ -119,7 +119,7 @@ class Scene:
         num_blocks: Blocks of the cache, the null block included.
         scale: Factor of the scores.
         rounding: What an FP8 cache makes of keys and values; None for another cache.
-        int8_rounding: What an int8 cache makes of queries, keys and values; None for another cache.
+        int8_rounding: What a cache with scales per token makes of queries, keys and values; None for another cache.
     """
 
     case: Case
@@ -153,7 +153,7 @@ class Scene:
         """Keys and values as attention reads them: rounded if the cache is quantized, those of this step too."""
         rounding, int8 = self.rounding, self.int8_rounding
         if int8 is not None:
-            return tuple(map(int8.rows, self.keys)), tuple(map(int8.values, self.values))
+            return tuple(map(int8.keys, self.keys)), tuple(map(int8.values, self.values))
         if rounding is None:
             return self.keys, self.values
         return (
@@ -164,7 +164,7 @@ class Scene:
     @property
     def has_byte_weights(self) -> bool:
         """Whether values are int8, so that kernels may round the softmax weights to int8 too."""
-        return self.int8_rounding is not None and self.int8_rounding.value_scales is not None
+        return self.int8_rounding is not None and self.int8_rounding.has_byte_weights
 
     def expected(self) -> OracleResult:
         """Return the oracle's result for the whole batch, ``(tokens, ...)``. It is computed once."""
@@ -187,7 +187,7 @@ class Scene:
             "spans": None if self.spans is None else self.spans[request],
             "block_sparse": None if case.block_sparse is None else dict(case.block_sparse),
         }
-        queries = self.queries[request] if int8 is None else int8.rows(self.queries[request])
+        queries = self.queries[request] if int8 is None else int8.queries(self.queries[request])
         return attend(queries, keys, values, scale=self.scale, **{**{n: getattr(case, n) for n in _OF_ORACLE}, **own})
 
     def layer(
@@ -361,9 +361,9 @@ class Scene:
         selects included.
 
         Args:
-            cache: The KV cache; an int8 cache has the scales of `Int8Rounding` besides.
+            cache: The KV cache; one with scales per token has those of `Int8Rounding` besides.
             written: Whether the new tokens are written too, as where a cache is shared.
-            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do. Records hold NaN.
+            poison: The value of the other slots. Int8 numbers cannot hold NaN: their scales do. Records hold NaN.
         """
         if self.int8_rounding is not None:
             self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
@@ -396,7 +396,7 @@ class Scene:
 
     def _fill_int8(self, cache: KVCache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
         for tensor in paged_tensors(cache).values():
-            tensor.fill_(poison if tensor.dtype.is_floating_point else _POISONED_BYTE)
+            tensor.copy_(torch.tensor(poison if tensor.dtype.is_floating_point else _POISONED_BYTE).to(tensor.dtype))
         for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
             slots = self._slots(request, 0, filled)
             places = slots // self.case.block_size, slots % self.case.block_size

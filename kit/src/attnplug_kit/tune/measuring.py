@@ -32,7 +32,16 @@ from attnplug.request import FIELDS, names_of_pair
 from attnplug_kit.bench import DeviceClock, Target, make_rig
 from attnplug_kit.bench.forwarding import replay_of
 from attnplug_kit.bench.timing import CallClock, is_steady
-from attnplug_kit.oracle import INT8_DTYPES, Case, Int8Rounding, assert_close, attend, check, materialize
+from attnplug_kit.oracle import (
+    INT8_DTYPES,
+    Case,
+    Int8Rounding,
+    assert_close,
+    attend,
+    check,
+    int8_rounding,
+    materialize,
+)
 from attnplug_kit.tune.deciding import LEAST_ROUNDS, steady_rounds, summary, survivors
 
 if TYPE_CHECKING:
@@ -492,7 +501,7 @@ def check_rows(rig: Rig, output: Tensor, layer: Requirements, most: int = 3) -> 
     rounding = _int8_rounding(rig, layer)
     if (rounding is None and layer.kv_cache_dtype not in ("auto", layer.dtype)) or layer.topk is not None:
         return
-    byte_weights = rounding is not None and rounding.value_scales is not None
+    byte_weights = rounding is not None and rounding.has_byte_weights
     for request in sorted({number * (step.num_reqs - 1) // max(1, most - 1) for number in range(most)}):
         first, begin = sum(step.query_lens[:request]), sum(step.cached_lens[:request])
         new, old = step.query_lens[request], step.cached_lens[request]
@@ -503,7 +512,7 @@ def check_rows(rig: Rig, output: Tensor, layer: Requirements, most: int = 3) -> 
         row = first + new - 1
         query, largest = rig.query[row : row + 1].cpu(), float(values.abs().max())
         if rounding is not None:
-            query, keys, values = rounding.rows(query), rounding.rows(keys), rounding.values(values)
+            query, keys, values = rounding.queries(query), rounding.keys(keys), rounding.values(values)
         exact = attend(query, keys, values, scale=step.scale, **_attention(rig, layer))
         got = output[row].view(1, step.num_q_heads, step.size_v)
         try:
@@ -515,9 +524,9 @@ def check_rows(rig: Rig, output: Tensor, layer: Requirements, most: int = 3) -> 
 
 
 def _int8_rounding(rig: Rig, layer: Requirements) -> Int8Rounding | None:
-    """Return what an int8 cache makes of the rows, with the scales that the cache has; None for another dtype."""
+    """Return what the cache makes of the rows, with the scales that it has; None for a dtype without scales per row."""
     if rig.cache is None or layer.kv_cache_dtype not in INT8_DTYPES:
-        return None
+        return None if rig.cache is None else int8_rounding(layer.kv_cache_dtype, ())
     return Int8Rounding(rig.cache["v_scale"].cpu() if "v_scale" in rig.cache else None)
 
 

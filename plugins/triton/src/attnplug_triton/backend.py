@@ -118,7 +118,7 @@ class TritonBackend(Backend):
     @property
     def reads_bits(self) -> bool:
         """Whether the kernels convert an FP8 KV cache by its bits, where Triton does not."""
-        is_e4m3 = self.agreement.kv_cache_dtype in ("fp8_e4m3", FP8_DS_MLA)
+        is_e4m3 = self.agreement.kv_cache_dtype in ("fp8_e4m3", "fp8_per_token_head", FP8_DS_MLA)
         return is_e4m3 and not has_e4m3(architecture(self.device_properties))
 
     def splits(self, requests: int, max_seq_len: int, most: int | None, span: int = 0) -> int:

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from attnplug.contract import AttentionImpl
 from attnplug.ops import combine, gather_heads, merge_into, write_kv, write_latents
-from attnplug_triton.launch import Params, run
+from attnplug_triton.launch import Params, run, write_rows
 from attnplug_triton.tiles import value_width_of, width_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnplug_triton.launch import Plan
 
 FP8_DS_MLA: Final = "fp8_ds_mla"
+PER_TOKEN_HEAD: Final = ("int8_per_token_head", "fp8_per_token_head")
 _FLOAT32: Final = torch.float32.itemsize
 _ALIBI: Final = {None: 0, "linear": 1, "sqrt": 2}
 
@@ -50,8 +51,9 @@ class TritonImpl(AttentionImpl):
         sinks = self._sinks if ranks == 1 else None  # the keys of all ranks share a sink
         self._scales = (layer.k_scale_tensor, layer.k_scale_tensor if requested.latent else layer.v_scale_tensor)
         size = self.head_size - self.head_size_v if requested.latent else self.head_size
-        self._is_records = self.agreement.kv_cache_dtype == FP8_DS_MLA
-        is_scaled = self.agreement.kv_cache_dtype != requested.dtype and not self._is_records
+        dtype = self.agreement.kv_cache_dtype
+        self._is_records, self._is_by_token = dtype == FP8_DS_MLA, dtype in PER_TOKEN_HEAD
+        is_scaled = dtype != requested.dtype and not (self._is_records or self._is_by_token)
         self._params = Params(
             numbers=(left, chunk, self.scale, cap),
             tensors=(
@@ -69,6 +71,7 @@ class TritonImpl(AttentionImpl):
             ),
             cache_forms=(
                 is_scaled, requested.per_head_scales, self.backend.reads_bits, requested.latent, self._is_records,
+                self._is_by_token,
             ),
         )  # fmt: skip
 
@@ -182,8 +185,10 @@ class TritonImpl(AttentionImpl):
         return queries + max(queries, 3 * outputs) + (ranks * (ranks + 1) + 2) * self.num_q_heads * _FLOAT32
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: KVCache, slot_mapping: Tensor) -> None:
-        """Write rows to their slots, with the layer's scales. The values of latents are in their keys."""
+        """Write rows to their slots, with the layer's scales or their own. The values of latents are in their keys."""
         if self._is_records:
             write_latents(key, kv_cache.k, slot_mapping)
+        elif self._is_by_token:
+            write_rows(key, value, kv_cache, slot_mapping)
         else:
             write_kv(key, value, kv_cache.k, kv_cache.v, slot_mapping, *self._scales)

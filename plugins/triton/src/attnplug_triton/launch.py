@@ -9,9 +9,11 @@ from attrs import frozen
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnplug.ops import Kernel, merge_splits
+from attnplug_triton.tiles import width_of
 from attnplug_triton.triton_decode import _decode
 from attnplug_triton.triton_ops import INTERPRETED
 from attnplug_triton.triton_prefill import _prefill
+from attnplug_triton.triton_write import _write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,18 +32,19 @@ class Params:
 
     Attributes:
         numbers: Left window, chunk, softmax scale, and soft cap; 0 for those that the layer does not have.
-        tensors: ALiBi slopes, sinks, scales of keys, and scales of values; None likewise.
+        tensors: ALiBi slopes, sinks, scales of keys, and scales of values; None likewise, and for scales that
+            the KV cache has.
         constants: Constants of the layer: ``kv_heads`` to ``width_v`` of the kernels. The size of latents is that of
             their rotary part.
         forms: Constants of its scores: ``is_causal`` to ``has_sinks`` of the kernels.
-        cache_forms: Constants of its KV cache: ``is_scaled`` to ``is_records``.
+        cache_forms: Constants of its KV cache: ``is_scaled`` to ``is_by_token``.
     """
 
     numbers: tuple[int, int, float, float]
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     constants: tuple[int, ...]
     forms: tuple[bool | int, ...]
-    cache_forms: tuple[bool, bool, bool, bool, bool]
+    cache_forms: tuple[bool, bool, bool, bool, bool, bool]
 
 
 @frozen(eq=False)
@@ -111,7 +114,7 @@ _ROTARY: Final = 528
 _ALIGNMENT: Final = 16
 """Bytes that the address and the strides of a tensor descriptor are multiples of."""
 
-_decode_kernel, _prefill_kernel = Kernel(_decode), Kernel(_prefill)
+_decode_kernel, _prefill_kernel, _write_kernel = Kernel(_decode), Kernel(_prefill), Kernel(_write)
 
 
 def run(
@@ -153,13 +156,19 @@ def run(
     mask = (lens, lens)
     if batch.custom_mask is not None:
         mask = batch.custom_mask.view(torch.uint8), cast("Tensor", plan.mask_starts)
+    of_layer, scale_strides = params.tensors, [0] * 4
+    if params.cache_forms[-1] and not isinstance(kv, tuple):
+        k_scale, v_scale = kv["k_scale"], kv["v_scale"]
+        of_layer, scale_strides = (*of_layer[:2], k_scale, v_scale), [*k_scale.stride()[:2], *v_scale.stride()[:2]]
     tensors = (
         query, keys, values, out,
-        *[query if tensor is None else tensor for tensor in (lse, *params.tensors)],  # such an argument is not read
+        *[query if tensor is None else tensor for tensor in (lse, *of_layer)],  # such an argument is not read
         own.query_start_loc, lens, table, lens if batch.mm_prefix_range is None else batch.mm_prefix_range, *mask,
     )  # fmt: skip
     lse_strides = (0, 0) if lse is None else lse.stride()
-    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides)
+    strides = (
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], out.stride(0), *lse_strides, *scale_strides
+    )  # fmt: skip
     rank, ranks, interleave = plan.shard
     numbers = (table.stride(0), requests, plan.mask_stride, rank, *params.numbers)
     constants = (
@@ -208,12 +217,38 @@ def run(
 def _pages(kv_cache: KVCache, params: Params) -> tuple[Tensor, Tensor]:
     """Return keys and values as the kernels read them: of latents, the rotary elements, and those before."""
     keys, values = kv_cache.k, kv_cache.v
-    _, _, by_bits, is_latent, is_records = params.cache_forms
+    _, _, by_bits, is_latent, is_records, _ = params.cache_forms
     if is_records:
         return keys[..., _ROTARY:].view(torch.bfloat16), values if by_bits else values.view(torch.float8_e4m3fn)
     if by_bits:  # Triton has no e4m3 here
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     return keys[..., params.constants[3] :] if is_latent else keys, values
+
+
+def write_rows(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
+    """
+    Write keys and values with the scale of each token and head into their slots, in one launch.
+
+    Args:
+        key: ``(tokens, num_kv_heads, head_size)``, of any strides; rows beyond the slots are not read.
+        value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
+        cache: A KV cache of int8 or float8_e4m3 with the roles ``"k_scale"`` and ``"v_scale"``; written.
+        slots: ``(n,)`` of integers; rows with a negative one are not written.
+    """
+    key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value))
+    keys, values = (pages if pages.dtype == torch.int8 else pages.view(torch.uint8) for pages in (cache.k, cache.v))
+    scales = cache["k_scale"], cache["v_scale"]
+    strides = [step for tensor in (key, value, *scales) for step in tensor.stride()[:2]]
+    strides += [step for pages in (keys, values) for step in pages.stride()[:3]]
+    _, heads, size = key.shape
+    _write_kernel.run(
+        slots.shape[0] * heads,
+        (key, value, keys, values, *scales, slots),
+        strides,
+        (),
+        (heads, size, value.shape[2], width_of(size), width_of(value.shape[2]), keys.shape[1]),
+        num_warps=1,
+    )
 
 
 def _descriptors(caches: Sequence[Tensor], query: Tensor, params: Params, count: int) -> tuple[TensorDescriptor, ...]:

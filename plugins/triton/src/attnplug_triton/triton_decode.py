@@ -64,6 +64,10 @@ def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile tim
     out_token: tl.int64,
     lse_token: tl.int64,
     lse_head: tl.int64,
+    k_scale_page: tl.int64,
+    k_scale_head: tl.int64,
+    v_scale_page: tl.int64,
+    v_scale_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
     mask_stride: tl.int32,
@@ -97,6 +101,7 @@ def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile tim
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
+    is_by_token: tl.constexpr,
     interpreted: tl.constexpr,
     ranks: tl.constexpr,
     interleave: tl.constexpr,
@@ -169,9 +174,13 @@ def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile tim
 
     columns_v = tl.arange(0, width_v)
     q_at = query + at * q_token + head * q_head
-    has_codes: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and not is_records
+    layer: tl.constexpr = query.dtype.element_ty
+    element: tl.constexpr = key.dtype.element_ty
+    has_codes: tl.constexpr = element.primitive_bitwidth == 8 and element != tl.int8 and not is_records
     q, q_latent, power = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent, has_codes)
-    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
+    unscaled_bits: tl.constexpr = by_bits and not (is_records or is_by_token)
+    k_scales, v_scales = k_scale + kv_head * k_scale_head, v_scale + kv_head * v_scale_head
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, unscaled_bits)
     unit *= power
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
@@ -186,19 +195,21 @@ def _decode(  # noqa: C901, PLR0912 - forms of one kernel, chosen at compile tim
         whole = tl.maximum(begin, tl.minimum(lowest_last + 1, end) // keys * keys)
         acc, row_max, row_sum = attend(
             begin, whole, lowest, end - 1, whole, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
-            row_sum, key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit,
-            soft_cap, size, size_v, width, width_v, page_size, False, False, is_capped, alibi, False, False, by_bits,  # noqa: FBT003
-            is_latent, is_records, False, True, keys, stages, interpreted,  # noqa: FBT003
+            row_sum, key_pages, value_pages, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, k_scales,
+            v_scales, k_scale_page, v_scale_page, unit, soft_cap, layer, size, size_v, width, width_v, page_size,
+            False, False, is_capped, alibi, False, False, by_bits, is_latent, is_records, is_by_token, False, True,  # noqa: FBT003
+            keys, stages, interpreted,
         )  # fmt: skip
         begin = whole
     acc, row_max, row_sum = attend(
-        begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, mask_rows, acc, row_max, row_sum,
-        key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, unit, soft_cap, size, size_v,
-        width, width_v, page_size, is_windowed or is_chunked, has_mask, is_capped, alibi, True, False, by_bits,  # noqa: FBT003
-        is_latent, is_records, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
+        begin, end, lowest, end - 1, begin, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
+        row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, num_slots, k_scales, v_scales,
+        k_scale_page, v_scale_page, unit, soft_cap, layer, size, size_v, width, width_v, page_size,
+        is_windowed or is_chunked, has_mask, is_capped, alibi, True, False, by_bits, is_latent, is_records,  # noqa: FBT003
+        is_by_token, topk > 0, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
 
-    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, unscaled_bits)
     result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, split == 0, has_sinks)
     mask = row_mask[:, None] & (columns_v < size_v)[None, :]
     if is_split:

@@ -113,26 +113,39 @@ def first_rows(
 
 
 @triton.jit
-def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr) -> tl.tensor:
+def widen(tile: tl.tensor, like: tl.tensor, by_bits: tl.constexpr, interpreted: tl.constexpr) -> tl.tensor:
     """Return cached elements in the dtype of the queries; bytes of e4m3 `by_bits` are 256 times smaller than theirs."""
     if by_bits:
         bits = tile.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # float16 has 8 more in its exponent's bias
         return half.to(tl.float16, bitcast=True).to(like.dtype)
+    elif tile.dtype == tl.int8 and like.dtype == tl.float16:
+        # 1024 + u has u in its low bits: a conversion instruction would take the bytes one by one, at a lower rate.
+        biased = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16)  # x + 128
+        return (biased | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    elif tile.dtype == tl.float8e5 and interpreted:  # the interpreter makes subnormal numbers smaller
+        return (tile.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(like.dtype)
+    elif tile.dtype == tl.int8 and interpreted:  # the interpreter would return the integer as bits of bfloat16
+        return tile.to(tl.float32).to(like.dtype)
     else:
         return tile.to(like.dtype)
 
 
 @triton.jit
 def load_records(
-    base: tl.tensor, rows: tl.tensor, is_row: tl.tensor, like: tl.tensor, by_bits: tl.constexpr
+    base: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    like: tl.tensor,
+    by_bits: tl.constexpr,
+    interpreted: tl.constexpr,
 ) -> tl.tensor:
     """Return the latents of records of fp8_ds_mla: 512 codes, and a float32 scale for each 128 of them behind."""
     at = base.to(tl.pointer_type(tl.float32)) + (rows // 4)[:, None] + 128 + tl.arange(0, 4)[None, :]
     scales = tl.load(at, mask=is_row[:, None], other=0.0)
     columns = tl.arange(0, 4)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     codes = tl.load(base + rows[:, None, None] + columns, mask=is_row[:, None, None], other=0.0)
-    wide = widen(codes, scales, by_bits)
+    wide = widen(codes, scales, by_bits, interpreted)
     if by_bits:
         scales = scales * 256.0
     return tl.reshape((wide * scales[:, :, None]).to(like.dtype), (rows.shape[0], 512))
@@ -238,8 +251,13 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     v_page: tl.int64,
     v_token: tl.int64,
     num_slots: tl.int32,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    k_scale_page: tl.int64,
+    v_scale_page: tl.int64,
     unit: tl.tensor,
     soft_cap: tl.float32,
+    layer: tl.constexpr,
     size: tl.constexpr,
     size_v: tl.constexpr,
     width: tl.constexpr,
@@ -254,6 +272,7 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
+    is_by_token: tl.constexpr,
     is_selected: tl.constexpr,
     by_descriptor: tl.constexpr,
     keys: tl.constexpr,
@@ -275,6 +294,10 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     value's tile is loaded once, for both products. With `is_records` these are records of fp8_ds_mla.
 
     Products of queries and keys become scores to base 2 by `unit`, a factor of each row.
+
+    With `is_by_token`, `k_scales` and `v_scales` are the scales of this KV head, those of a page one after the other.
+    They are factors of the scores and of the weights, so that no code is rounded. Such weights are below the numbers of
+    float16: in a `layer` of it, the scales are factors of the values.
 
     With a `page_size` of 0, keys are contiguous rows from `key_base` and `value_base` on, and `pages` is not read.
 
@@ -320,16 +343,22 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             if by_descriptor:
                 v = tl.reshape(value_base.load(tile), (keys, width_v))
             elif is_records:
-                v = load_records(value_base, v_row, is_row, q, by_bits)
+                v = load_records(value_base, v_row, is_row, q, by_bits, interpreted)
             else:
-                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
+                v = load_rows(value_base, v_row, is_row, size_v, width_v, is_selected)
+                v = widen(v, q, by_bits, interpreted)
             scores = multiply(q_latent, tl.trans(v), scores, interpreted)
         if size > 0:
             if by_descriptor:
                 k = tl.reshape(key_base.load(tile), (keys, width))
             else:
-                k = widen(load_rows(key_base, k_row, is_row, size, width, is_selected), q, by_bits and not is_records)
+                k = load_rows(key_base, k_row, is_row, size, width, is_selected)
+                k = widen(k, q, by_bits and not is_records, interpreted)
             scores = multiply(q, tl.trans(k), scores, interpreted)
+        if is_by_token:
+            unwiden = 256.0 if by_bits else 1.0
+            scores = scores * (tl.load(k_scales + page * k_scale_page + slot) * unwiden)[None, :]
+            v_scale = tl.load(v_scales + page * v_scale_page + slot) * unwiden
 
         if is_capped:  # tanh(x) is 1 - 2 / (1 + exp(2 x)), without overflow for large |x|
             exponential = tl.math.exp2(scores * (unit * 2.0 / soft_cap)[:, None])
@@ -368,7 +397,13 @@ def attend(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
             if by_descriptor:
                 v = tl.reshape(value_base.load(tile), (keys, width_v))
             else:
-                v = widen(load_rows(value_base, v_row, is_row, size_v, width_v, is_selected), q, by_bits)
+                v = load_rows(value_base, v_row, is_row, size_v, width_v, is_selected)
+                v = widen(v, q, by_bits, interpreted)
+        if is_by_token:
+            if layer == tl.float16:
+                v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
+            else:
+                v, probs = v.to(tl.bfloat16), probs * v_scale[None, :]
         if not interpreted:  # the interpreter truncates where a GPU rounds
             probs = probs.to(v.dtype)
         acc = multiply(probs, v, acc * rescale[:, None], interpreted)

@@ -70,6 +70,10 @@ def _prefill(
     out_token: tl.int64,
     lse_token: tl.int64,
     lse_head: tl.int64,
+    k_scale_page: tl.int64,
+    k_scale_head: tl.int64,
+    v_scale_page: tl.int64,
+    v_scale_head: tl.int64,
     table_stride: tl.int64,
     num_reqs: tl.int32,
     mask_stride: tl.int32,
@@ -101,6 +105,7 @@ def _prefill(
     by_bits: tl.constexpr,
     is_latent: tl.constexpr,
     is_records: tl.constexpr,
+    is_by_token: tl.constexpr,
     interpreted: tl.constexpr,
     ranks: tl.constexpr,
     interleave: tl.constexpr,
@@ -167,9 +172,13 @@ def _prefill(
 
     columns_v = tl.arange(0, width_v)
     q_at = query + at * q_token + head * q_head
-    has_codes: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and not is_records
+    layer: tl.constexpr = query.dtype.element_ty
+    element: tl.constexpr = key.dtype.element_ty
+    has_codes: tl.constexpr = element.primitive_bitwidth == 8 and element != tl.int8 and not is_records
     q, q_latent, power = load_queries(q_at, row_mask, size, size_v, width, width_v, is_latent, has_codes)
-    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
+    unscaled_bits: tl.constexpr = by_bits and not (is_records or is_by_token)
+    k_scales, v_scales = k_scale + kv_head * k_scale_head, v_scale + kv_head * v_scale_head
+    unit = scale * 1.4426950408889634 * load_scale(k_scale, kv_head, is_scaled, is_per_head, unscaled_bits)
     unit *= power
     slope = tl.zeros((rows,), tl.float32)
     if alibi > 0:
@@ -182,9 +191,10 @@ def _prefill(
     if has_first:
         acc, row_max, row_sum = attend(
             begin, full, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
-            row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
-            size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, False, by_bits, is_latent,  # noqa: FBT003
-            is_records, False, False, keys, stages, interpreted,  # noqa: FBT003
+            row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, k_scales, v_scales,
+            k_scale_page, v_scale_page, unit, soft_cap, layer, size, size_v, width, width_v, page_size, has_first,
+            has_mask, is_capped, alibi, True, False, by_bits, is_latent, is_records, is_by_token, False, False, keys,  # noqa: FBT003
+            stages, interpreted,
         )  # fmt: skip
     key_tiles, value_tiles = key_base, value_base
     if by_descriptor:
@@ -195,18 +205,20 @@ def _prefill(
     rest = tl.maximum(full, rest)
     acc, row_max, row_sum = attend(
         full, rest, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
-        row_sum, key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
-        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, has_mask, joins_diagonal, by_bits,
-        is_latent, is_records, False, by_descriptor, keys, stages, interpreted,  # noqa: FBT003
+        row_sum, key_tiles, value_tiles, pages, kv_head, k_page, k_token, v_page, v_token, 0, k_scales, v_scales,
+        k_scale_page, v_scale_page, unit, soft_cap, layer, size, size_v, width, width_v, page_size, has_first,
+        has_mask, is_capped, alibi, has_mask, joins_diagonal, by_bits, is_latent, is_records, is_by_token, False,  # noqa: FBT003
+        by_descriptor, keys, stages, interpreted,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         rest, end, lowest, end - 1, diagonal, q, q_latent, position, first, last, slope, mask_rows, acc, row_max,
-        row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, unit, soft_cap, size,
-        size_v, width, width_v, page_size, has_first, has_mask, is_capped, alibi, True, False, by_bits, is_latent,  # noqa: FBT003
-        is_records, False, False, keys, stages, interpreted,  # noqa: FBT003
+        row_sum, key_base, value_base, pages, kv_head, k_page, k_token, v_page, v_token, 0, k_scales, v_scales,
+        k_scale_page, v_scale_page, unit, soft_cap, layer, size, size_v, width, width_v, page_size, has_first,
+        has_mask, is_capped, alibi, True, False, by_bits, is_latent, is_records, is_by_token, False, False, keys,  # noqa: FBT003
+        stages, interpreted,
     )  # fmt: skip
 
-    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, by_bits and not is_records)
+    factor = load_scale(v_scale, kv_head, is_scaled, is_per_head, unscaled_bits)
     result, log2_lse = finish(acc, row_max, row_sum, factor, head, sinks, row_mask, True, has_sinks)  # noqa: FBT003
     out_at = out + at[:, None] * out_token + head[:, None] * size_v + columns_v[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=row_mask[:, None] & (columns_v < size_v)[None, :])

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from attnplug.contract.guards._format import describe
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError, shown
-from attnplug.request.domains import FP8_DS_MLA
+from attnplug.request.domains import FP8_DS_MLA, PER_TOKEN_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
 NORMAL_FLOAT32: Final = "a scale is a positive finite number, normal in float32: from 2**-126 to 3.4e38"
 
-SCALELESS: Final = frozenset({"float64", "float32", "bfloat16", "float16", FP8_DS_MLA})
-"""Cache dtypes that take no scale: those that are not quantized, and records, which hold their own."""
+SCALELESS: Final = frozenset({"float64", "float32", "bfloat16", "float16", FP8_DS_MLA, *PER_TOKEN_HEAD})
+"""Layers with a KV cache of these dtypes have no scales: it is not quantized, or cache writes compute its scales."""
 
 
 def complete_scales(
@@ -106,6 +106,9 @@ def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float
     given = f"{name}={shown(host)}" if tensor is None else f"{name}_tensor of {describe(tensor)}"
     if agreement.kv_cache_dtype == FP8_DS_MLA:
         allowed = f"a {FP8_DS_MLA} cache was negotiated, whose records hold their own scales"
+        fix = f"leave {name} out of the layer"
+    elif agreement.kv_cache_dtype in PER_TOKEN_HEAD:
+        allowed = f"a {agreement.kv_cache_dtype} cache was negotiated, whose scales each cache write computes"
         fix = f"leave {name} out of the layer"
     elif agreement.kv_cache_dtype in SCALELESS:
         allowed = f"a {agreement.kv_cache_dtype} cache was negotiated, which takes no scales"

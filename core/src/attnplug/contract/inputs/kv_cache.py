@@ -29,6 +29,8 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "fp8_e4m3": torch.float8_e4m3fn,
         "fp8_e5m2": torch.float8_e5m2,
         FP8_DS_MLA: torch.uint8,
+        "int8_per_token_head": torch.int8,
+        "fp8_per_token_head": torch.float8_e4m3fn,
         "int8": torch.int8,
     }
 )

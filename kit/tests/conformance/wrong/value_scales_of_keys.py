@@ -1,0 +1,14 @@
+"""Multiplies values by the scales of their keys."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from kit.tests.conformance.minimal.least import LeastImpl
+
+
+class MutantImpl(LeastImpl):
+    def _keys(self, request, length, key, value, kv_cache, batch):
+        if self.scaled:
+            kv_cache = evolve(kv_cache, tensors={**kv_cache.tensors, "v_scale": kv_cache["k_scale"]})
+        return super()._keys(request, length, key, value, kv_cache, batch)
