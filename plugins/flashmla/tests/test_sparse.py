@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnplug_flashmla.builder as builder_module
+import attnplug_flashmla.impl  # noqa: F401 - it copies a constant of the builder, which a test replaces
 from attnplug.contract import GraphShape, Layer, Limits, capture
 from attnplug.ops import quantize_latents
 from attnplug_kit.oracle import Case, check, materialize

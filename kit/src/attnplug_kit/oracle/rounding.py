@@ -256,7 +256,7 @@ class RowRounding(Int8Rounding):
     """
     Int8 or float8_e4m3 with a scale per token and head, which follows from the row, of keys and of values.
 
-    Queries are not rounded, and softmax weights neither. The cache has the roles ``"k_scale"`` and ``"v_scale"``,
+    Neither queries nor softmax weights are rounded. The cache has the roles ``"k_scale"`` and ``"v_scale"``,
     ``(num_blocks, num_kv_heads, block_size)`` float32.
 
     Attributes:
