@@ -179,6 +179,8 @@ def compile_kernel(
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
     if isinstance(capability, str):
+        if RELEASE is not None and RELEASE < (3, 5):
+            pytest.skip("Triton 3.4 has no linker for AMD GPUs; ROCm has it")
         target = GPUTarget("hip", capability, 64 if capability.startswith("gfx9") else 32)
     else:
         target = GPUTarget("cuda", capability, 32)
