@@ -13,6 +13,7 @@ from attnplug import Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug_kit.oracle import assert_close, attend
+from attnplug_kit.oracle.rounding import by_row, paged_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +95,11 @@ class DcpStep:
     def is_narrow(self) -> bool:
         return self.kv_cache_dtype != "auto"
 
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether the KV cache has a scale per token and head."""
+        return self.kv_cache_dtype.endswith("_per_token_head")
+
     def alone(self) -> DcpStep:
         """The same model on one rank."""
         return evolve(self, ranks=1, interleave=1, group=self.group * self.ranks)
@@ -159,6 +165,8 @@ def _cached(rows: Tensor, step: DcpStep, scale: float) -> Tensor:
     """Return rows as the cache holds them."""
     if not step.is_narrow:
         return rows
+    if step.has_row_scales:
+        return by_row(rows, torch_dtype(step.kv_cache_dtype))[0].to(torch_dtype(step.kv_cache_dtype))
     return quantize(rows, torch_dtype(step.kv_cache_dtype), torch.tensor([scale]))
 
 
@@ -220,7 +228,7 @@ def run_on(backend: LoadedBackend, rank: int, group: Any, step: DcpStep, *, repl
     """
     tensors, heads, pages, device = StepTensors(step), heads_of(step, rank), RankPages(step, rank), backend.device
     sinks = None if tensors.sinks is None else tensors.sinks[heads].to(device)
-    applied = backend.impl_class.static_scales if step.is_narrow else ()
+    applied = backend.impl_class.static_scales if step.is_narrow and not step.has_row_scales else ()
     scales = {name: scale for name, scale in SCALES.items() if name[0] in applied}
     layer = Layer(name="layer", sinks=sinks, cache_write="host" if step.host_writes else None, **scales)
     impl = backend.make_impl(layer)
@@ -326,7 +334,12 @@ class RankPages:
     def fill(self, backend: LoadedBackend, tensors: StepTensors, device: torch.device) -> KVCache:
         """Return a cache with the cached tokens that this rank holds and a step attends to, NaN elsewhere."""
         cache = backend.make_cache(self.num_blocks, device="cpu")
-        for pages, rows in ((cache.k, tensors.cached_keys), (cache.v, tensors.cached_values)):
+        sides = [(cache.k, tensors.cached_keys), (cache.v, tensors.cached_values)]
+        if self.step.has_row_scales:
+            pages, given = paged_tensors(cache), (("key scale", tensors.keys), ("value scale", tensors.values))
+            dtype = torch_dtype(self.step.kv_cache_dtype)
+            sides += [(pages[name], [by_row(each, dtype)[1] for each in rows]) for name, rows in given]
+        for pages, rows in sides:
             pages.copy_(torch.full(pages.shape, torch.nan))
             for request, mine in enumerate(self.mine):
                 for position in mine:

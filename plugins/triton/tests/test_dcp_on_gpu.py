@@ -87,8 +87,9 @@ def test_ranks_are_as_one(step):
 
 
 @pytest.mark.usefixtures("threads")
-def test_ranks_are_as_one_over_an_fp8_kv_cache():
-    step = evolve(STEP, dtype="bfloat16", kv_cache_dtype="fp8_e5m2")
+@pytest.mark.parametrize("cache", ["fp8_e5m2", "fp8_per_token_head"])
+def test_ranks_are_as_one_over_a_quantized_kv_cache(cache):
+    step = evolve(STEP, dtype="bfloat16", kv_cache_dtype=cache)
     alone = run(0, None, step.alone())
 
     assert_results(step, on_threads(step), [(alone.output.double(), alone.lse.double())])

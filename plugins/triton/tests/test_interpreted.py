@@ -17,7 +17,7 @@ def test_each_kernel_once():
 
 
 def test_ranks_of_dcp():
-    run_interpreted(FOLDER / "test_dcp_on_gpu.py", "-k", "mixed or window")
+    run_interpreted(FOLDER / "test_dcp_on_gpu.py", "-k", "mixed or window or quantized")
 
 
 def test_the_basic_tier():

@@ -90,9 +90,9 @@ class Backend(ABC):
         ``(num_blocks, block_size, num_kv_heads, head_size_v)`` of the agreed dtype. The stride order of both is that of
         the agreed layout, and where their blocks are in memory the agreed `kv_cache_form` says: the values of a latent
         cache are the first elements of its keys. A key of fp8_ds_mla is a record of 656 bytes, and its value the 512
-        codes at its beginning. The dtypes of `attnplug.request.domains.PER_TOKEN_HEAD` have the roles ``"k_scale"`` and
-        ``"v_scale"`` as well, ``(num_blocks, num_kv_heads, block_size)`` float32. Further roles are in memory as
-        described. Dense agreements have no cache.
+        codes at its beginning. Caches of ``int8_per_token_head`` and ``fp8_per_token_head`` have the roles
+        ``"k_scale"`` and ``"v_scale"`` as well, ``(num_blocks, num_kv_heads, block_size)`` float32. Further roles are
+        in memory as described. Dense agreements have no cache.
 
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
